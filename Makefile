@@ -1,0 +1,30 @@
+# Every target sets up what it needs, in a virtual environment of its own (see .ci/setup), and CI runs the same targets.
+.PHONY: help quickstart test lint format docs clean
+MAKEFLAGS += --no-print-directory
+TEST_EXTRAS ?= dev,peft
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/'
+
+quickstart:  ## train a small pretrained model with QaRL; ARGS="--help" lists the options
+	.ci/setup .venv-quickstart quickstart
+	.venv-quickstart/bin/trl-qarl quickstart $(ARGS)
+
+test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
+	.ci/setup .venv-test $(TEST_EXTRAS)
+	.venv-test/bin/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+lint:  ## style and types, as CI checks them
+	.ci/setup .venv-test $(TEST_EXTRAS)
+	.venv-test/bin/ruff check . && .venv-test/bin/ruff format --check . && .venv-test/bin/pyrefly check
+
+format:  ## rewrite the sources in the style CI checks
+	.ci/setup .venv-test $(TEST_EXTRAS)
+	.venv-test/bin/ruff check --fix . && .venv-test/bin/ruff format .
+
+docs:  ## build docs/_build/html, warnings are errors
+	.ci/setup .venv-docs docs
+	.venv-docs/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+clean:  ## remove environments and build outputs
+	rm -rf .uv .venv-* docs/_build dist .pytest_cache .ruff_cache

@@ -1,0 +1,341 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import trl_qarl.linear
+from trl_qarl import kernels
+from trl_qarl.linear import QuantizedLinear
+from trl_qarl.quantize import LowBitWeight, dequantize_weight, quantize_activation
+from trl_qarl.schemes import SCHEMES, get_scheme
+
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+
+
+def make(name="w4a16", dtype=torch.float32, in_features=256, out_features=96, bias=True, **kwargs):
+    torch.manual_seed(0)
+    return QuantizedLinear.from_linear(
+        nn.Linear(in_features, out_features, bias=bias, dtype=dtype), get_scheme(name), **kwargs
+    )
+
+
+@pytest.fixture
+def count_quantizations(monkeypatch):
+    calls = []
+    original = trl_qarl.linear.quantize_weight
+    monkeypatch.setattr(trl_qarl.linear, "quantize_weight", lambda *args: calls.append(args) or original(*args))
+    return calls
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+# Rows on both sides of every kernel threshold.
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_value_and_every_gradient_equal_the_float64_reference(name, dtype, rows):
+    layer = make(name, dtype)
+    x = torch.randn(rows, 256, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+
+    weight = dequantize_weight(layer.low_bit_weight(), torch.float64)
+    seen = x.detach().double()
+    if layer.scheme.activation_type is not None:
+        seen = dequantize_weight(LowBitWeight(*quantize_activation(x.detach(), layer.scheme)), torch.float64)
+    grad = grad.double()
+    # bf16: results, and the operands of the backward products, are rounded to 8 bits of mantissa (2**-9 = 2e-3 relative
+    # each); float32: 2**-24 times the square root of a few hundred terms.
+    tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-6
+    assert relative_error(y, seen @ weight.t() + layer.bias.double()) < tolerance
+    assert relative_error(x.grad, grad @ weight) < tolerance
+    assert relative_error(layer.weight.grad, grad.t() @ seen) < tolerance
+    assert relative_error(layer.bias.grad, grad.sum(0)) < tolerance
+    assert layer.weight.grad.dtype == layer.weight.dtype and layer.bias.grad.dtype == layer.bias.dtype
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_gradients_are_those_of_the_straight_through_estimator(name):
+    layer = make(name)
+    x = torch.randn(40, 256)
+    grad = torch.randn(40, 96)
+
+    def straight_through(value, quantized):
+        return value + (quantized - value).detach()
+
+    reference_x = x.clone().double().requires_grad_()
+    reference_w = layer.weight.detach().double().requires_grad_()
+    seen = x
+    if layer.scheme.activation_type is not None:
+        seen = dequantize_weight(LowBitWeight(*quantize_activation(x, layer.scheme)), torch.float64)
+    low_bit = dequantize_weight(layer.low_bit_weight(), torch.float64)
+    y = straight_through(reference_x, seen.double()) @ straight_through(reference_w, low_bit).t()
+    y.backward(grad.double())
+
+    x.requires_grad_()
+    layer(x).backward(grad)
+    assert relative_error(x.grad, reference_x.grad) < 1e-6
+    assert relative_error(layer.weight.grad, reference_w.grad) < 1e-6
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_zero_weights_and_inputs_give_finite_values_and_gradients(name):
+    layer = make(name)
+    with torch.no_grad():
+        layer.weight.zero_()
+    x = torch.zeros(4, 256, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, layer.bias.expand_as(y))
+    assert torch.isfinite(x.grad).all() and torch.isfinite(layer.weight.grad).all()
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_frozen_tensors_get_no_gradient_and_the_others_do(frozen):
+    layer = make()
+    x = torch.randn(8, 256, requires_grad=frozen != "input")
+    if frozen != "input":
+        getattr(layer, frozen).requires_grad_(False)
+    layer(x).sum().backward()
+    grads = {"weight": layer.weight.grad, "bias": layer.bias.grad, "input": x.grad}
+    assert grads.pop(frozen) is None
+    assert all(grad is not None for grad in grads.values())
+
+
+def test_layer_without_bias():
+    layer = make(bias=False)
+    layer(torch.randn(3, 256)).sum().backward()
+    assert layer.bias is None and layer.weight.grad is not None
+
+
+def test_leading_dimensions_are_kept():
+    layer = make()
+    x = torch.randn(2, 3, 5, 256)
+    assert layer(x).shape == (2, 3, 5, 96)
+    assert torch.equal(layer(x)[1, 2], layer(x[1, 2]))
+
+
+def test_from_linear_keeps_module_parameters_and_state_dict_keys():
+    linear = nn.Linear(256, 96)
+    weight, bias, keys = linear.weight, linear.bias, list(linear.state_dict())
+    layer = QuantizedLinear.from_linear(linear, get_scheme("w4a16"))
+    layer(torch.randn(2, 256))
+    assert layer is linear and layer.weight is weight and layer.bias is bias
+    assert list(layer.state_dict()) == keys
+    assert layer.to_linear() is linear and type(linear) is nn.Linear
+    assert vars(linear).keys() == vars(nn.Linear(2, 2)).keys()
+
+
+def test_hooks_survive_the_swap():
+    linear = nn.Linear(256, 96)
+    calls = []
+    linear.register_forward_hook(lambda *args: calls.append(1))
+    QuantizedLinear.from_linear(linear, get_scheme("w4a16"))(torch.randn(2, 256))
+    assert calls == [1]
+
+
+def test_subclasses_of_linear_are_refused():
+    class Custom(nn.Linear):
+        pass
+
+    with pytest.raises(TypeError, match="Custom"):
+        QuantizedLinear.from_linear(Custom(256, 96), get_scheme("w4a16"))
+
+
+def test_a_scheme_without_quantized_weights_is_refused():
+    with pytest.raises(ValueError, match="'bf16'"):
+        QuantizedLinear.from_linear(nn.Linear(256, 96), get_scheme("bf16"))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw_single": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_next_forward_after_an_optimizer_step_uses_new_codes(optimizer):
+    layer = make()
+    optim = OPTIMIZERS[optimizer](list(layer.parameters()))
+    x = torch.randn(8, 256)
+    before, low_bit = layer(x), layer.low_bit_weight()
+    before.square().sum().backward()
+    optim.step()
+    after = layer(x)
+    assert layer.low_bit_weight() is not low_bit
+    assert layer.num_flipped_codes > 0
+    fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).to_linear(), layer.scheme)
+    assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
+
+
+def test_unchanged_master_keeps_the_same_low_bit_object(count_quantizations):
+    layer = make()
+    low_bit = layer.low_bit_weight()
+    for _ in range(3):
+        layer(torch.randn(8, 256)).sum().backward()
+    assert layer.low_bit_weight() is low_bit
+    assert len(count_quantizations) == 1
+
+
+def test_quantizing_happens_once_per_optimizer_step_not_per_micro_batch(count_quantizations):
+    layer = make()
+    optim = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(4):
+            layer(torch.randn(8, 256)).sum().backward()
+        with torch.no_grad():
+            layer(torch.randn(8, 256))
+        optim.step()
+        optim.zero_grad()
+    assert len(count_quantizations) == 3
+
+
+def test_a_step_that_changes_nothing_keeps_the_same_low_bit_object():
+    layer = make()
+    optim = torch.optim.AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    layer(torch.randn(8, 256)).sum().backward()
+    low_bit = layer.low_bit_weight()
+    optim.step()
+    assert layer.low_bit_weight() is low_bit and layer.num_flipped_codes == 0
+
+
+def test_load_state_dict_invalidates_the_cache():
+    layer, other = make(), make()
+    with torch.no_grad():
+        other.weight.mul_(3).add_(1)
+    x = torch.randn(8, 256)
+    layer(x)
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(x), other(x))
+    layer.load_state_dict({k: v * 2 for k, v in other.state_dict().items()}, assign=True)
+    assert not torch.equal(layer(x), other(x))
+
+
+def test_to_invalidates_the_cache():
+    layer = make()
+    layer(torch.randn(8, 256))
+    layer.to(torch.bfloat16)
+    expected = dequantize_weight(layer.low_bit_weight(), torch.float32)
+    assert layer(torch.randn(8, 256, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).to_linear(), layer.scheme, layer.scale_dtype)
+    assert torch.equal(expected, dequantize_weight(fresh.low_bit_weight(), torch.float32))
+
+
+def test_write_through_data_needs_invalidate():
+    layer = make()
+    x = torch.randn(8, 256)
+    before = layer(x)
+    layer.weight.data.mul_(-1)
+    assert torch.equal(layer(x), before), "PyTorch counts writes through .data now: `invalidate` may be dropped"
+    layer.invalidate()
+    assert not torch.equal(layer(x), before)
+
+
+def test_cache_is_neither_in_the_state_dict_nor_in_a_pickle():
+    layer = make(bias=False, in_features=1024, out_features=1024)
+    layer(torch.randn(2, 1024, requires_grad=True))
+    assert layer._low_bit is not None
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    assert buffer.tell() < layer.weight.nbytes * 1.1
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    x = torch.randn(2, 1024)
+    assert loaded._low_bit is None and torch.equal(loaded(x), layer(x))
+    assert copy.deepcopy(layer)._low_bit is None
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("rows", [8, 200])
+def test_train_and_eval_mode_and_grad_mode_give_identical_outputs(name, rows):
+    layer = make(name, torch.bfloat16)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16)
+    training = layer.train()(x)
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(x), training)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), training)
+
+
+def test_quantized_in_inference_mode_then_trained():
+    layer = make(dtype=torch.bfloat16)
+    with torch.inference_mode():
+        layer(torch.randn(4, 256, dtype=torch.bfloat16))
+    layer(torch.randn(4, 256, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_autocast_runs_the_low_bit_kernel_in_bf16_and_keeps_float32_masters():
+    layer = make(scale_dtype=torch.bfloat16)
+    x = torch.randn(4, 256, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype is torch.bfloat16 and layer.kernel == "aten::_weight_int4pack_mm_for_cpu"
+    y.sum().backward()
+    assert layer.weight.grad.dtype is torch.float32 and x.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
+    layer = make()
+    x = torch.randn(8, 256, requires_grad=True)
+    layer(x).square().sum().backward()
+    expected = layer.weight.grad.clone(), x.grad.clone()
+    layer.weight.grad = x.grad = None
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant).square().sum().backward()
+    assert torch.equal(layer.weight.grad, expected[0]) and torch.equal(x.grad, expected[1])
+
+
+def test_int4_kernel_copy_lives_through_a_rollout_only():
+    layer = make(dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(torch.randn(4, 256, dtype=torch.bfloat16))
+        assert layer._int4_operands is not None
+        layer(torch.randn(400, 256, dtype=torch.bfloat16))
+        assert layer._int4_operands is not None, "scoring a prompt does not end the rollout"
+    layer(torch.randn(400, 256, dtype=torch.bfloat16))
+    assert layer._int4_operands is None
+
+
+def test_extra_memory_of_w4a16_is_below_30_percent_of_bf16():
+    for group_size in (32, 64, 128):
+        layer = QuantizedLinear.from_linear(nn.Linear(1024, 1024), get_scheme("w4a16", group_size), torch.bfloat16)
+        layer(torch.randn(400, 1024))
+        assert layer.low_bit_weight().num_bytes < 0.30 * 2 * layer.weight.numel()
+
+
+def test_extra_repr_names_scheme_group_and_the_kernel_that_ran():
+    layer = make(dtype=torch.bfloat16)
+    assert "scheme=w4a16, group_size=128, kernel=None" in repr(layer)
+    layer(torch.randn(4, 256, dtype=torch.bfloat16))
+    assert "kernel=aten::_weight_int4pack_mm_for_cpu" in repr(layer)
+
+
+@pytest.mark.parametrize("in_features", [64, 1024, 1536])
+def test_int8_product_in_float32_blocks_is_exact(monkeypatch, in_features):
+    monkeypatch.setattr(kernels, "_has_vnni", lambda: False)
+    x = torch.randint(-128, 128, (300, in_features), dtype=torch.int8)
+    w = torch.randint(-128, 128, (32, in_features), dtype=torch.int8)
+    x[0], w[0] = -128, -128
+    product, name = kernels._int8_matmul(x, w)
+    assert "float32" in name
+    assert torch.equal(product.long(), x.long() @ w.long().t())
+
+
+def test_bf16_without_native_instructions_gives_the_same_numbers_to_rounding(monkeypatch):
+    layer = make(dtype=torch.bfloat16)
+    x = torch.randn(200, 256, dtype=torch.bfloat16)
+    native = layer(x)
+    monkeypatch.setattr(kernels, "_has_fast_bf16", lambda: False)
+    emulated = layer(x)
+    assert layer.kernel == "INT4 expanded to float32 + aten::linear"
+    torch.testing.assert_close(native, emulated, rtol=2**-6, atol=2**-6)

@@ -1,0 +1,65 @@
+"""The package as installed: what importing it loads, what it exports, what its files hold."""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+
+import pytest
+
+import trl_qarl
+
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "accelerate")
+
+
+def test_import_loads_no_heavy_package():
+    code = f"import sys, trl_qarl; dir(trl_qarl); print([name for name in {HEAVY} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_version_is_the_installed_one():
+    assert metadata.version("trl-qarl") == trl_qarl.__version__
+
+
+def test_package_declares_its_types():
+    assert resources.files("trl_qarl").joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", trl_qarl.__all__)
+def test_public_name_resolves(name):
+    assert getattr(trl_qarl, name) is not None
+    assert name in dir(trl_qarl)
+
+
+def test_unknown_name_raises_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'NoSuchName'"):
+        trl_qarl.NoSuchName  # noqa: B018
+
+
+def test_type_checking_imports_match_the_lazy_ones():
+    tree = ast.parse((ROOT / "trl_qarl" / "__init__.py").read_text())
+    imported = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+        for alias in node.names
+    }
+    assert imported == trl_qarl._MODULES
+    assert set(trl_qarl.__all__) == {*imported, "__version__"}
+
+
+def test_no_tracked_file_names_a_directory_of_one_machine():
+    try:
+        listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    local = re.compile(rb"(?<![\w.~-])/(?:work|opt|root|home|Users|tmp/uv)[a-z-]*/[\w.]")
+    found = [
+        name for name in listing.stdout.split("\0") if (ROOT / name).is_file() and local.search((ROOT / name).read_bytes())
+    ]
+    assert found == []

@@ -1,0 +1,165 @@
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from trl_qarl.quantize import (
+    LowBitWeight,
+    checkpoint_tensors,
+    count_code_flips,
+    dequantize_weight,
+    quantize_activation,
+    quantize_weight,
+)
+from trl_qarl.schemes import SCHEMES, get_scheme
+
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+DTYPES = [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+
+
+def awkward_weight(seed: int, dtype: torch.dtype, shape=(48, 192)) -> torch.Tensor:
+    """Random weights with an all-zero row and group, denormal and huge rows, exact halves, and signed zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * 0.02
+    weight[0] = 0
+    weight[1] *= 1e-37
+    weight[2] *= 1e-40
+    weight[3, :64] = 1e-44
+    weight[4, 64:128] = 0
+    weight[5] *= 1e30
+    weight[6] = torch.linspace(-7.5, 7.5, shape[1])
+    weight[7, ::2] = -0.0
+    return weight.to(dtype)
+
+
+def oracle(weight, scheme, scale_dtype):
+    """compressed-tensors' own scale and codes."""
+    group_size = scheme.group_size_for(weight.shape[1])
+    if scheme.scale_dtype is not None:
+        scale_dtype = getattr(torch, scheme.scale_dtype)
+        weight = weight.to(scale_dtype)
+    args = QuantizationArgs(**scheme.weight_args(group_size), scale_dtype=scale_dtype)
+    groups = weight.view(weight.shape[0], -1, group_size or weight.shape[1])
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    code_dtype = torch.int8 if scheme.weight_type == "int" else torch.float8_e4m3fn
+    return scale, quantize(weight, scale, None, args, dtype=code_dtype)
+
+
+@pytest.mark.parametrize(("weight_dtype", "scale_dtype"), DTYPES)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_scales_and_codes_equal_compressed_tensors_bit_for_bit(name, weight_dtype, scale_dtype):
+    scheme = get_scheme(name)
+    for seed in range(50):
+        weight = awkward_weight(seed, weight_dtype)
+        low_bit = quantize_weight(weight, scheme, scale_dtype)
+        scale, codes = oracle(weight, scheme, scale_dtype)
+        assert torch.equal(low_bit.scale.double(), scale.double())
+        tensors = checkpoint_tensors(low_bit, scheme)
+        if scheme.format == "pack-quantized":
+            assert torch.equal(tensors["weight_packed"], pack_to_int32(codes, scheme.num_bits))
+            assert tensors["weight_shape"].tolist() == list(weight.shape)
+        else:
+            assert torch.equal(tensors["weight"].view(torch.uint8), codes.view(torch.uint8))
+        assert tensors["weight_scale"].data_ptr() == low_bit.scale.data_ptr()
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_every_group_size_equals_compressed_tensors(group_size):
+    scheme = get_scheme("w4a16", group_size)
+    weight = awkward_weight(0, torch.float32)
+    scale, codes = oracle(weight, scheme, torch.bfloat16)
+    low_bit = quantize_weight(weight, scheme, torch.bfloat16)
+    assert low_bit.scale.shape == (48, 192 // group_size)
+    assert torch.equal(low_bit.qdata, pack_to_int32(codes, 4))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_dequantized_weight_equals_compressed_tensors(name):
+    scheme = get_scheme(name)
+    weight = awkward_weight(1, torch.float32)
+    low_bit = quantize_weight(weight, scheme, torch.float32)
+    codes = low_bit.qdata
+    if scheme.num_bits == 4:
+        codes = unpack_from_int32(codes, 4, weight.shape)
+    expected = dequantize(codes, low_bit.scale, None)
+    assert torch.equal(dequantize_weight(low_bit, torch.float32), expected.float())
+    assert torch.equal(dequantize_weight(low_bit, torch.bfloat16), expected.float().bfloat16())
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_zero_and_denormal_groups_stay_finite(name):
+    scheme = get_scheme(name)
+    low_bit = quantize_weight(awkward_weight(0, torch.float32), scheme, torch.bfloat16)
+    assert torch.isfinite(low_bit.scale).all()
+    assert (low_bit.scale > 0).all()
+    restored = dequantize_weight(low_bit, torch.float32)
+    assert torch.isfinite(restored).all()
+    assert (restored[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_error_is_at_most_half_a_step(name):
+    weight = torch.randn(64, 256)
+    low_bit = quantize_weight(weight, get_scheme(name), torch.float32)
+    error = (dequantize_weight(low_bit, torch.float32) - weight).abs()
+    scale = low_bit.scale.repeat_interleave(256 // low_bit.scale.shape[1], dim=1)
+    # E4M3 has 3 mantissa bits: half a step is 1/16 of the value, or 2**-10 scales below the smallest normal number.
+    bound = torch.maximum(weight.abs() / 16, scale * 2**-10) if name == "fp8" else scale / 2
+    # The largest weight of an INT8 row is exactly half a step from its code; float32 rounds 127.5 steps to 2**-17 steps.
+    assert (error <= bound * (1 + 2**-15)).all()
+
+
+def test_codes_come_from_the_master_not_from_a_rounded_copy():
+    weight = torch.randn(64, 256)
+    scheme = get_scheme("w4a16")
+    ours = quantize_weight(weight, scheme, torch.bfloat16)
+    rounded = quantize_weight(weight.bfloat16().float(), scheme, torch.bfloat16)
+    assert count_code_flips(ours, rounded) > 0
+
+
+def test_int8_activations_follow_the_engines_rule():
+    x = torch.randn(5, 64)
+    x[2] = 0
+    codes, scale = quantize_activation(x, get_scheme("w8a8"))
+    assert codes.dtype is torch.int8 and scale.shape == (5, 1)
+    torch.testing.assert_close(scale[[0, 1, 3, 4], 0], x[[0, 1, 3, 4]].abs().amax(1) / 127)
+    assert (codes[2] == 0).all() and torch.isfinite(scale).all()
+    assert codes.int().abs().amax(1)[[0, 1, 3, 4]].tolist() == [127] * 4
+
+
+def test_fp8_activations_follow_the_engines_rule():
+    x = torch.randn(5, 64)
+    x[2] = 0
+    codes, scale = quantize_activation(x, get_scheme("fp8"))
+    assert codes.dtype is torch.float8_e4m3fn
+    assert scale[2].item() == pytest.approx(1 / (448 * 512))
+    torch.testing.assert_close(scale[0, 0], x[0].abs().max() / 448)
+    assert (codes.float()[2] == 0).all()
+    assert codes.float().abs().max() <= 448
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_code_flips_are_counted_exactly(name):
+    scheme = get_scheme(name)
+    before = quantize_weight(torch.randn(32, 128), scheme, torch.float32)
+    after = quantize_weight(torch.randn(32, 128), scheme, torch.float32)
+
+    def codes(low_bit):
+        unpacked = low_bit.qdata
+        return unpack_from_int32(unpacked, 4, (32, 128)) if scheme.num_bits == 4 else unpacked.view(torch.uint8)
+
+    assert count_code_flips(before, after) == (codes(before) != codes(after)).sum() > 0
+    assert count_code_flips(before, before) == 0
+
+
+def test_dequantize_does_not_change_the_low_bit_tensors():
+    low_bit = quantize_weight(torch.randn(32, 128), get_scheme("w4a16"), torch.bfloat16)
+    copies = LowBitWeight(low_bit.qdata.clone(), low_bit.scale.clone())
+    dequantize_weight(low_bit, torch.bfloat16)
+    dequantize_weight(low_bit, torch.float32)
+    assert torch.equal(low_bit.qdata, copies.qdata) and torch.equal(low_bit.scale, copies.scale)
+    first = dequantize_weight(low_bit, torch.bfloat16)
+    assert torch.equal(first, dequantize_weight(low_bit, torch.bfloat16)), "the look-up table was written to"

@@ -1,0 +1,110 @@
+"""Tiny random models and tokenizers, made on the spot so that no test needs a hub."""
+
+import json
+from pathlib import Path
+
+
+SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_tokenizer():
+    """Byte-level tokenizer without merges: every string round-trips, one token per byte, 260 tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|unk|>"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        unk_token="<|unk|>",
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_tiny_config(arch: str = "llama", **overrides):
+    """
+    Configuration of a two-layer model whose sizes every scheme accepts (multiples of 128).
+
+    Parameters:
+        arch (`str`, *optional*, defaults to `"llama"`):
+            `transformers` model type with dense decoder layers, e.g. `"llama"`, `"qwen2"`, `"qwen3"` or `"gemma"`.
+        overrides:
+            Configuration fields that replace the defaults below.
+    """
+    from transformers import AutoConfig
+
+    fields = {
+        "vocab_size": 260,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": arch == "gemma",
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+    }
+    return AutoConfig.for_model(arch, **(fields | overrides))
+
+
+def make_tiny_model(directory, arch: str = "llama", dtype: str = "float32", seed: int = 0, **overrides) -> str:
+    """
+    Save a random two-layer model with its tokenizer and return the directory.
+
+    Parameters:
+        directory (`str` or `Path`):
+            Existing or new directory; the model goes into `directory/arch`.
+        arch (`str`, *optional*, defaults to `"llama"`):
+            `"llama"`, `"qwen2"` (qkv biases), `"qwen3"` (q and k norms) or `"gemma"` (tied `lm_head`).
+        dtype (`str`, *optional*, defaults to `"float32"`):
+            Dtype of the saved weights.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights; the caller's random state is left alone.
+        overrides:
+            Configuration fields, see [`make_tiny_config`].
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = Path(directory) / arch
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides), dtype=getattr(torch, dtype))
+        # Zero-initialised biases would hide a forward that drops them.
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(path)
+    make_tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def make_tiny_dataset(directory, num_rows: int = 16) -> str:
+    """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset` reads."""
+    path = Path(directory) / "dataset"
+    path.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": f"{i} + {i + 1} =", "solution": str(2 * i + 1)} for i in range(num_rows)]
+    for split in ("train", "test"):
+        (path / f"{split}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def count_digits(completions, **kwargs) -> list[float]:
+    """Reward that differs between random completions: the share of digits."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]

@@ -1,0 +1,57 @@
+"""
+QaRL for TRL: reinforcement learning whose learner computes with the same low-bit weights as the rollout engine.
+
+Public names are loaded on first use, so that `import trl_qarl` and `trl-qarl --help` load neither torch nor vLLM.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "QaRLConfig",
+    "QaRLTrainer",
+    "QuantScheme",
+    "QuantizedLinear",
+    "SwapReport",
+    "__version__",
+    "export_checkpoint",
+    "get_scheme",
+    "prepare_model",
+    "restore_model",
+]
+
+_MODULES = {
+    "QaRLConfig": "qarl_config",
+    "QaRLTrainer": "qarl_trainer",
+    "QuantScheme": "schemes",
+    "QuantizedLinear": "linear",
+    "SwapReport": "swap",
+    "export_checkpoint": "export",
+    "get_scheme": "schemes",
+    "prepare_model": "swap",
+    "restore_model": "swap",
+}
+
+# For type checkers and editors; `__getattr__` does the same at run time.
+if TYPE_CHECKING:
+    from .export import export_checkpoint
+    from .linear import QuantizedLinear
+    from .qarl_config import QaRLConfig
+    from .qarl_trainer import QaRLTrainer
+    from .schemes import QuantScheme, get_scheme
+    from .swap import SwapReport, prepare_model, restore_model
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

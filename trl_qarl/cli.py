@@ -1,0 +1,169 @@
+"""
+The `trl-qarl` command, in the manner of `trl`.
+
+A command is a module of [`trl_qarl.scripts`] with `make_parser(prog)` and `main(args)`; it imports torch inside `main`
+only, so that every `--help` answers at once. `train` differs: like `trl grpo` it goes through `accelerate launch`. TRL's
+own registry and launcher look for scripts inside the `trl` package, hence the thin ones here.
+"""
+
+import ast
+import importlib
+import sys
+import textwrap
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from . import __version__
+
+
+__all__ = ["configuration_errors", "main"]
+
+COMMANDS = {
+    "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
+    "export": "Write the low-bit checkpoint of trained master weights",
+    "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
+    "bench": "Time the quantized model against bf16 on this machine",
+    "env": "Print versions, hardware and the kernel of each scheme",
+}
+
+TRAIN_HELP = """\
+usage: trl-qarl train --model_name_or_path MODEL --dataset_name DATASET --reward_funcs FUNC [FUNC ...] [options]
+
+{description}.
+
+main options (TRL's):
+  --model_name_or_path MODEL   hub id or local directory
+  --dataset_name DATASET       hub id, local directory or builder name, as `datasets.load_dataset` takes it
+  --reward_funcs FUNC [...]    accuracy_reward, reasoning_accuracy_reward, think_format_reward,
+                               get_soft_overlong_punishment, or a dotted import path such as my_rewards.length
+  --output_dir DIR             where checkpoints and the trained master weights go
+  --config FILE                YAML with any of the options; the command line wins
+  --resume_from_checkpoint C   a checkpoint directory, or `true` for the last one in the output directory
+
+options of QaRLConfig:
+{fields}
+
+`trl-qarl train --help-all` lists every option of TRL and transformers as well (loads torch). Options unknown to all of
+them, and `--accelerate_config`, go to `accelerate launch`.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    Run the command line and return the exit code: 0, or 2 for a configuration error.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments without the program name, `sys.argv[1:]` by default.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = ArgumentParser(prog="trl-qarl", description="Rollout-aligned quantization-aware RL on TRL.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, help_text in COMMANDS.items():
+        subparsers.add_parser(name, help=help_text, add_help=False)
+    if not argv:
+        parser.print_help()
+        return 0
+    # What follows the command's name is the command's own to parse.
+    command = parser.parse_args(argv[:1]).command
+    if command == "train":
+        return _train(argv[1:])
+    module = importlib.import_module(f"trl_qarl.scripts.{command}")
+    return module.main(module.make_parser(f"trl-qarl {command}").parse_args(argv[1:])) or 0
+
+
+@contextmanager
+def configuration_errors() -> Iterator[None]:
+    """
+    Turn a `ValueError` or `OSError` into one line on stderr and exit code 2.
+
+    Wrap only the part of a command that reads its configuration: an unexpected error elsewhere keeps its traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"trl-qarl: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
+    """
+    Arguments of `accelerate launch` that run the training script.
+
+    Args:
+        script_args (`list[str]`):
+            Arguments of the training script.
+        launch_args (`list[str]`):
+            Arguments of `accelerate launch`, in which TRL's `--accelerate_config` is allowed.
+        num_cpus (`int` or `None`):
+            Threads for a single process on a CPU, `None` when the machine has an accelerator.
+    """
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    launch_args = resolve_accelerate_config_argument(launch_args)
+    # Without any option accelerate sets OMP_NUM_THREADS=1, which leaves a CPU learner on one core.
+    if num_cpus is not None and not launch_args:
+        launch_args = ["--num_cpu_threads_per_process", str(num_cpus)]
+    return [*launch_args, "--module", "trl_qarl.scripts.train", *script_args]
+
+
+def _train(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(TRAIN_HELP.format(description=COMMANDS["train"], fields="\n".join(_describe_config_fields())))
+        return 0
+
+    import os
+    import subprocess
+
+    import torch
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from trl.cli.commands.training import _subtract_subsequence
+
+    from .scripts.train import make_parser
+
+    parser = make_parser("trl-qarl train")
+    if "--help-all" in argv:
+        parser.print_help()
+        return 0
+    with configuration_errors():
+        # What the command line leaves over is an ordered subsequence of it; what the YAML leaves over is not.
+        *_, config_remaining, cli_remaining = parser.parse_args_and_config(
+            argv, return_remaining_strings=True, separate_remaining_strings=True
+        )
+        on_cpu = not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ
+        launch_args = build_launch_args(
+            script_args=_subtract_subsequence(argv, cli_remaining),
+            launch_args=config_remaining + cli_remaining,
+            num_cpus=torch.get_num_threads() if on_cpu else None,
+        )
+    try:
+        launch_command(launch_command_parser().parse_args(launch_args))
+    except subprocess.CalledProcessError as error:
+        # The training process has said what went wrong.
+        return error.returncode
+    return 0
+
+
+def _describe_config_fields() -> Iterator[str]:
+    """Help lines for the fields of [`QaRLConfig`], read from its source because importing it loads torch."""
+    tree = ast.parse(Path(__file__).with_name("qarl_config.py").read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "QaRLConfig")
+    for node in body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)):
+            continue
+        keywords = {keyword.arg: keyword.value for keyword in node.value.keywords}
+        metadata = keywords["metadata"]
+        help_text = next(
+            ast.literal_eval(v) for k, v in zip(metadata.keys, metadata.values, strict=True) if k.value == "help"
+        )
+        heading = f"--{node.target.id} (default: {ast.unparse(keywords['default'])})"
+        yield "\n".join(
+            [f"  {heading}", *textwrap.wrap(help_text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

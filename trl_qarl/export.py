@@ -1,0 +1,146 @@
+"""
+Write the current low-bit policy as a compressed-tensors checkpoint, which transformers and vLLM load.
+
+Format: https://github.com/vllm-project/compressed-tensors. The tensors are those the learner's forward uses, bit for bit;
+everything that is not quantized is written in the dtype in which the engine runs the model.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from .linear import QuantizedLinear
+from .swap import quantized_layers
+
+
+__all__ = ["checkpoint_state_dict", "export_checkpoint", "quantization_config"]
+
+
+def export_checkpoint(
+    model: PreTrainedModel,
+    output_dir: str | Path,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int = "5GB",
+) -> Path:
+    """
+    Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
+    configuration, and tokenizer or processor.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model prepared by [`prepare_model`]; one without quantized layers is written as an ordinary checkpoint.
+        output_dir (`str` or `Path`):
+            Folder to write; made if missing.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+            Saved beside the weights.
+        dtype (`torch.dtype`, *optional*):
+            Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales were rounded, or the
+            model's when nothing is quantized.
+        max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
+            Largest size of one shard.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: if `output_dir` holds another model's weights.
+    """
+    output_dir = Path(output_dir)
+    layers = quantized_layers(model)
+    if dtype is None:
+        dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
+    if any(output_dir.glob("*.safetensors")) and not _is_export(output_dir):
+        raise ValueError(
+            f"{str(output_dir)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
+            "what training resumes from."
+        )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    if layers:
+        config.quantization_config = quantization_config(model)
+    config.save_pretrained(output_dir)
+    if model.can_generate():
+        model.generation_config.save_pretrained(output_dir)
+    if processing_class is not None:
+        processing_class.save_pretrained(output_dir)
+    save_torch_state_dict(
+        checkpoint_state_dict(model, dtype), output_dir, max_shard_size=max_shard_size, metadata={"format": "pt"}
+    )
+    return output_dir
+
+
+def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """
+    Every tensor of the low-bit policy under its checkpoint name, on the CPU.
+
+    Quantized layers give [`QuantizedLinear.checkpoint_tensors`], other floating tensors are cast to `dtype`. Of tensors
+    that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
+    """
+    layers = quantized_layers(model)
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf == "weight" and prefix in layers:
+            low_bit = layers[prefix].checkpoint_tensors()
+            tensors.update({f"{prefix}.{key}": value.detach().cpu().contiguous() for key, value in low_bit.items()})
+            continue
+        identity = (tensor.data_ptr(), tensor.shape)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        tensors[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+    return tensors
+
+
+def quantization_config(model: nn.Module) -> dict[str, Any]:
+    """
+    The `quantization_config` entry of the model's `config.json`, as compressed-tensors defines it.
+
+    One group when all layers share a group size; otherwise one per size, its layers named by a regular expression.
+    """
+    layers = quantized_layers(model)
+    scheme = next(iter(layers.values())).scheme
+    by_group_size: dict[int | None, list[str]] = defaultdict(list)
+    for name, layer in layers.items():
+        by_group_size[layer.group_size].append(name)
+    groups = {}
+    for index, (group_size, names) in enumerate(by_group_size.items()):
+        groups[f"group_{index}"] = {
+            "targets": ["Linear"] if len(by_group_size) == 1 else _targets(names, layers),
+            "weights": scheme.weight_args(group_size),
+            "input_activations": scheme.activation_args,
+            "output_activations": None,
+            "format": scheme.format,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": scheme.format,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in layers],
+        "kv_cache_scheme": None,
+    }
+
+
+def _targets(names: list[str], layers: dict[str, QuantizedLinear]) -> list[str]:
+    # A last component that occurs in this group alone stands for all layers of that name.
+    chosen = set(names)
+    leaves = {name.rpartition(".")[2] for name in names}
+    shared = {name.rpartition(".")[2] for name in layers if name not in chosen}
+    whole = [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(leaves - shared)]
+    return whole + [name for name in names if name.rpartition(".")[2] in shared]
+
+
+def _is_export(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and '"compressed-tensors"' in config.read_text()

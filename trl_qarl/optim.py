@@ -1,0 +1,104 @@
+"""
+Muon on the hidden matrices, AdamW on everything else, as one optimizer.
+
+Muon orthogonalises each update, which is defined for matrices inside the network; embeddings, output head, biases and
+norms keep AdamW (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). The update is scaled to AdamW's root
+mean square (`adjust_lr_fn="match_rms_adamw"`, https://huggingface.co/papers/2502.16982), so both parts share a learning
+rate.
+"""
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+
+__all__ = ["MuonAdamW", "create_muon_adamw"]
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """
+    `torch.optim.Muon` and `torch.optim.AdamW` stepping together, with one list of `param_groups`.
+
+    Args:
+        muon_params (`list[nn.Parameter]`): matrices.
+        adamw_groups (`list[dict]`): parameter groups for AdamW.
+        lr (`float`): learning rate of both.
+        weight_decay (`float`): weight decay of the matrices.
+        betas, eps: AdamW's.
+    """
+
+    def __init__(self, muon_params, adamw_groups, *, lr, weight_decay, betas=(0.9, 0.999), eps=1e-8):
+        parts = {}
+        if muon_params:
+            parts["muon"] = torch.optim.Muon(
+                muon_params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        adamw_groups = [group for group in adamw_groups if group["params"]]
+        if adamw_groups:
+            parts["adamw"] = torch.optim.AdamW(adamw_groups, lr=lr, betas=betas, eps=eps)
+        self.parts = parts
+        # The parts' own group dictionaries, so that a scheduler's changes reach them.
+        groups = [group for part in parts.values() for group in part.param_groups]
+        super().__init__(groups, {})
+        self.param_groups = groups
+
+    @property
+    def state(self):
+        return {p: state for part in self.parts.values() for p, state in part.state.items()}
+
+    @state.setter
+    def state(self, value):
+        # The base class assigns an empty dictionary; each part holds its own.
+        pass
+
+    @override
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts.values():
+            part.step()
+        return loss
+
+    @override
+    def state_dict(self):
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    @override
+    def load_state_dict(self, state_dict):
+        if state_dict.keys() != self.parts.keys():
+            raise ValueError(
+                f"The checkpoint's optimizer has parts {sorted(state_dict)}, this one {sorted(self.parts)}: it was made "
+                "with another `optim`. Resume with the same `optim`."
+            )
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])
+        self.param_groups[:] = [group for part in self.parts.values() for group in part.param_groups]
+
+
+def create_muon_adamw(
+    model: nn.Module,
+    decay_parameters: set[str],
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> MuonAdamW:
+    """
+    Split the trainable parameters of `model`: weights of linear layers go to Muon, unless they are the output head or
+    shared with an embedding; the rest goes to AdamW, with weight decay where the name is in `decay_parameters`.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m is not head} - embeddings
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    rest = [(name, p) for name, p in trainable if id(p) not in matrices]
+    adamw_groups = [
+        {"params": [p for name, p in rest if name in decay_parameters], "weight_decay": weight_decay},
+        {"params": [p for name, p in rest if name not in decay_parameters], "weight_decay": 0.0},
+    ]
+    muon_params = [p for _, p in trainable if id(p) in matrices]
+    return MuonAdamW(muon_params, adamw_groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)

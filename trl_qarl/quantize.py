@@ -1,0 +1,166 @@
+r"""
+The one definition of a low-bit tensor.
+
+Weights, symmetric, with one scale per output channel or per group of input features:
+
+    scale = amax(|w|) / d,  q = round(clamp(w / scale, qmin, qmax)),  w' = scale * q
+
+with `d` = 7.5 for INT4 (codes -8..7), 127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as
+zero (an all-zero group) is replaced by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit for
+bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`), and the forward pass,
+publication, checkpoint and export all call [`quantize_weight`].
+
+Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors: `amax / 127` for INT8
+and `max(amax / 448, 1 / (448 * 512))` for FP8.
+
+Storage of the codes:
+
+| scheme | `qdata` | in a checkpoint |
+|---|---|---|
+| INT4 | int32 `(N, K / 8)`, eight codes + 8 per word, first code in the lowest bits | the same |
+| INT8, weight only | int8 `(N, K)` | int32 `(N, K / 4)`, four codes + 128 per word |
+| INT8 | int8 `(N, K)` | the same |
+| FP8 | float8_e4m3fn `(N, K)` | the same |
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .schemes import QuantScheme
+
+
+__all__ = [
+    "LowBitWeight",
+    "checkpoint_tensors",
+    "count_code_flips",
+    "dequantize_weight",
+    "quantize_activation",
+    "quantize_weight",
+]
+
+
+class LowBitWeight(NamedTuple):
+    """
+    A quantized weight: `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or
+    `(N, 1)`. Neither carries a gradient.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.qdata.nbytes + self.scale.nbytes
+
+
+@torch.no_grad()
+def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> LowBitWeight:
+    """
+    Quantize a master weight.
+
+    Args:
+        weight (`torch.Tensor`):
+            Master weight `(N, K)`, any floating dtype. Codes are computed from it as it is, not from a rounded copy.
+        scheme ([`QuantScheme`]):
+            Scheme to follow.
+        scale_dtype (`torch.dtype`):
+            Dtype in which the engine runs the model; scales are rounded to it before codes are computed, unless the
+            scheme fixes its own scale dtype.
+
+    Raises:
+        ValueError: if no group size divides `K`.
+    """
+    out_features, in_features = weight.shape
+    group_size = scheme.group_size_for(in_features) or in_features
+    if scheme.scale_dtype is not None:
+        scale_dtype = getattr(torch, scheme.scale_dtype)
+        weight = weight.to(scale_dtype)
+    groups = weight.reshape(out_features, -1, group_size)
+    scale = (groups.abs().amax(dim=-1) / scheme.scale_divisor).to(scale_dtype)
+    scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
+    codes = (groups / scale.unsqueeze(-1)).clamp_(*scheme.quant_range).view(out_features, in_features)
+    if scheme.weight_type == "float":
+        return LowBitWeight(codes.to(torch.float8_e4m3fn), scale)
+    codes = codes.round_().to(torch.int8)
+    return LowBitWeight(_pack_int4(codes) if scheme.num_bits == 4 else codes, scale)
+
+
+def dequantize_weight(low_bit: LowBitWeight, dtype: torch.dtype) -> torch.Tensor:
+    """
+    Dense weight `(N, K)` in `dtype`: the exact product `scale * code`, rounded once to `dtype`.
+
+    This rounding is what Marlin and Machete apply to INT4 weights before the matrix product.
+    """
+    qdata, scale = low_bit
+    weight = _unpack_int4(qdata, dtype) if qdata.dtype is torch.int32 else qdata.to(dtype)
+    groups = weight.view(scale.shape[0], scale.shape[1], -1)
+    if scale.dtype.itemsize > dtype.itemsize:
+        # A float32 scale must not be rounded before the product.
+        return (groups * scale.unsqueeze(-1)).to(dtype).view_as(weight)
+    return groups.mul_(scale.unsqueeze(-1)).view_as(weight)
+
+
+def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Quantize activations per token, as vLLM does.
+
+    Args:
+        x (`torch.Tensor`):
+            Activations `(M, K)`, any floating dtype.
+        scheme ([`QuantScheme`]):
+            A scheme with `activation_type` set.
+
+    Returns:
+        Codes `(M, K)` in int8 or float8_e4m3fn and float32 scales `(M, 1)`. An all-zero token gets zero codes.
+    """
+    amax = x.abs().amax(dim=-1, keepdim=True).float()
+    if scheme.activation_type == "float":
+        scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
+        return (x / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+    scale = torch.where(amax == 0, 1.0, amax / 127.0)
+    return (x / scale).round_().clamp_(-128, 127).to(torch.int8), scale
+
+
+def checkpoint_tensors(low_bit: LowBitWeight, scheme: QuantScheme) -> dict[str, torch.Tensor]:
+    """Tensors of one layer under compressed-tensors' checkpoint names, without the layer's prefix."""
+    qdata, scale = low_bit
+    if scheme.format != "pack-quantized":
+        return {"weight": qdata, "weight_scale": scale}
+    if scheme.num_bits == 4:
+        packed, codes_per_word = qdata, 8
+    else:
+        # Adding 128 to a two's complement byte flips its top bit.
+        packed, codes_per_word = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32), 4
+    shape = torch.tensor([packed.shape[0], packed.shape[1] * codes_per_word])
+    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+
+
+def count_code_flips(before: LowBitWeight, after: LowBitWeight) -> torch.Tensor:
+    """Number of weights whose code differs, as a 0-d int64 tensor on the weights' device."""
+    if before.qdata.dtype is torch.int32:
+        changed = (before.qdata ^ after.qdata).view(torch.uint8)
+        return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
+    return (before.qdata.view(torch.uint8) != after.qdata.view(torch.uint8)).count_nonzero()
+
+
+def _pack_int4(codes: torch.Tensor) -> torch.Tensor:
+    unsigned = (codes + 8).view(torch.uint8).view(codes.shape[0], -1, 2)
+    return (unsigned[..., 0] | (unsigned[..., 1] << 4)).view(torch.int32)
+
+
+def _unpack_int4(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # One table look-up per 16 bits yields four weights; shifts and masks are four times slower on a CPU.
+    table = _int4_table(dtype, packed.device)
+    indices = packed.view(torch.uint16).long()
+    values = table.index_select(0, indices.view(-1)) if dtype.itemsize > 2 else table.take(indices)
+    return values.view(dtype).view(packed.shape[0], -1)
+
+
+@lru_cache(maxsize=8)
+def _int4_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Four codes for each 16-bit pattern: `(65536,)` int64 for 16-bit dtypes, else `(65536, 4)` in `dtype`."""
+    patterns = torch.arange(65536, device=device)
+    table = torch.stack([((patterns >> shift) & 15) - 8 for shift in (0, 4, 8, 12)], dim=-1).to(dtype)
+    return table.view(torch.int64).view(-1) if dtype.itemsize == 2 else table

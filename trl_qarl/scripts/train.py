@@ -1,0 +1,157 @@
+"""
+`trl-qarl train`: TRL's GRPO script with [`QaRLTrainer`] and [`QaRLConfig`].
+
+Everything but the trainer and its configuration is what `trl/scripts/grpo.py` does; that script names its trainer inside
+`main`, so it cannot be called with another one.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..cli import configuration_errors
+
+
+if TYPE_CHECKING:
+    from trl import TrlParser
+
+
+__all__ = ["get_reward_funcs", "main", "make_parser", "parse_resume_from_checkpoint"]
+
+
+def make_parser(prog: str | None = None) -> "TrlParser":
+    """Parser of the options of `trl grpo`, with [`QaRLConfig`] instead of `GRPOConfig`."""
+    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    from ..qarl_config import QaRLConfig
+
+    return TrlParser((GRPOScriptArguments, QaRLConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+
+
+def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = None) -> list[str | Callable]:
+    """
+    Reward functions by name, as `trl grpo` looks them up.
+
+    Args:
+        names (`list[str]`):
+            Names of TRL's reward functions, or dotted import paths, for which the working directory comes first.
+        reward_model_name_or_path (`str`, *optional*):
+            Reward model, which the trainer loads; it comes first.
+
+    Raises:
+        ValueError: for a name that is neither, for a path that cannot be imported, and when there is no reward at all.
+    """
+    from trl import rewards
+
+    registry = {
+        "accuracy_reward": rewards.accuracy_reward,
+        "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
+        "think_format_reward": rewards.think_format_reward,
+        "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(
+            max_completion_len=1280, soft_punish_cache=256
+        ),
+    }
+    reward_funcs: list[str | Callable] = [reward_model_name_or_path] if reward_model_name_or_path else []
+    for name in names:
+        if name in registry:
+            reward_funcs.append(registry[name])
+            continue
+        module_path, _, attribute = name.rpartition(".")
+        if not module_path:
+            raise ValueError(
+                f"Unknown reward function {name!r}. Choose one of {list(registry)}, or give a dotted import path such "
+                f"as `my_rewards.{name}`."
+            )
+        sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(module_path)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"Could not import reward function {name!r}: {error}.") from error
+        if not hasattr(module, attribute):
+            raise ValueError(f"Could not import reward function {name!r}: {module.__file__} has no {attribute!r}.")
+        reward_funcs.append(getattr(module, attribute))
+    if not reward_funcs:
+        raise ValueError("No reward: give `--reward_funcs` or `--reward_model_name_or_path`.")
+    return reward_funcs
+
+
+def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
+    """`"true"` and `"last"` as `True` (the Trainer's last checkpoint), `"false"` as `None`, a path as it is."""
+    return {"true": True, "last": True, "false": None}.get(value.lower(), value) if value else None
+
+
+def main(script_args, training_args, model_args, dataset_args) -> None:
+    """Train, and save the master weights."""
+    from trl import get_peft_config, get_quantization_config
+
+    from ..qarl_trainer import QaRLTrainer
+
+    with configuration_errors():
+        reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
+        training_args.model_init_kwargs = {
+            "revision": model_args.model_revision,
+            "trust_remote_code": training_args.trust_remote_code,
+            "attn_implementation": model_args.attn_implementation,
+            "dtype": model_args.dtype,
+            **(training_args.model_init_kwargs or {}),
+        }
+        dataset = _load_dataset(script_args, dataset_args)
+        trainer = QaRLTrainer(
+            model=model_args.model_name_or_path,
+            reward_funcs=reward_funcs,
+            args=training_args,
+            train_dataset=_split(dataset, script_args.dataset_train_split, "dataset_train_split"),
+            eval_dataset=(
+                _split(dataset, script_args.dataset_test_split, "dataset_test_split")
+                if training_args.eval_strategy != "no"
+                else None
+            ),
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+
+    trainer.train(resume_from_checkpoint=parse_resume_from_checkpoint(training_args.resume_from_checkpoint))
+    trainer.accelerator.print("Training completed.")
+
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(
+        f"Master weights saved to {training_args.output_dir}. `trl-qarl export --model_name_or_path "
+        f"{training_args.output_dir} --output_dir DIR` writes the low-bit checkpoint."
+    )
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+
+    # Drop the condition once transformers>=5.18, which needs the call to finish trackers and the process group.
+    if hasattr(trainer, "end"):
+        trainer.end()
+
+
+def _load_dataset(script_args, dataset_args):
+    from datasets import load_dataset
+    from trl import get_dataset
+
+    if dataset_args.datasets and script_args.dataset_name:
+        raise ValueError("Both `datasets` and `dataset_name` are given. Remove one of them.")
+    if dataset_args.datasets:
+        return get_dataset(dataset_args)
+    if not script_args.dataset_name:
+        raise ValueError("No dataset: give `--dataset_name`, or `datasets` in the YAML file.")
+    return load_dataset(
+        script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
+    )
+
+
+def _split(dataset, name: str, option: str):
+    if name not in dataset:
+        raise ValueError(f"The dataset has no split {name!r}, only {list(dataset)}. Set `--{option}`.")
+    return dataset[name]
+
+
+if __name__ == "__main__":
+    with configuration_errors():
+        parsed = make_parser().parse_args_and_config(fail_with_unknown_args=False)
+    main(*parsed)

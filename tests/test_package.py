@@ -60,6 +60,8 @@ def test_no_tracked_file_names_a_directory_of_one_machine():
         pytest.skip("not a git checkout")
     local = re.compile(rb"(?<![\w.~-])/(?:work|opt|root|home|Users|tmp/uv)[a-z-]*/[\w.]")
     found = [
-        name for name in listing.stdout.split("\0") if (ROOT / name).is_file() and local.search((ROOT / name).read_bytes())
+        name
+        for name in listing.stdout.split("\0")
+        if (ROOT / name).is_file() and local.search((ROOT / name).read_bytes())
     ]
     assert found == []

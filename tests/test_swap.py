@@ -1,9 +1,9 @@
 import pytest
 import torch
-from testing_utils import make_tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from testing_utils import make_tiny_config
 from trl_qarl.linear import QuantizedLinear
 from trl_qarl.swap import kernels_run, prepare_model, quantized_layers, restore_model
 

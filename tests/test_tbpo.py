@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reference.tbpo_naive import naive_log_ratio, naive_tbpo
 
+from reference.tbpo_naive import naive_log_ratio, naive_tbpo
 from trl_qarl.tbpo import (
     mismatch_weight,
     reduce_tbpo_metrics,

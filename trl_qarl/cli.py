@@ -29,7 +29,7 @@ COMMANDS = {
 }
 
 TRAIN_HELP = """\
-usage: trl-qarl train --model_name_or_path MODEL --dataset_name DATASET --reward_funcs FUNC [FUNC ...] [options]
+usage: {usage}
 
 {description}.
 
@@ -78,13 +78,13 @@ def main(argv: list[str] | None = None) -> int:
 @contextmanager
 def configuration_errors() -> Iterator[None]:
     """
-    Turn a `ValueError` or `OSError` into one line on stderr and exit code 2.
+    Turn a `ValueError`, `OSError` or `NotImplementedError` into one line on stderr and exit code 2.
 
     Wrap only the part of a command that reads its configuration: an unexpected error elsewhere keeps its traceback.
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"trl-qarl: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 
@@ -111,8 +111,11 @@ def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: 
 
 
 def _train(argv: list[str]) -> int:
+    from .scripts.train import USAGE, make_parser
+
     if "-h" in argv or "--help" in argv:
-        print(TRAIN_HELP.format(description=COMMANDS["train"], fields="\n".join(_describe_config_fields())))
+        fields = "\n".join(_describe_config_fields())
+        print(TRAIN_HELP.format(usage=USAGE, description=COMMANDS["train"], fields=fields))
         return 0
 
     import os
@@ -121,8 +124,6 @@ def _train(argv: list[str]) -> int:
     import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from trl.cli.commands.training import _subtract_subsequence
-
-    from .scripts.train import make_parser
 
     parser = make_parser("trl-qarl train")
     if "--help-all" in argv:
@@ -139,8 +140,10 @@ def _train(argv: list[str]) -> int:
             launch_args=config_remaining + cli_remaining,
             num_cpus=torch.get_num_threads() if on_cpu else None,
         )
+    launch_parser = launch_command_parser()
+    launch_parser.usage = USAGE
     try:
-        launch_command(launch_command_parser().parse_args(launch_args))
+        launch_command(launch_parser.parse_args(launch_args))
     except subprocess.CalledProcessError as error:
         # The training process has said what went wrong.
         return error.returncode

@@ -77,7 +77,6 @@ _REFUSED_BY_TBPO = {
     "vespo_k_neg": "it belongs to `objective='vespo'`",
     "vespo_lambda_neg": "it belongs to `objective='vespo'`",
     "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
-    "use_bias_correction_kl": "it weights the KL term by token-level ratios; use `objective='grpo'`",
     "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
     "entropy_coef": "the entropy bonus is a token-level term; use `objective='grpo'`",
     "use_adaptive_entropy": "the entropy bonus is a token-level term; use `objective='grpo'`",

@@ -20,7 +20,7 @@ from .qarl_config import QaRLConfig
 from .rollout.embedded import record_sampling_logps
 from .schemes import get_scheme
 from .swap import prepare_model, quantized_layers
-from .tbpo import mismatch_weight, reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
+from .tbpo import mismatch_weight, reduce_tbpo_metrics, sequence_log_ratio, tbpo_loss, tbpo_metrics
 from .telemetry import code_flip_rate, mismatch_metrics, mismatch_sums, sqnr
 
 
@@ -211,6 +211,9 @@ class QaRLTrainer(GRPOTrainer):
         if self.beta != 0.0:
             log_ratio = inputs["ref_per_token_logps"] - per_token_logps
             per_token_kl = torch.exp(log_ratio) - log_ratio - 1
+            if self.args.use_bias_correction_kl:
+                sequence_ratio = sequence_log_ratio(per_token_logps, inputs["old_per_token_logps"], mask).exp()
+                per_token_kl = per_token_kl * sequence_ratio.unsqueeze(1)
             sequence_kl = (per_token_kl * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
             loss = loss + self.beta * sequence_kl.mean()
             metrics["kl"].append(self._masked_mean(per_token_kl, mask))

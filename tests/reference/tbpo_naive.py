@@ -27,8 +27,8 @@ def naive_tbpo(
     mismatch_cap,
 ):
     """
-    All tensors as nested lists, `sampling_logps` may be None. Returns the loss, its gradient with respect to `logps` as
-    a nested list, and one dict per sequence with `log_ratio`, `ratio`, `weight` and `region`, its part of the band.
+    All tensors as nested lists, `sampling_logps` may be None. Returns the loss, its gradient with respect to `logps`
+    as a nested list, and one dict per sequence with `log_ratio`, `ratio`, `weight` and `region`, its part of the band.
     """
     batch_size = len(logps)
     loss, gradient, sequences = 0.0, [], []

@@ -1,0 +1,372 @@
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+import yaml
+
+from testing_utils import make_tiny_dataset, make_tiny_model
+from trl_qarl import __version__
+from trl_qarl.cli import COMMANDS, build_launch_args, configuration_errors, main
+from trl_qarl.scripts import export, train
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tiny_dataset(tmp_path_factory):
+    return make_tiny_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def train_argv(tiny_model, tiny_dataset, tmp_path):
+    """Options of a run of two steps on the tiny model, without the command's name."""
+    options = {
+        "model_name_or_path": tiny_model,
+        "dataset_name": tiny_dataset,
+        "reward_funcs": "testing_utils.count_digits",
+        "output_dir": tmp_path / "run",
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "save_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+    }
+    return [token for name, value in options.items() for token in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Parsed arguments of every `accelerate launch`, which does not run."""
+    calls = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", calls.append)
+    return calls
+
+
+def run_training(argv):
+    """Run the training script in this process, as `accelerate launch` runs it in another."""
+    train.main(*train.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+)
+def test_help_loads_no_heavy_package(argv):
+    code = (
+        "import sys\nfrom trl_qarl.cli import main\n"
+        f"try:\n    status = main({argv})\nexcept SystemExit as stop:\n    status = stop.code or 0\n"
+        "loaded = {'torch', 'transformers', 'trl', 'datasets', 'accelerate', 'vllm', 'numpy'} & sys.modules.keys()\n"
+        "assert not loaded, loaded\nsys.exit(status)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"trl-qarl {__version__}" if argv == ["--version"] else "usage: trl-qarl")
+
+
+def test_unknown_command_exits_with_two(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["trian"])
+    assert "invalid choice: 'trian'" in capsys.readouterr().err
+
+
+def test_train_help_describes_every_option_of_the_config(capsys):
+    from trl_qarl import QaRLConfig
+
+    assert main(["train", "--help"]) == 0
+    output = capsys.readouterr().out
+    own_fields = QaRLConfig.__annotations__.keys() & QaRLConfig.__dataclass_fields__.keys()
+    assert [name for name in own_fields if f"--{name} (default: " not in output] == []
+
+
+def test_train_help_all_lists_options_of_trl_and_transformers(capsys):
+    assert main(["train", "--help-all"]) == 0
+    output = capsys.readouterr().out
+    assert all(option in output for option in ("--scheme", "--num_generations", "--learning_rate", "--dataset_name"))
+
+
+def test_options_unknown_to_the_script_go_to_accelerate(launched, train_argv):
+    assert main(["train", "--num_processes", "2", *train_argv, "--mixed_precision", "bf16"]) == 0
+    (args,) = launched
+    assert (args.num_processes, args.mixed_precision) == (2, "bf16")
+    assert (args.module, args.training_script) == (True, "trl_qarl.scripts.train")
+    assert args.training_script_args == train_argv
+
+
+def test_option_known_to_nobody_ends_in_accelerates_error(launched, train_argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *train_argv, "--no_such_option", "3"])
+    assert "unrecognized arguments: --no_such_option" in capsys.readouterr().err
+    assert launched == []
+
+
+def test_yaml_feeds_script_and_accelerate(launched, tmp_path, train_argv):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"scheme": "w8a8", "exclude_modules": ["o_proj"], "num_processes": 3}))
+    assert main(["train", *train_argv, "--config", str(config), "--scheme", "fp8"]) == 0
+    (args,) = launched
+    assert args.num_processes == 3
+    _, training_args, _, _ = train.make_parser().parse_args_and_config(
+        args.training_script_args, fail_with_unknown_args=False
+    )
+    assert training_args.scheme == "fp8"
+    assert training_args.exclude_modules == ["o_proj"]
+
+
+def test_single_process_on_a_cpu_gets_all_threads():
+    assert build_launch_args(["--scheme", "fp8"], [], num_cpus=4) == [
+        "--num_cpu_threads_per_process",
+        "4",
+        "--module",
+        "trl_qarl.scripts.train",
+        "--scheme",
+        "fp8",
+    ]
+
+
+@pytest.mark.parametrize(("launch_args", "num_cpus"), [([], None), (["--num_processes", "2"], 4)])
+def test_accelerate_decides_threads_otherwise(launch_args, num_cpus):
+    assert build_launch_args([], launch_args, num_cpus) == [*launch_args, "--module", "trl_qarl.scripts.train"]
+
+
+def test_accelerate_config_names_a_file_of_trl():
+    option, path, *_ = build_launch_args([], ["--accelerate_config", "zero2"], None)
+    assert option == "--config_file"
+    assert path.endswith("zero2.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--group_size", "7"], "group_size=7 is not supported"),
+        (["--scheme", "w8a8", "--group_size", "32"], "has no groups"),
+        (["--use_vllm", "true"], "use_vllm=True is not supported"),
+        (["--num_generations", "1"], "at least 2 generations"),
+        (["--accelerate_config", "no_such_config"], "neither a file nor a valid config"),
+        (["--config", "no_such_file.yaml"], "No such file or directory: 'no_such_file.yaml'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_configuration_error_is_one_line_before_anything_is_launched(launched, train_argv, options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *train_argv, *options])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("trl-qarl: error: ")
+    assert message in line
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward_funcs", "no_such_reward"], "Unknown reward function 'no_such_reward'"),
+        (["--dataset_name", "no/such/folder"], "no/such/folder"),
+        (["--dataset_train_split", "training"], "no split 'training', only ['train', 'test']"),
+        (["--model_name_or_path", "./no_such_model"], "no_such_model"),
+        (["--exclude_modules", "no_such_layer"], "'no_such_layer' matches none of the 15 linear layers"),
+        (["--use_peft"], "PEFT adapters are not supported in this release"),
+        (["--load_in_4bit"], "quantization_config was given"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_configuration_error_of_the_script_is_one_line(train_argv, options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_training([*train_argv, *options])
+    error = capsys.readouterr().err
+    assert "trl-qarl: error: " in error
+    assert message in error
+
+
+def test_missing_dataset_and_missing_reward_are_named(tiny_model, train_argv, capsys):
+    for option, message in (
+        ("--dataset_name", "No dataset: give `--dataset_name`"),
+        ("--reward_funcs", "No reward: "),
+    ):
+        index = train_argv.index(option)
+        with pytest.raises(SystemExit, match="2"):
+            run_training(train_argv[:index] + train_argv[index + 2 :])
+        assert message in capsys.readouterr().err
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="a bug"), configuration_errors():
+        raise RuntimeError("a bug")
+
+
+def test_exit_code_of_a_failed_training_process_is_passed_on(monkeypatch, train_argv):
+    def fail(args):
+        raise subprocess.CalledProcessError(3, "python")
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
+    assert main(["train", *train_argv]) == 3
+
+
+def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
+    from trl.rewards import accuracy_reward
+
+    (tmp_path / "rewards_of_a_user.py").write_text(
+        "def constant(completions, **kwargs): return [1.0 for _ in completions]"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names = ["accuracy_reward", "get_soft_overlong_punishment", "rewards_of_a_user.constant"]
+    model, accuracy, punishment, constant = train.get_reward_funcs(names, "a/reward-model")
+    assert model == "a/reward-model"
+    assert accuracy is accuracy_reward
+    assert punishment.__name__ == "soft_overlong_punishment_reward"
+    assert constant(["", ""]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["accuracy"], "Unknown reward function 'accuracy'"),
+        (["no_such_module.reward"], "No module named 'no_such_module'"),
+        (["testing_utils.no_such_reward"], "has no 'no_such_reward'"),
+        ([], "No reward"),
+    ],
+)
+def test_bad_reward_function_raises(names, message):
+    with pytest.raises(ValueError, match=message):
+        train.get_reward_funcs(names)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("true", True),
+        ("True", True),
+        ("last", True),
+        ("false", None),
+        (None, None),
+        ("run/checkpoint-3", "run/checkpoint-3"),
+    ],
+)
+def test_resume_from_checkpoint_accepts_words_and_paths(value, expected):
+    assert train.parse_resume_from_checkpoint(value) == expected
+
+
+def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    run, out = tmp_path / "run", tmp_path / "low_bit"
+    options = ["--exclude_modules", "o_proj", "--group_size", "64"]
+    run_training([*train_argv, *options])
+    assert json.loads((run / "qarl.json").read_text())["group_size"] == 64
+    first = load_file(run / "model.safetensors")
+
+    run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert json.loads((run / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
+    masters = load_file(run / "model.safetensors")
+    assert masters.keys() == first.keys()
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "--model_name_or_path", str(run), "--output_dir", str(out), "--scheme", "fp8"])
+    assert "--scheme='fp8' contradicts the 'w4a16' with which" in capsys.readouterr().err
+    assert main(["export", "--model_name_or_path", str(run), "--output_dir", str(out)]) == 0
+    assert "12 linear layers quantized (12 group 64)" in capsys.readouterr().out
+    low_bit = load_file(out / "model.safetensors")
+    assert low_bit["model.layers.0.mlp.up_proj.weight_scale"].shape == (256, 2)
+    assert "model.layers.0.self_attn.o_proj.weight" in low_bit
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_resume_with_another_scheme_is_refused(train_argv):
+    run_training([*train_argv, "--max_steps", "1"])
+    with pytest.raises(ValueError, match="was trained with .*w4a16.*, this run uses .*fp8"):
+        run_training([*train_argv, "--scheme", "fp8", "--resume_from_checkpoint", "last"])
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w8a8", "fp8", "bf16"])
+def test_export_writes_what_the_learner_computes_with(scheme, tiny_model, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from trl_qarl import prepare_model
+    from trl_qarl.swap import quantized_layers
+
+    out = tmp_path / "out"
+    argv = ["--model_name_or_path", tiny_model, "--output_dir", str(out), "--scheme", scheme, "--dtype", "float32"]
+    assert main(["export", *argv]) == 0
+    written = load_file(out / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    prepare_model(model, scheme, scale_dtype=torch.float32)
+    for name, layer in quantized_layers(model).items():
+        for key, tensor in layer.checkpoint_tensors().items():
+            assert torch.equal(written[f"{name}.{key}"].view(torch.uint8), tensor.view(torch.uint8)), (name, key)
+    assert torch.equal(written["lm_head.weight"], model.lm_head.weight)
+
+
+RECORD = {"scheme": "w4a16", "group_size": 128, "exclude_modules": None, "scale_dtype": "bfloat16"}
+
+
+def make_options(**options):
+    return Namespace(**{"scheme": None, "group_size": None, "exclude_modules": None, "dtype": None, **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"scheme": "w4a16"}, {"group_size": 128, "dtype": "bfloat16"}])
+def test_export_follows_the_record_of_the_run(options):
+    assert export.merge_with_record(make_options(**options), RECORD, "run") == RECORD
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "w8a8"}, "--scheme='w8a8' contradicts the 'w4a16'"),
+        ({"group_size": 32}, "--group_size=32 contradicts the 128"),
+        ({"exclude_modules": ["o_proj"]}, r"--exclude_modules=\['o_proj'\] contradicts the None"),
+        ({"dtype": "float32"}, "--dtype='float32' contradicts the 'bfloat16'"),
+    ],
+    ids=str,
+)
+def test_export_refuses_options_that_contradict_the_record(options, message):
+    with pytest.raises(ValueError, match=message):
+        export.merge_with_record(make_options(**options), RECORD, "run")
+
+
+def test_export_without_record_needs_a_scheme():
+    with pytest.raises(ValueError, match="Give `--scheme`"):
+        export.merge_with_record(make_options(), None, "org/model")
+    settings = export.merge_with_record(make_options(scheme="fp8"), None, "org/model")
+    assert settings == {"scheme": "fp8", "group_size": None, "exclude_modules": None, "scale_dtype": "bfloat16"}
+
+
+def test_export_refuses_to_overwrite_the_masters(tiny_model, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "--model_name_or_path", tiny_model, "--output_dir", tiny_model, "--scheme", "fp8"])
+    assert "holds other weights" in capsys.readouterr().err
+
+
+def test_env_names_versions_and_kernels(capsys):
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"- trl-qarl version: {__version__}" in lines
+    kernels = {line.split(":")[0].strip(" -"): line for line in lines if " row" in line}
+    assert {name.split(",")[0] for name in kernels} == {"w4a16", "w8a16", "w8a8", "fp8"}
+    assert not any("fails" in line for line in kernels.values())
+
+
+@pytest.mark.slow
+def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
+    names = [name.removeprefix("--") for name in train_argv[::2]]
+    config = {name: yaml.safe_load(value) for name, value in zip(names, train_argv[1::2], strict=True)}
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({**config, "reward_funcs": ["rewards.digits"], "scheme": "w8a8"})
+    )
+    (tmp_path / "rewards.py").write_text(
+        "def digits(completions, **kwargs):\n    return [float(sum(map(str.isdigit, text))) for text in completions]\n"
+    )
+    command = [sys.executable, "-m", "trl_qarl.cli", "train", "--config", "config.yaml", "--debug"]
+    # The package may be a checkout that is on this process's path only.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Training completed." in result.stdout
+    assert json.loads((tmp_path / "run" / "qarl.json").read_text())["scheme"] == "w8a8"

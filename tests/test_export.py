@@ -1,0 +1,124 @@
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing_utils import make_tiny_model
+from trl_qarl.export import export_checkpoint
+from trl_qarl.quantize import dequantize_weight
+from trl_qarl.schemes import SCHEMES
+from trl_qarl.swap import prepare_model, quantized_layers
+
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+
+
+def tensors_of(folder):
+    tensors = {}
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return tensors
+
+
+def load(tmp_path, arch="llama", **overrides):
+    path = make_tiny_model(tmp_path, arch, **overrides)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma"])
+def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, arch, name):
+    model, tokenizer = load(tmp_path, arch)
+    prepare_model(model, name, scale_dtype=torch.bfloat16)
+    tensors = tensors_of(export_checkpoint(model, tmp_path / "export", tokenizer))
+    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(**group["weights"]),
+        input_activations=group["input_activations"] and QuantizationArgs(**group["input_activations"]),
+    )
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    for fqn, layer in quantized_layers(model).items():
+        local = {key: tensors.pop(f"{fqn}.{key}") for key in layer.checkpoint_tensors()}
+        for key, value in layer.checkpoint_tensors().items():
+            assert local[key].dtype is value.dtype
+            assert torch.equal(local[key].view(torch.uint8), value.view(torch.uint8)), (fqn, key)
+        weight = compressor.decompress(local, scheme)["weight"]
+        assert torch.equal(weight, dequantize_weight(layer.low_bit_weight(), weight.dtype))
+    masters = model.state_dict()
+    assert all(torch.equal(value, masters[key].bfloat16()) for key, value in tensors.items())
+    assert ("lm_head.weight" in tensors) == (not model.config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a16", "bf16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path, name, tied):
+    model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
+    prepare_model(model, name)
+    folder = export_checkpoint(model, tmp_path / "export", tokenizer, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        # The same weights in float32: only the order of summation differs.
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
+    model, _ = load(tmp_path, hidden_size=192)
+    prepare_model(model, "w4a16", exclude_modules=["model.layers.1.mlp.down_proj"])
+    folder = export_checkpoint(model, tmp_path / "export")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    sizes = {group["weights"]["group_size"]: group["targets"] for group in config["config_groups"].values()}
+    assert sizes[128] == ["re:.*\\.down_proj$", "re:.*\\.o_proj$"] and "re:.*\\.q_proj$" in sizes[64]
+    assert config["ignore"] == ["model.layers.1.mlp.down_proj", "lm_head"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_export_after_a_step_writes_the_new_weights(tmp_path):
+    model, _ = load(tmp_path)
+    prepare_model(model, "w4a16")
+    before = tensors_of(export_checkpoint(model, tmp_path / "before"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(torch.randint(4, 200, (2, 12))).logits.square().sum().backward()
+    optimizer.step()
+    after = tensors_of(export_checkpoint(model, tmp_path / "after"))
+    name = "model.layers.0.mlp.up_proj.weight_packed"
+    assert not torch.equal(before[name], after[name])
+    assert torch.equal(after[name], model.model.layers[0].mlp.up_proj.low_bit_weight().qdata)
+
+
+def test_large_models_are_sharded_with_an_index(tmp_path):
+    model, _ = load(tmp_path)
+    prepare_model(model, "w4a16")
+    folder = export_checkpoint(model, tmp_path / "export", max_shard_size="100KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(tensors_of(folder)) and len(set(index.values())) > 1
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_masters_are_not_overwritten(tmp_path):
+    model, _ = load(tmp_path)
+    model.save_pretrained(tmp_path / "masters")
+    prepare_model(model, "w4a16")
+    with pytest.raises(ValueError, match="holds other weights"):
+        export_checkpoint(model, tmp_path / "masters")
+    export_checkpoint(model, tmp_path / "export")
+    export_checkpoint(model, tmp_path / "export")
+
+
+def test_the_models_own_config_is_not_changed(tmp_path):
+    model, _ = load(tmp_path)
+    prepare_model(model, "w4a16")
+    export_checkpoint(model, tmp_path / "export")
+    assert getattr(model.config, "quantization_config", None) is None
+    model.save_pretrained(tmp_path / "masters")
+    assert "quantization_config" not in json.loads((tmp_path / "masters" / "config.json").read_text())

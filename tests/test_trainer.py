@@ -1,0 +1,465 @@
+import inspect
+import json
+import logging
+import math
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+import trl_qarl.linear
+from testing_utils import make_tiny_model
+from trl_qarl.export import export_checkpoint
+from trl_qarl.qarl_config import QaRLConfig
+from trl_qarl.qarl_trainer import QaRLTrainer
+from trl_qarl.rollout.embedded import record_sampling_logps
+from trl_qarl.schemes import SCHEMES
+from trl_qarl.swap import quantized_layers, restore_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+def dataset(rows=16):
+    return Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(rows)]})
+
+
+def spread(completions, **kwargs):
+    """Differs between random completions, so that every group has a spread of rewards."""
+    return [sum(map(ord, text)) % 97 / 97 for text in completions]
+
+
+def arguments(output_dir, **kwargs):
+    defaults = {
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "negative_epsilon_low": 0.1,
+        "negative_epsilon_high": 0.1,
+        "epsilon_high": 0.1,
+    }
+    if kwargs.get("objective", "tbpo") != "tbpo":
+        for name in ("negative_epsilon_low", "negative_epsilon_high", "epsilon_high"):
+            del defaults[name]
+    return QaRLConfig(str(output_dir), **(defaults | kwargs))
+
+
+def make(model, output_dir, reward=spread, train_dataset=None, callbacks=None, **kwargs):
+    return QaRLTrainer(model, reward, arguments(output_dir, **kwargs), train_dataset or dataset(), callbacks=callbacks)
+
+
+def parameters(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def rows(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_constructor_takes_exactly_the_arguments_of_grpo_trainer():
+    ours = inspect.signature(QaRLTrainer.__init__).parameters
+    stock = inspect.signature(GRPOTrainer.__init__).parameters
+    assert list(ours) == list(stock)
+    optional = {name for name, p in stock.items() if p.default is not inspect.Parameter.empty}
+    assert {name for name, p in ours.items() if p.default is not inspect.Parameter.empty} == optional
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_training_updates_masters_and_logs_every_family(tiny_model, tmp_path, scheme):
+    trainer = make(tiny_model, tmp_path, scheme=scheme)
+    before = parameters(trainer)
+    trainer.train()
+    changed = [name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])]
+    assert any("q_proj.weight" in name for name in changed) and any("q_proj.bias" in name for name in changed)
+    first, last = rows(trainer)[0], rows(trainer)[-1]
+    assert len(rows(trainer)) == 4 and all(math.isfinite(row["loss"]) for row in rows(trainer))
+    for name in (
+        "reward",
+        "entropy",
+        "tbpo/ratio/mean",
+        "tbpo/dropped/total",
+        "mismatch/abs_logp_mean",
+        "mismatch/k3",
+    ):
+        assert math.isfinite(first[name]), name
+    assert first["rollout/tokens_per_second"] > 0 and first["rollout/mean_length"] > 0
+    if scheme != "bf16":
+        assert 10 < first["quant/sqnr"] < 60
+        assert 0 < last["quant/code_flip_rate"] < 1
+        assert len(trainer.swap_report.converted) == 14
+    assert all(p.dtype is torch.float32 for p in trainer.model.parameters())
+
+
+def test_ratio_is_one_at_the_first_update_and_moves_after(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path)
+    trainer.train()
+    history = rows(trainer)
+    for first, second in (history[:2], history[2:]):
+        # bf16 kernels give the same bits for the same rows; batches of other shapes differ by rounding.
+        assert first["tbpo/ratio/mean"] == pytest.approx(1, abs=2e-3)
+        assert abs(second["tbpo/ratio/mean"] - 1) > abs(first["tbpo/ratio/mean"] - 1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "bf16"])
+def test_sampling_log_probs_are_those_of_the_tokens_under_the_low_bit_policy(
+    tiny_model, tmp_path, scheme, temperature
+):
+    trainer = make(tiny_model, tmp_path, scheme=scheme, bf16=False, temperature=temperature)
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    completion_ids, logps = trainer._generate_single_turn(prompts, None, {}, 1)
+    for prompt, ids, recorded in zip(prompts, completion_ids, logps, strict=True):
+        assert len(ids) == len(recorded) > 0
+        tokens = torch.tensor([prompt + ids])
+        with torch.no_grad():
+            logits = trainer.model(tokens).logits[0, len(prompt) - 1 : -1] / temperature
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+        # INT8 activations round differently where padding changes the order of float32 sums by an ulp.
+        torch.testing.assert_close(torch.tensor(recorded), expected, rtol=0, atol=1e-4 if scheme != "w8a8" else 2e-2)
+
+
+def test_float32_mismatch_of_w4a16_is_at_the_rounding_floor(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, bf16=False, max_steps=2)
+    trainer.train()
+    assert rows(trainer)[0]["mismatch/abs_logp_mean"] < 1e-6
+
+
+def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_path, monkeypatch):
+    trainer = make(tiny_model, tmp_path, bf16=False, max_steps=1)
+    original = QaRLTrainer._generate_single_turn
+
+    def with_high_precision_rollout(self, *args, **kwargs):
+        layers = quantized_layers(self.model)
+        restore_model(self.model)
+        result = original(self, *args, **kwargs)
+        scheme = self.swap_report.scheme
+        for layer in layers.values():
+            trl_qarl.linear.QuantizedLinear.from_linear(layer, scheme, torch.float32)
+        return result
+
+    monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", with_high_precision_rollout)
+    trainer.train()
+    assert rows(trainer)[0]["mismatch/abs_logp_mean"] > 1e-3
+
+
+def test_old_log_probs_come_from_the_quantized_learner(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, bf16=False, max_steps=1, steps_per_generation=1)
+    captured = {}
+    original = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: captured.setdefault("output", original(inputs))
+    before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+    trainer.train()
+    output = captured["output"]
+    trainer.model.load_state_dict(before)
+    with torch.no_grad():
+        quantized, _, _ = trainer._score(trainer.model, output)
+        restore_model(trainer.model)
+        unquantized, _, _ = trainer._score(trainer.model, output)
+    mask = output["completion_mask"].bool()
+    torch.testing.assert_close(output["old_per_token_logps"][mask], quantized[mask], rtol=0, atol=1e-5)
+    assert (unquantized - quantized)[mask].abs().mean() > 1e-3
+
+
+def test_several_updates_use_each_completion_once_per_generation_batch(tiny_model, tmp_path, monkeypatch):
+    trainer = make(tiny_model, tmp_path, steps_per_generation=8, max_steps=8, per_device_train_batch_size=2)
+    generated, seen = [], []
+    original = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda x: generated.append(original(x)) or generated[-1]
+    loss = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: seen.append(inputs["completion_ids"]) or loss(model, inputs)
+    trainer.train()
+    assert len(generated) == 1 and len(seen) == 8
+    assert sorted(torch.cat(seen).tolist()) == sorted(generated[0]["completion_ids"].tolist())
+
+
+def test_masters_are_quantized_once_per_optimizer_step(tiny_model, tmp_path, monkeypatch):
+    calls = []
+    original = trl_qarl.linear.quantize_weight
+    monkeypatch.setattr(trl_qarl.linear, "quantize_weight", lambda *args: calls.append(1) or original(*args))
+    trainer = make(tiny_model, tmp_path, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=3)
+    trainer.train()
+    assert len(calls) == 14 * (1 + 3)
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_torch", "adamw_torch_fused", "adafactor"])
+def test_learner_after_a_step_equals_a_fresh_model_with_its_masters(tiny_model, tmp_path, optim):
+    trainer = make(tiny_model, tmp_path, optim=optim, bf16=False, max_steps=2)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "masters"))
+    fresh = make(str(tmp_path / "masters"), tmp_path / "other", bf16=False)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        assert torch.equal(trainer.model(tokens).logits, fresh.model(tokens).logits)
+    assert rows(trainer)[-1]["quant/code_flip_rate"] > 0
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_torch_fused"])
+# Step 3 is inside a generation batch of four updates, step 4 at its end.
+@pytest.mark.parametrize("stop", [3, 4])
+def test_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(tiny_model, tmp_path, optim, stop):
+    options = {"optim": optim, "max_steps": 6, "steps_per_generation": 4, "num_iterations": 1}
+    whole = make(tiny_model, tmp_path / "whole", **options)
+    whole.train()
+    saving = {"save_strategy": "steps", "save_steps": stop}
+    make(tiny_model, tmp_path / "cut", callbacks=[StopAt(stop)], **options, **saving).train()
+    resumed = make(tiny_model, tmp_path / "cut", **options, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    for name, p in whole.model.named_parameters():
+        assert torch.equal(p, resumed.model.get_parameter(name)), name
+    timing = {"step_time", "rollout/tokens_per_second"}
+    # The first code-flip rate after a resume compares with the resumed weights, which is the same comparison.
+    for expected, actual in zip(rows(whole)[stop:], rows(resumed)[stop:], strict=True):
+        assert {k: v for k, v in actual.items() if k not in timing} == {
+            k: v for k, v in expected.items() if k not in timing
+        }
+
+
+def test_checkpoint_of_another_scheme_is_refused(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = make(tiny_model, tmp_path, max_steps=2, scheme="w8a8")
+    with pytest.raises(ValueError, match="'w4a16'.*'w8a8'"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    make(tiny_model, tmp_path, max_steps=2, **saving).train()
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
+    resumed = make(tiny_model, tmp_path, max_steps=3, **saving)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-3 is incomplete" in caplog.text and resumed.state.global_step == 3
+
+
+def test_crash_leaves_the_last_checkpoint_usable(tiny_model, tmp_path):
+    calls = []
+
+    def crashing(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("reward server went away")
+        return spread(completions)
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    with pytest.raises(RuntimeError, match="went away"):
+        make(tiny_model, tmp_path, reward=crashing, **saving).train()
+    resumed = make(tiny_model, tmp_path, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+
+
+def test_resuming_without_any_checkpoint_says_so(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="No complete checkpoint"):
+        make(tiny_model, tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_save_model_writes_ordinary_masters_and_the_scheme(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, group_size=64, exclude_modules=["o_proj"])
+    trainer.save_model(str(tmp_path / "masters"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "masters", dtype=torch.float32)
+    assert all(torch.equal(p, trainer.model.get_parameter(name)) for name, p in loaded.named_parameters())
+    assert json.loads((tmp_path / "masters" / "qarl.json").read_text()) == {
+        "scheme": "w4a16",
+        "group_size": 64,
+        "exclude_modules": ["o_proj"],
+        "scale_dtype": "bfloat16",
+    }
+    export_checkpoint(trainer.model, tmp_path / "export", trainer.processing_class)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dapo"])
+def test_bf16_scheme_with_trls_loss_equals_stock_trl_bit_for_bit(tiny_model, tmp_path, objective):
+    options = {"bf16": False, "optim": "adamw_torch", "steps_per_generation": 2}
+    ours = make(tiny_model, tmp_path / "ours", scheme="bf16", objective=objective, **options)
+    ours.train()
+    args = arguments(tmp_path / "stock", objective=objective, **options)
+    stock_fields = {f for f in GRPOConfig.__dataclass_fields__ if f not in ("generation_batch_size",)}
+    stock_args = GRPOConfig(**{f: getattr(args, f) for f in stock_fields if GRPOConfig.__dataclass_fields__[f].init})
+    stock = GRPOTrainer(tiny_model, spread, stock_args, dataset())
+    stock.train()
+    for name, p in stock.model.named_parameters():
+        assert torch.equal(p, ours.model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("use_bias_correction_kl", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_tbpo_in_the_trainer_equals_stock_sequence_level_grpo(tiny_model, tmp_path, beta, use_bias_correction_kl):
+    shared = {"bf16": False, "beta": beta, "use_bias_correction_kl": use_bias_correction_kl}
+    bands = {"negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4, "epsilon_high": 4e-4}
+    tbpo = make(tiny_model, tmp_path, **shared, **bands)
+    stock = make(
+        tiny_model,
+        tmp_path,
+        objective="grpo",
+        importance_sampling_level="sequence",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        delta=1.0007,
+        **shared,
+    )
+    tbpo.model.train()
+    inputs = tbpo._generate_and_score_completions([{"prompt": f"{i // 4} +"} for i in range(16)])
+    # Learner log-probs 4e-4 off on average put sequences on both sides of every bound; w = 1.
+    inputs["old_per_token_logps"] = inputs["old_per_token_logps"] + 2e-3 * torch.randn(inputs["completion_ids"].shape)
+    inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"]
+    results = []
+    for trainer in (tbpo, stock):
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.model.train()
+        loss = trainer._compute_loss(trainer.model, inputs)
+        loss.backward()
+        results.append((loss.item(), {n: p.grad for n, p in trainer.model.named_parameters()}))
+    (ours, our_grads), (theirs, their_grads) = results
+    # A mean of terms of order 1 that cancel, in float32.
+    assert ours == pytest.approx(theirs, abs=5e-7)
+    for name, grad in their_grads.items():
+        torch.testing.assert_close(our_grads[name], grad, rtol=1e-3, atol=1e-6)
+    assert 0 < tbpo._metrics["train"]["tbpo/dropped/total"][-1] < 1
+
+
+def test_reference_model_is_the_initial_low_bit_policy(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, beta=0.1, bf16=False)
+    assert len(quantized_layers(trainer.ref_model)) == 14
+    trainer.train()
+    assert rows(trainer)[0]["kl"] == pytest.approx(0, abs=1e-7)
+    assert rows(trainer)[-1]["kl"] > 1e-6
+
+
+def test_synchronized_reference_uses_its_new_weights(tiny_model, tmp_path):
+    options = {"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0, "max_steps": 3, "steps_per_generation": 1}
+    trainer = make(tiny_model, tmp_path, beta=0.1, bf16=False, sync_ref_model=True, **options)
+    trainer.train()
+    # With alpha 1 the reference is the policy of one step ago, so the KL is measured on equal policies.
+    assert all(row["kl"] == pytest.approx(0, abs=1e-7) for row in rows(trainer))
+    assert rows(trainer)[-1]["quant/code_flip_rate"] > 0
+
+
+def test_evaluation_runs_and_logs_eval_metrics(tiny_model, tmp_path):
+    trainer = QaRLTrainer(
+        tiny_model,
+        spread,
+        arguments(tmp_path, per_device_eval_batch_size=4, max_steps=1),
+        dataset(),
+        eval_dataset=dataset(4),
+    )
+    metrics = trainer.evaluate()
+    assert math.isfinite(metrics["eval_loss"]) and math.isfinite(metrics["eval_reward"])
+    assert math.isfinite(metrics["eval_mismatch/abs_logp_mean"])
+
+
+def test_scoring_in_train_and_eval_mode_is_identical(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path)
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 4)
+    with torch.no_grad():
+        training, _, _ = trainer._score(trainer.model.train(), inputs)
+        evaluating, _, _ = trainer._score(trainer.model.eval(), inputs)
+    assert torch.equal(training, evaluating)
+
+
+def test_gradient_checkpointing_does_not_change_the_run(tiny_model, tmp_path):
+    runs = []
+    for enabled in (True, False):
+        trainer = make(tiny_model, tmp_path, gradient_checkpointing=enabled)
+        trainer.train()
+        runs.append(parameters(trainer))
+    assert all(torch.equal(p, runs[1][name]) for name, p in runs[0].items())
+
+
+def test_conversational_prompts_work(tiny_model, tmp_path):
+    prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
+
+    def reward(completions, **kwargs):
+        return spread([c[0]["content"] for c in completions])
+
+    make(tiny_model, tmp_path, reward=reward, train_dataset=Dataset.from_dict({"prompt": prompts})).train()
+
+
+def test_missing_arguments_get_a_qarl_config_named_after_the_model(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # The default `bf16=True` asks for a GPU unless `use_cpu` is set; that check is transformers'.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    trainer = QaRLTrainer(tiny_model, spread, train_dataset=dataset())
+    assert isinstance(trainer.args, QaRLConfig) and trainer.args.output_dir == "qwen2-QaRL"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"peft_config": LoraConfig()}, NotImplementedError, "PEFT"),
+        ({"quantization_config": object()}, ValueError, "high precision"),
+        ({"train_dataset": Dataset.from_dict({"question": ["1 +"]})}, ValueError, r"`prompt`.*question"),
+        ({"args": GRPOConfig("x", use_cpu=True)}, TypeError, "QaRLConfig"),
+    ],
+)
+def test_unsupported_arguments_raise_at_once(tiny_model, tmp_path, kwargs, error, match):
+    arguments_ = {"args": arguments(tmp_path), "train_dataset": dataset()} | kwargs
+    with pytest.raises(error, match=match):
+        QaRLTrainer(tiny_model, spread, **arguments_)
+
+
+def test_rewards_of_none_leave_their_completions_without_effect(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, reward=lambda completions, **kwargs: [None] * len(completions), max_steps=1)
+    before = parameters(trainer)
+    trainer.train()
+    assert rows(trainer)[0]["grad_norm"] == 0 and rows(trainer)[0]["reward"] is None
+    assert all(torch.isfinite(p).all() and p.shape == before[n].shape for n, p in trainer.model.named_parameters())
+
+
+def test_rewards_of_nan_do_not_reach_the_weights(tiny_model, tmp_path):
+    def sometimes_nan(completions, **kwargs):
+        return [float("nan") if i % 4 == 0 else value for i, value in enumerate(spread(completions))]
+
+    trainer = make(tiny_model, tmp_path, reward=sometimes_nan)
+    trainer.train()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert all(math.isfinite(row["loss"]) for row in rows(trainer))
+
+
+def test_rewards_of_the_wrong_length_raise(tiny_model, tmp_path):
+    with pytest.raises((RuntimeError, ValueError)):
+        make(tiny_model, tmp_path, reward=lambda completions, **kwargs: [1.0]).train()
+
+
+def test_generate_seam_of_trl_is_still_there(tiny_model, tmp_path):
+    """Sampling log-probs are recorded around `generate` of the unwrapped model inside `_generate_single_turn`."""
+    source = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert "unwrapped_model.generate(" in source and "logits_processor" not in source
+    trainer = make(tiny_model, tmp_path)
+    with record_sampling_logps(trainer.model, 1.0):
+        assert "generate" in vars(trainer.model)
+    assert "generate" not in vars(trainer.model)
+
+
+def test_every_forward_argument_of_trl_reaches_the_scoring_forward():
+    """`_FORWARD_KEYS` repeats what TRL passes to `_get_per_token_logps_and_entropies`."""
+    from trl_qarl.qarl_trainer import _FORWARD_KEYS
+
+    names = set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    own = {"self", "model", "input_ids", "attention_mask", "logits_to_keep"}
+    own |= {"batch_size", "compute_entropy", "compute_aux_loss"}
+    assert names - own == set(_FORWARD_KEYS)

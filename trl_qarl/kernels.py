@@ -120,7 +120,7 @@ def low_bit_matmul(
         return product.to(dtype), "aten::_scaled_mm (row-wise FP8)"
     else:
         accumulated, kernel = F.linear(x_codes.float(), w_codes.float()), "emulated FP8: float32 product of E4M3 codes"
-    return (accumulated.float() * x_scale * w_scale.t()).to(dtype), kernel
+    return accumulated.float().mul_(x_scale).mul_(w_scale.t()).to(dtype), kernel
 
 
 def _weight_only_matmul(x, low_bit, scheme, int4_operands):

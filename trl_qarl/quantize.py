@@ -94,12 +94,11 @@ def dequantize_weight(low_bit: LowBitWeight, dtype: torch.dtype) -> torch.Tensor
     This rounding is what Marlin and Machete apply to INT4 weights before the matrix product.
     """
     qdata, scale = low_bit
-    weight = _unpack_int4(qdata, dtype) if qdata.dtype is torch.int32 else qdata.to(dtype)
-    groups = weight.view(scale.shape[0], scale.shape[1], -1)
-    if scale.dtype.itemsize > dtype.itemsize:
-        # A float32 scale must not be rounded before the product.
-        return (groups * scale.unsqueeze(-1)).to(dtype).view_as(weight)
-    return groups.mul_(scale.unsqueeze(-1)).view_as(weight)
+    # A wider scale must not be rounded before the product.
+    product_dtype = scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype
+    weight = _unpack_int4(qdata, product_dtype) if qdata.dtype is torch.int32 else qdata.to(product_dtype)
+    weight.view(scale.shape[0], scale.shape[1], -1).mul_(scale.unsqueeze(-1))
+    return weight.to(dtype)
 
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +119,7 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
         scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
         return (x / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
     scale = torch.where(amax == 0, 1.0, amax / 127.0)
-    return (x / scale).round_().clamp_(-128, 127).to(torch.int8), scale
+    return (x / scale).round_().to(torch.int8), scale
 
 
 def checkpoint_tensors(low_bit: LowBitWeight, scheme: QuantScheme) -> dict[str, torch.Tensor]:

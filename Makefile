@@ -1,7 +1,10 @@
-# Every target sets up what it needs, in a virtual environment of its own (see .ci/setup), and CI runs the same targets.
+# Every target first sets up the virtual environment it needs (.ci/setup). CI runs the same targets.
 .PHONY: help quickstart test lint format docs clean
 MAKEFLAGS += --no-print-directory
 TEST_EXTRAS ?= dev,peft
+RUFF = .venv-test/bin/ruff
+PYREFLY = .venv-test/bin/pyrefly check --python-interpreter-path .venv-test/bin/python
+PURE = trl_qarl/quantize.py trl_qarl/schemes.py trl_qarl/tbpo.py trl_qarl/telemetry.py
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/'
@@ -16,11 +19,11 @@ test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 
 lint:  ## style and types, as CI checks them
 	.ci/setup .venv-test $(TEST_EXTRAS)
-	.venv-test/bin/ruff check . && .venv-test/bin/ruff format --check . && .venv-test/bin/pyrefly check
+	$(RUFF) check . && $(RUFF) format --check . && $(PYREFLY) && $(PYREFLY) --preset strict $(PURE)
 
 format:  ## rewrite the sources in the style CI checks
 	.ci/setup .venv-test $(TEST_EXTRAS)
-	.venv-test/bin/ruff check --fix . && .venv-test/bin/ruff format .
+	$(RUFF) check --fix . && $(RUFF) format .
 
 docs:  ## build docs/_build/html, warnings are errors
 	.ci/setup .venv-docs docs

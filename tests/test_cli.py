@@ -183,20 +183,32 @@ def test_configuration_error_of_the_script_is_one_line(train_argv, options, mess
     assert message in error
 
 
-def test_missing_dataset_and_missing_reward_are_named(tiny_model, train_argv, capsys):
-    for option, message in (
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--model_name_or_path", "No model: give `--model_name_or_path`"),
         ("--dataset_name", "No dataset: give `--dataset_name`"),
-        ("--reward_funcs", "No reward: "),
-    ):
-        index = train_argv.index(option)
-        with pytest.raises(SystemExit, match="2"):
-            run_training(train_argv[:index] + train_argv[index + 2 :])
-        assert message in capsys.readouterr().err
+        ("--reward_funcs", "No reward: give `--reward_funcs`"),
+    ],
+)
+def test_missing_option_is_named(train_argv, option, message, capsys):
+    index = train_argv.index(option)
+    with pytest.raises(SystemExit, match="2"):
+        run_training(train_argv[:index] + train_argv[index + 2 :])
+    assert message in capsys.readouterr().err
 
 
 def test_other_errors_keep_their_traceback():
     with pytest.raises(RuntimeError, match="a bug"), configuration_errors():
         raise RuntimeError("a bug")
+
+
+def test_error_of_a_reward_function_keeps_its_traceback(train_argv, tmp_path, monkeypatch):
+    (tmp_path / "failing_rewards.py").write_text("def fail(**kwargs): raise ValueError('a bug in the reward')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ValueError, match="a bug in the reward"):
+        run_training([*train_argv, "--reward_funcs", "failing_rewards.fail"])
 
 
 def test_exit_code_of_a_failed_training_process_is_passed_on(monkeypatch, train_argv):
@@ -363,7 +375,7 @@ def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
     (tmp_path / "rewards.py").write_text(
         "def digits(completions, **kwargs):\n    return [float(sum(map(str.isdigit, text))) for text in completions]\n"
     )
-    command = [sys.executable, "-m", "trl_qarl.cli", "train", "--config", "config.yaml", "--debug"]
+    command = [sys.executable, "-m", "trl_qarl.cli", "train", "--config", "config.yaml", "--num_machines", "1"]
     # The package may be a checkout that is on this process's path only.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

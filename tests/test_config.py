@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 from trl import GRPOConfig
@@ -162,3 +163,9 @@ def test_config_survives_a_round_trip_through_yaml_like_dicts(tmp_path):
     c = config(tmp_path, objective="grpo", scheme="w8a8")
     assert c.to_dict()["optim"] == "muon" and c.to_dict()["scheme"] == "w8a8"
     assert QaRLConfig(str(tmp_path), use_cpu=True, loss_type=c.loss_type, objective=c.objective).loss_type == "grpo"
+
+
+def test_every_refused_option_is_in_the_documentation():
+    page = (Path(__file__).parents[1] / "docs" / "trainer.md").read_text()
+    for name, why in (_REFUSED | _REFUSED_BY_TBPO).items():
+        assert f"| `{name}` | {why} |" in page

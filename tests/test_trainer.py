@@ -445,6 +445,28 @@ def test_rewards_of_the_wrong_length_raise(tiny_model, tmp_path):
         make(tiny_model, tmp_path, reward=lambda completions, **kwargs: [1.0]).train()
 
 
+def test_log_probs_of_a_rollout_func_are_the_sampling_log_probs(tiny_model, tmp_path):
+    def rollout(prompts, trainer):
+        ids = [[5, 6, 7 + i % 3] for i in range(len(prompts))]
+        return {"prompt_ids": [[4, 5]] * len(prompts), "completion_ids": ids, "logprobs": [[-9.0] * 3] * len(prompts)}
+
+    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), dataset(), rollout_func=rollout)
+    trainer.train()
+    # A random model gives each of 260 tokens about log(1 / 260) = -5.6, which is 3.4 above what the rollout claims.
+    assert rows(trainer)[0]["mismatch/abs_logp_mean"] == pytest.approx(3.4, abs=0.5)
+    assert rows(trainer)[0]["mismatch/weight_mean"] == 2.0
+
+
+def test_rollout_func_without_log_probs_raises(tiny_model, tmp_path):
+    def rollout(prompts, trainer):
+        n = len(prompts)
+        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[5, 6, 7]] * n, "logprobs": None}
+
+    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), dataset(), rollout_func=rollout)
+    with pytest.raises(ValueError, match="logprobs=None"):
+        trainer.train()
+
+
 def test_generate_seam_of_trl_is_still_there(tiny_model, tmp_path):
     """Sampling log-probs are recorded around `generate` of the unwrapped model inside `_generate_single_turn`."""
     source = inspect.getsource(GRPOTrainer._generate_single_turn)

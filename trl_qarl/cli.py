@@ -157,15 +157,17 @@ def _describe_config_fields() -> Iterator[str]:
     for node in body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)):
             continue
-        keywords = {keyword.arg: keyword.value for keyword in node.value.keywords}
-        metadata = keywords["metadata"]
-        help_text = next(
-            ast.literal_eval(v) for k, v in zip(metadata.keys, metadata.values, strict=True) if k.value == "help"
+        arguments = {keyword.arg: keyword.value for keyword in node.value.keywords}
+        metadata = arguments["metadata"]
+        assert isinstance(metadata, ast.Dict)
+        # Only the help text is sure to be a literal.
+        texts = (
+            value
+            for key, value in zip(metadata.keys, metadata.values, strict=True)
+            if key and ast.unparse(key) == "'help'"
         )
-        heading = f"--{node.target.id} (default: {ast.unparse(keywords['default'])})"
-        yield "\n".join(
-            [f"  {heading}", *textwrap.wrap(help_text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)]
-        )
+        lines = textwrap.wrap(ast.literal_eval(next(texts)), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        yield "\n".join([f"  --{ast.unparse(node.target)} (default: {ast.unparse(arguments['default'])})", *lines])
 
 
 if __name__ == "__main__":

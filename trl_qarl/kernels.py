@@ -6,7 +6,7 @@ for every choice: it depends on nothing that differs between rollout, scoring an
 kernel of a scheme computes the same sum of products with float32 accumulation, up to rounding of the weight to 16 bits
 and the order of summation.
 
-On a CPU the thresholds below are where the measured times cross (`trl-qarl bench learner --decode`, docs/benchmarks.md):
+On a CPU the thresholds below are where the measured times cross (`trl-qarl bench learner` and `bench decode`, docs/benchmarks.md):
 
 - INT4: ATen's INT4 kernel works row by row and wins up to 64 rows; above, expanding the weight once and multiplying in
   bf16 (or in float32 where the processor has no bf16 instructions) is faster.

@@ -152,6 +152,11 @@ class QaRLTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         """Adds the learner's log-probs where TRL leaves them out and measures mismatch and quantization error."""
         output = super()._generate_and_score_completions(inputs)
+        if "sampling_per_token_logps" not in output:
+            raise ValueError(
+                "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. Return "
+                "the log-prob of every sampled token."
+            )
         if "old_per_token_logps" not in output:
             batch_size = self.args.per_device_train_batch_size
             with torch.no_grad():

@@ -1,10 +1,11 @@
 """
-`trl-qarl bench`: the quantized model against `nn.Linear` in bf16, side by side in one run.
+`trl-qarl bench`: the quantized model against `nn.Linear`, side by side in one run.
 
 Both models share their master weights and see the same batch; repeats alternate between them, so a slow minute of the
 machine hits both, and a ratio is the median over repeats of time / time of the baseline in the same repeat. `learner`
 times forward + backward of a training step's micro-batch, `decode` the forward of one new token for each of M sequences.
-Timings start with low-bit weights in place: quantizing happens once per optimizer step and has its own column.
+Timings start with low-bit weights in place: quantizing happens once per optimizer step and has its own column, for
+the whole model.
 """
 
 import json
@@ -12,7 +13,7 @@ import platform
 import re
 import statistics
 import time
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -47,38 +48,48 @@ ROWS = {"learner": [1024, 2048, 4096], "decode": [1, 4, 16, 64]}
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=prog,
-        description="Time the quantized model against nn.Linear in bf16 on this machine.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
-    )
+    parser = ArgumentParser(prog=prog, description="Time the quantized model against nn.Linear on this machine.")
     parser.add_argument(
         "mode", choices=list(ROWS), help="learner: forward + backward; decode: forward of one token per sequence"
     )
     parser.add_argument(
-        "--model_name_or_path", help="model to time; by default random weights in the shape of SmolLM2-135M"
+        "--model_name_or_path", metavar="MODEL", help="default: random weights in the shape of SmolLM2-135M"
     )
-    parser.add_argument("--num_layers", type=int, help="number of decoder layers instead of the model's own")
+    parser.add_argument("--num_layers", type=int, metavar="N", help="decoder layers instead of the model's own number")
     parser.add_argument(
         "--schemes",
         nargs="+",
         metavar="SCHEME",
         default=QUANTIZED,
         choices=QUANTIZED,
-        help="schemes to time",
+        help=f"default: {' '.join(QUANTIZED)}",
     )
-    parser.add_argument("--group_size", type=int, help="group size for the schemes that have groups")
+    parser.add_argument("--group_size", type=int, metavar="N", help="for the schemes that have groups")
     parser.add_argument(
-        "--tokens", nargs="+", type=int, help=f"tokens per batch (decode: sequences); {ROWS} unless given"
+        "--tokens",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="tokens per batch, for decode the number of sequences; default: "
+        + ", ".join(f"{' '.join(map(str, rows))} ({mode})" for mode, rows in ROWS.items()),
     )
-    parser.add_argument("--sequence_length", type=int, default=512, help="tokens per sequence for learner")
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="compute dtype"
+        "--sequence_length",
+        type=int,
+        metavar="N",
+        default=512,
+        help="longest sequence (learner); default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="compute dtype of both sides; default: %(default)s",
     )
     parser.add_argument(
         "--autocast", action="store_true", help="keep master weights in float32 and autocast, as `bf16=True` trains"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each measurement")
+    parser.add_argument("--repeats", type=int, metavar="N", default=5, help="timed repeats; default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="also write every number to FILE")
     return parser
 
@@ -180,6 +191,7 @@ def run_benchmark(
     model = variants[None]
     compute_dtype = getattr(torch, dtype)
     layer_names = list(next(iter(reports.values())).converted)
+    block = layer_names[: max(1, len(layer_names) // model.config.num_hidden_layers)]
 
     rows = []
     for num_tokens in tokens:
@@ -187,16 +199,14 @@ def run_benchmark(
         batch = torch.randint(model.config.vocab_size, (num_tokens // length, length), device=model.device)
         steps = {name: _step(variant, batch, is_decode, compute_dtype) for name, variant in variants.items()}
         linears = {
-            name: _linear_step(
-                [variant.get_submodule(n) for n in layer_names], batch.numel(), is_decode, compute_dtype
-            )
+            name: _linear_step([variant.get_submodule(n) for n in block], batch.numel(), is_decode, compute_dtype)
             for name, variant in variants.items()
         }
         step_times = _interleave(steps, repeats, model.device)
         kernels = {name: kernels_run(variant) for name, variant in variants.items()}
         linear_times = _interleave(linears, repeats, model.device)
         for name, variant in variants.items():
-            row = {"scheme": name, "tokens": batch.numel(), "kernels": kernels[name]}
+            row: dict[str, Any] = {"scheme": name, "tokens": batch.numel(), "kernels": kernels[name]}
             row |= _summary("step", step_times, name) | _summary("linear", linear_times, name)
             if name is not None:
                 layers = list(quantized_layers(variant).values())
@@ -220,7 +230,7 @@ def format_table(result: dict[str, Any]) -> str:
         f"{step} of {result['model']}, median of {result['repeats']} interleaved repeats",
         result["machine"],
         "",
-        f"| scheme | tokens | {step} | vs bf16 | linear layers only | vs bf16 | quantize, once per step "
+        f"| scheme | tokens | {step} | ratio | linear layers of one block | ratio | quantize, once per step "
         "| extra memory | kernels (layers) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -349,7 +359,7 @@ def _describe_machine() -> str:
 
     from .. import __version__
 
-    if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda":
+    if torch.cuda.is_available():
         hardware = torch.cuda.get_device_name()
     else:
         cpuinfo = Path("/proc/cpuinfo")

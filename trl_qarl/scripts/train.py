@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from trl import TrlParser
 
 
-__all__ = ["get_reward_funcs", "main", "make_parser", "parse_resume_from_checkpoint"]
+__all__ = ["USAGE", "get_reward_funcs", "main", "make_parser", "parse_resume_from_checkpoint"]
+
+USAGE = "trl-qarl train --model_name_or_path MODEL --dataset_name DATASET --reward_funcs FUNC [FUNC ...] [options]"
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
@@ -28,7 +30,9 @@ def make_parser(prog: str | None = None) -> "TrlParser":
 
     from ..qarl_config import QaRLConfig
 
-    return TrlParser((GRPOScriptArguments, QaRLConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+    types = (GRPOScriptArguments, QaRLConfig, ModelConfig, DatasetMixtureConfig)
+    # A usage line of 300 options would bury the error below it.
+    return TrlParser(types, prog=prog, usage=USAGE)
 
 
 def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = None) -> list[str | Callable]:
@@ -90,6 +94,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     from ..qarl_trainer import QaRLTrainer
 
     with configuration_errors():
+        if not model_args.model_name_or_path:
+            raise ValueError("No model: give `--model_name_or_path`.")
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,

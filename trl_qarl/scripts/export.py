@@ -1,0 +1,113 @@
+"""`trl-qarl export`: from trained master weights to the low-bit checkpoint that transformers and vLLM load."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from ..cli import configuration_errors
+from ..schemes import SCHEMES
+
+
+__all__ = ["main", "make_parser", "merge_with_record"]
+
+
+def make_parser(prog: str | None = None) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=prog,
+        description="Quantize master weights and write them as a compressed-tensors checkpoint.",
+        epilog="Masters saved by `trl-qarl train` carry the settings they were trained with; only other masters need "
+        "--scheme.",
+    )
+    parser.add_argument(
+        "--model_name_or_path", required=True, metavar="MODEL", help="master weights: hub id or folder"
+    )
+    parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--scheme", choices=list(SCHEMES), help="quantization scheme")
+    parser.add_argument("--group_size", type=int, help="group size for w4a16: 32, 64 or 128 (default)")
+    parser.add_argument(
+        "--exclude_modules", nargs="+", metavar="NAME", help="linear layers to leave alone: names or last components"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        help="dtype in which the engine will run the model: that of the scales and of everything not quantized "
+        "(default: the one trained with, else bfloat16)",
+    )
+    parser.add_argument("--model_revision", default="main", help="revision on the hub")
+    parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
+    return parser
+
+
+def main(args: Namespace) -> None:
+    import torch
+    from transformers import AutoProcessor
+    from transformers.utils import cached_file
+    from trl.trainer.utils import create_model_from_path
+
+    from ..export import export_checkpoint
+    from ..qarl_trainer import SCHEME_FILE
+    from ..schemes import get_scheme
+    from ..swap import prepare_model
+
+    hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
+    with configuration_errors():
+        record_path = cached_file(
+            args.model_name_or_path,
+            SCHEME_FILE,
+            revision=args.model_revision,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        record = json.loads(Path(record_path).read_text()) if record_path else None
+        settings = merge_with_record(args, record, args.model_name_or_path)
+        model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
+        processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
+        dtype = getattr(torch, settings["scale_dtype"])
+        report = prepare_model(
+            model,
+            get_scheme(settings["scheme"], settings["group_size"]),
+            exclude_modules=settings["exclude_modules"],
+            scale_dtype=dtype,
+        )
+        print(report)
+        folder = export_checkpoint(model, args.output_dir, processing_class, dtype)
+    print(f"Low-bit checkpoint written to {folder}.")
+
+
+def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:
+    """
+    Settings to export with: those the masters were trained with, else those of the command line.
+
+    Args:
+        args (`Namespace`):
+            Options of [`make_parser`]; `None` where not given.
+        record (`dict` or `None`):
+            Content of the `qarl.json` beside the masters.
+        source (`str`):
+            Where the masters come from, for messages.
+
+    Returns:
+        `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`.
+
+    Raises:
+        ValueError: if an option contradicts the record, or if there is neither a record nor `--scheme`.
+    """
+    given = {
+        "scheme": args.scheme,
+        "group_size": args.group_size,
+        "exclude_modules": args.exclude_modules,
+        "scale_dtype": args.dtype,
+    }
+    if record is None:
+        if args.scheme is None:
+            raise ValueError(f"{source} does not say how it was trained (no qarl.json). Give `--scheme`.")
+        return {**given, "scale_dtype": args.dtype or "bfloat16"}
+    for name, value in given.items():
+        if value is not None and value != record[name]:
+            option = "dtype" if name == "scale_dtype" else name
+            raise ValueError(
+                f"--{option}={value!r} contradicts the {record[name]!r} with which {source} was trained (qarl.json): the "
+                f"policy would not be the one that was trained. Leave `--{option}` out, or delete qarl.json to quantize "
+                "the masters anew."
+            )
+    return record

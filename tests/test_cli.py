@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -170,7 +171,11 @@ def test_configuration_error_is_one_line_before_anything_is_launched(launched, t
         (["--dataset_train_split", "training"], "no split 'training', only ['train', 'test']"),
         (["--model_name_or_path", "./no_such_model"], "no_such_model"),
         (["--exclude_modules", "no_such_layer"], "'no_such_layer' matches none of the 15 linear layers"),
-        (["--use_peft"], "PEFT adapters are not supported in this release"),
+        pytest.param(
+            ["--use_peft"],
+            "PEFT adapters are not supported in this release",
+            marks=pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),
+        ),
         (["--load_in_4bit"], "quantization_config was given"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -339,3 +339,14 @@ def test_bf16_without_native_instructions_gives_the_same_numbers_to_rounding(mon
     emulated = layer(x)
     assert layer.kernel == "INT4 expanded to float32 + aten::linear"
     torch.testing.assert_close(native, emulated, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_int8_product_equals_torchaos(rows):
+    torchao_kernel = pytest.importorskip("torchao.kernel")
+    x = torch.randint(-128, 128, (rows, 256), dtype=torch.int8)
+    w = torch.randint(-128, 128, (96, 256), dtype=torch.int8)
+    x_scale, w_scale = torch.rand(rows, 1), torch.rand(96, 1)
+    product, _ = kernels.low_bit_matmul(x, w, x_scale, w_scale, torch.float32)
+    expected = torchao_kernel.int_scaled_matmul(x, w.t().contiguous(), x_scale) * w_scale.t()
+    torch.testing.assert_close(product, expected)

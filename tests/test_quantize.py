@@ -84,7 +84,8 @@ def test_dequantized_weight_equals_compressed_tensors(name):
     codes = low_bit.qdata
     if scheme.num_bits == 4:
         codes = unpack_from_int32(codes, 4, weight.shape)
-    expected = dequantize(codes, low_bit.scale, None)
+    args = QuantizationArgs(**scheme.weight_args(scheme.group_size_for(weight.shape[1])))
+    expected = dequantize(codes, low_bit.scale, None, args=args)
     assert torch.equal(dequantize_weight(low_bit, torch.float32), expected.float())
     assert torch.equal(dequantize_weight(low_bit, torch.bfloat16), expected.float().bfloat16())
 

@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -410,7 +409,7 @@ def test_missing_arguments_get_a_qarl_config_named_after_the_model(tiny_model, t
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"peft_config": LoraConfig()}, NotImplementedError, "PEFT"),
+        ({"peft_config": object()}, NotImplementedError, "PEFT"),
         ({"quantization_config": object()}, ValueError, "high precision"),
         ({"train_dataset": Dataset.from_dict({"question": ["1 +"]})}, ValueError, r"`prompt`.*question"),
         ({"args": GRPOConfig("x", use_cpu=True)}, TypeError, "QaRLConfig"),

@@ -366,5 +366,5 @@ def _describe_machine() -> str:
         match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
         name = match[1] if match else platform.processor() or platform.machine()
         hardware = f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    versions = [f"{package} {version(package)}" for package in ("torch", "transformers", "torchao")]
+    versions = [f"{package} {version(package)}" for package in ("torch", "transformers", "compressed-tensors")]
     return f"{hardware}; {', '.join(versions)}, trl-qarl {__version__}"

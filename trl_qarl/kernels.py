@@ -8,7 +8,7 @@ and the order of summation.
 
 On a CPU the thresholds below are where the measured times cross (`trl-qarl bench learner` and `bench decode`, docs/benchmarks.md):
 
-- INT4: ATen's INT4 kernel works row by row and wins up to 64 rows; above, expanding the weight once and multiplying in
+- INT4: ATen's INT4 kernel works row by row and wins up to 32 rows; above, expanding the weight once and multiplying in
   bf16 (or in float32 where the processor has no bf16 instructions) is faster.
 - INT8 weights, 16-bit activations: the same with a crossover at 16 rows.
 - INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, a float32 product of the integers, exact
@@ -28,7 +28,7 @@ from .schemes import QuantScheme
 
 __all__ = ["int4_kernel_operands", "low_bit_linear", "low_bit_matmul", "uses_int4_kernel"]
 
-INT4_KERNEL_MAX_ROWS = 64
+INT4_KERNEL_MAX_ROWS = 32
 INT8_WEIGHT_KERNEL_MAX_ROWS = 16
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
 EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24

@@ -335,7 +335,7 @@ def test_bf16_without_native_instructions_gives_the_same_numbers_to_rounding(mon
     layer = make(dtype=torch.bfloat16)
     x = torch.randn(200, 256, dtype=torch.bfloat16)
     native = layer(x)
-    monkeypatch.setattr(kernels, "_has_fast_bf16", lambda: False)
+    monkeypatch.setattr(kernels, "has_fast_bf16", lambda: False)
     emulated = layer(x)
     assert layer.kernel == "INT4 expanded to float32 + aten::linear"
     torch.testing.assert_close(native, emulated, rtol=2**-6, atol=2**-6)

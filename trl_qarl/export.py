@@ -7,6 +7,8 @@ everything that is not quantized is written in the dtype in which the engine run
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from .linear import QuantizedLinear
 from .swap import quantized_layers
 
 
-__all__ = ["checkpoint_state_dict", "export_checkpoint", "quantization_config"]
+__all__ = ["checkpoint_state_dict", "engine_precision", "export_checkpoint", "quantization_config"]
 
 
 def export_checkpoint(
@@ -100,6 +102,28 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
         seen.add(identity)
         tensors[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
     return tensors
+
+
+@contextmanager
+def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """
+    While open, every floating parameter and buffer outside quantized layers' weights is rounded to `dtype`.
+
+    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
+    precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
+    """
+    quantized = {id(layer.weight) for layer in quantized_layers(model).values()}
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and id(t) not in quantized]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(tensor.to(dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from .quantize import LowBitWeight, dequantize_weight, quantize_activation
 from .schemes import QuantScheme
 
 
-__all__ = ["int4_kernel_operands", "low_bit_linear", "low_bit_matmul", "uses_int4_kernel"]
+__all__ = ["has_fast_bf16", "int4_kernel_operands", "low_bit_linear", "low_bit_matmul", "uses_int4_kernel"]
 
 INT4_KERNEL_MAX_ROWS = 32
 INT8_WEIGHT_KERNEL_MAX_ROWS = 16
@@ -133,7 +133,7 @@ def _weight_only_matmul(x, low_bit, scheme, int4_operands):
         product = torch._weight_int8pack_mm(x.contiguous(), low_bit.qdata, low_bit.scale.view(-1))
         return product, "aten::_weight_int8pack_mm"
     bits = f"INT{scheme.num_bits}"
-    if x.device.type == "cpu" and x.dtype is not torch.float32 and not _has_fast_bf16():
+    if x.device.type == "cpu" and x.dtype is not torch.float32 and not has_fast_bf16():
         product = F.linear(x.float(), dequantize_weight(low_bit, torch.float32)).to(x.dtype)
         return product, f"{bits} expanded to float32 + aten::linear"
     product = F.linear(x, dequantize_weight(low_bit, x.dtype))
@@ -169,5 +169,6 @@ def _has_vnni() -> bool:
 
 
 @lru_cache(maxsize=1)
-def _has_fast_bf16() -> bool:
+def has_fast_bf16() -> bool:
+    """Whether this processor multiplies bf16 matrices natively (AVX512-BF16 or AMX); else float32 is several times faster."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -246,7 +246,7 @@ def plot_history(history: list[dict[str, Any]], path: Path) -> None:
     middle.plot(*series("mismatch/abs_logp_mean"), color=blue, marker="o", markersize=3, label="mean over tokens")
     middle.plot(*series("mismatch/abs_logp_max"), color=orange, marker="s", markersize=3, label="maximum over tokens")
     middle.set(ylabel="|log-prob of learner\n- log-prob of sampler| (nats)", yscale="log")
-    middle.legend(fontsize="small", loc="upper right")
+    middle.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
     for name, label, color, marker in (
         ("positive_high", "A > 0, ratio above its band", blue, "o"),
         ("negative_low", "A < 0, ratio below its band", orange, "s"),
@@ -255,7 +255,7 @@ def plot_history(history: list[dict[str, Any]], path: Path) -> None:
     ):
         bottom.plot(*series(f"tbpo/dropped/{name}"), color=color, marker=marker, markersize=4, lw=1, label=label)
     bottom.set(xlabel="update", ylabel="share of sequences dropped", ylim=(-0.03, 1.03))
-    bottom.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
+    bottom.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

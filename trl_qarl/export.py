@@ -107,13 +107,14 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
 @contextmanager
 def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
-    While open, every floating parameter and buffer outside quantized layers' weights is rounded to `dtype`.
+    While open, every floating tensor of the `state_dict` but the quantized layers' weights is rounded to `dtype`.
 
     The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
     precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
     """
-    quantized = {id(layer.weight) for layer in quantized_layers(model).values()}
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and id(t) not in quantized]
+    quantized = {f"{name}.weight" for name in quantized_layers(model)}
+    # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
+    tensors = [t for name, t in model.state_dict().items() if t.is_floating_point() and name not in quantized]
     saved = [tensor.detach().clone() for tensor in tensors]
     with torch.no_grad():
         for tensor in tensors:

@@ -63,11 +63,9 @@ def low_bit_linear(
     if scheme.activation_type is not None:
         codes, scale = quantize_activation(x, scheme)
         product, kernel = low_bit_matmul(codes, low_bit.qdata, scale, low_bit.scale, x.dtype)
-        saved = (codes, scale)
-    else:
-        saved = (x,)
-        product, kernel = _weight_only_matmul(x, low_bit, scheme, int4_operands)
-    return product if bias is None else product + bias.to(x.dtype), saved, kernel
+        return _add_bias(product, bias), (codes, scale), kernel
+    y, kernel = _weight_only_linear(x, low_bit, bias, scheme, int4_operands)
+    return y, (x,), kernel
 
 
 def uses_int4_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme) -> bool:
@@ -123,21 +121,25 @@ def low_bit_matmul(
     return accumulated.float().mul_(x_scale).mul_(w_scale.t()).to(dtype), kernel
 
 
-def _weight_only_matmul(x, low_bit, scheme, int4_operands):
+def _weight_only_linear(x, low_bit, bias, scheme, int4_operands):
     if uses_int4_kernel(x, low_bit, scheme):
         weight, scales_and_zeros = int4_operands
         group_size = x.shape[1] // low_bit.scale.shape[1]
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group_size, scales_and_zeros)
-        return product, "aten::_weight_int4pack_mm_for_cpu"
+        return _add_bias(product, bias), "aten::_weight_int4pack_mm_for_cpu"
     if scheme.num_bits == 8 and x.shape[0] <= INT8_WEIGHT_KERNEL_MAX_ROWS and _cpu_bf16_kernel_fits(x, low_bit):
         product = torch._weight_int8pack_mm(x.contiguous(), low_bit.qdata, low_bit.scale.view(-1))
-        return product, "aten::_weight_int8pack_mm"
-    bits = f"INT{scheme.num_bits}"
-    if x.device.type == "cpu" and x.dtype is not torch.float32 and not has_fast_bf16():
-        product = F.linear(x.float(), dequantize_weight(low_bit, torch.float32)).to(x.dtype)
-        return product, f"{bits} expanded to float32 + aten::linear"
-    product = F.linear(x, dequantize_weight(low_bit, x.dtype))
-    return product, f"{bits} expanded to {str(x.dtype).removeprefix('torch.')} + aten::linear"
+        return _add_bias(product, bias), "aten::_weight_int8pack_mm"
+    dtype = x.dtype
+    if x.device.type == "cpu" and dtype is not torch.float32 and not has_fast_bf16():
+        dtype = torch.float32
+    weight = dequantize_weight(low_bit, dtype)
+    y = F.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype)).to(x.dtype)
+    return y, f"INT{scheme.num_bits} expanded to {str(dtype).removeprefix('torch.')} + aten::linear"
+
+
+def _add_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return product if bias is None else product.add_(bias.to(product.dtype))
 
 
 def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Tensor, str]:

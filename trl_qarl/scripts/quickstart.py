@@ -85,7 +85,9 @@ def main(args: Namespace) -> None:
     after = _answer_as_deployed(trainer, held_out)
 
     trainer.save_model(str(output_dir / "masters"))
-    low_bit_dir = export_checkpoint(trainer.model, output_dir / args.scheme, trainer.processing_class)
+    low_bit_dir = export_checkpoint(
+        trainer.model, output_dir / args.scheme, trainer.processing_class, _engine_dtype(trainer)
+    )
     history = trainer.state.log_history
     (output_dir / "history.json").write_text(json.dumps(history, indent=1) + "\n")
     plot_history(history, output_dir / "training.png")
@@ -191,13 +193,17 @@ def _load(path: Path):
     return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
 
 
-def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
-    """Greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's dtype."""
+def _engine_dtype(trainer):
     import torch
 
+    return torch.bfloat16 if trainer.args.bf16 else torch.float32
+
+
+def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
+    """Greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's dtype."""
     from ..export import engine_precision
 
-    with engine_precision(trainer.model, torch.bfloat16 if trainer.args.bf16 else torch.float32):
+    with engine_precision(trainer.model, _engine_dtype(trainer)):
         return _answer(trainer.model, trainer.processing_class, problems, trainer.args.bf16)
 
 

@@ -49,7 +49,8 @@ def convert_smollm2(output_dir: str | Path) -> Path:
     for name in ("is_quantized", "hf_quantizer", "quantization_method"):
         if name in vars(model):
             delattr(model, name)
-    del model.config.quantization_config
+    if "quantization_config" in vars(model.config):
+        del model.config.quantization_config
     partial_dir = output_dir.with_name(output_dir.name + ".partial")
     shutil.rmtree(partial_dir, ignore_errors=True)
     model.save_pretrained(partial_dir)

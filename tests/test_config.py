@@ -110,6 +110,11 @@ def test_other_generation_kwargs_pass(tmp_path):
     assert config(tmp_path, generation_kwargs={"stop_strings": ["\n"]}).generation_kwargs
 
 
+def test_torch_compile_switched_on_by_its_backend_is_refused_too(tmp_path):
+    with pytest.raises(ValueError, match="torch_compile=True"):
+        config(tmp_path, torch_compile_backend="inductor")
+
+
 def test_unknown_scheme_and_objective_raise(tmp_path):
     with pytest.raises(ValueError, match=r"'int4'.*'w4a16'"):
         config(tmp_path, scheme="int4")

@@ -225,6 +225,8 @@ class QaRLConfig(GRPOConfig):
         super().__post_init__()
         if is_muon:
             self.optim = "muon"
+        # Some options switch on others, as `torch_compile_backend` does with `torch_compile`.
+        _check_refused_by_all(self)
 
     def _check_scheme(self) -> None:
         get_scheme(self.scheme, self.group_size)
@@ -274,9 +276,7 @@ class QaRLConfig(GRPOConfig):
             )
 
     def _check_refused(self) -> None:
-        for name, why in _REFUSED.items():
-            if getattr(self, name, None):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not supported: {why}.")
+        _check_refused_by_all(self)
         if "quantization_config" in _as_dict(self.model_init_kwargs):
             raise ValueError(
                 "model_init_kwargs contains a `quantization_config`: the master weights must stay in high precision. "
@@ -294,6 +294,12 @@ class QaRLConfig(GRPOConfig):
                 f"generation_kwargs contains {reshaping}, which change the sampling distribution, so sampling log-probs "
                 "and the learner's would differ under objective='tbpo'. Remove them."
             )
+
+
+def _check_refused_by_all(config: QaRLConfig) -> None:
+    for name, why in _REFUSED.items():
+        if getattr(config, name, None):
+            raise ValueError(f"{name}={getattr(config, name)!r} is not supported: {why}.")
 
 
 def _default(config_class: type, name: str) -> Any:

@@ -108,6 +108,12 @@ class QaRLTrainer(GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            # Chosen through `accelerate launch`, which the configuration does not see.
+            raise NotImplementedError(
+                "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
+                "(`accelerate launch --multi_gpu`)."
+            )
         scheme = get_scheme(args.scheme, args.group_size)
         self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
         swap = {"exclude_modules": args.exclude_modules, "scale_dtype": self._scale_dtype}

@@ -350,3 +350,23 @@ def test_int8_product_equals_torchaos(rows):
     product, _ = kernels.low_bit_matmul(x, w, x_scale, w_scale, torch.float32)
     expected = torchao_kernel.int_scaled_matmul(x, w.t().contiguous(), x_scale) * w_scale.t()
     torch.testing.assert_close(product, expected)
+
+
+@pytest.mark.parametrize("rows", [4, 300])
+@pytest.mark.parametrize("has_native_instructions", [True, False])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_autocast_gives_the_same_bits_as_bf16_input(monkeypatch, name, has_native_instructions, rows):
+    monkeypatch.setattr(kernels, "_has_vnni", lambda: has_native_instructions)
+    monkeypatch.setattr(kernels, "has_fast_bf16", lambda: has_native_instructions)
+    layer = make(name, scale_dtype=torch.bfloat16)
+    x = torch.randn(rows, 256).bfloat16()
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), expected)
+
+
+def test_layer_whose_forward_is_shadowed_by_a_hook_is_refused():
+    linear = nn.Linear(256, 96)
+    linear.forward = linear.forward
+    with pytest.raises(ValueError, match="device_map=None"):
+        QuantizedLinear.from_linear(linear, get_scheme("w4a16"))

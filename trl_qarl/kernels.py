@@ -60,12 +60,14 @@ def low_bit_linear(
         The output `(M, N)` in the dtype of `x`; what the backward pass needs to rebuild the activations the product saw
         (`(x,)`, or codes and scale); and the kernel's name.
     """
-    if scheme.activation_type is not None:
-        codes, scale = quantize_activation(x, scheme)
-        product, kernel = low_bit_matmul(codes, low_bit.qdata, scale, low_bit.scale, x.dtype)
-        return _add_bias(product, bias), (codes, scale), kernel
-    y, kernel = _weight_only_linear(x, low_bit, bias, scheme, int4_operands)
-    return y, (x,), kernel
+    # Under autocast a product of float32 operands would silently run in bf16.
+    with torch.autocast(x.device.type, enabled=False):
+        if scheme.activation_type is not None:
+            codes, scale = quantize_activation(x, scheme)
+            product, kernel = low_bit_matmul(codes, low_bit.qdata, scale, low_bit.scale, x.dtype)
+            return _add_bias(product, bias), (codes, scale), kernel
+        y, kernel = _weight_only_linear(x, low_bit, bias, scheme, int4_operands)
+        return y, (x,), kernel
 
 
 def uses_int4_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme) -> bool:

@@ -73,6 +73,11 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(
                 f"Expected a plain nn.Linear, got {type(linear).__name__}, which has a forward of its own."
             )
+        if "forward" in vars(linear):
+            raise ValueError(
+                "The layer has a `forward` of its own on the instance (accelerate's `device_map` hooks set one), which "
+                "would bypass the quantized forward. Load the model on one device: `device_map=None`."
+            )
         if not scheme.is_quantized:
             raise ValueError(f"Scheme {scheme.name!r} leaves weights in high precision; there is nothing to convert.")
         linear.group_size = scheme.group_size_for(linear.in_features)

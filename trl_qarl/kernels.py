@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from .quantize import LowBitWeight, dequantize_weight, quantize_activation
+from .quantize import LowBitWeight, dequantize_weight, quantize_activation, unpack_int4
 from .schemes import QuantScheme
 
 
@@ -82,12 +82,9 @@ def uses_int4_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme
 
 def int4_kernel_operands(low_bit: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel."""
-    unsigned = (
-        dequantize_weight(LowBitWeight(low_bit.qdata, torch.ones_like(low_bit.scale)), torch.float32) + 8
-    ).int()
     scale = low_bit.scale.t()
     return (
-        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 1),
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(low_bit.qdata), 1),
         torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
     )
 
@@ -114,10 +111,15 @@ def low_bit_matmul(
     """
     if x_codes.dtype is torch.int8:
         accumulated, kernel = _int8_matmul(x_codes, w_codes)
-    elif x_codes.is_cuda and torch.cuda.get_device_capability(x_codes.device) >= (8, 9) and _multiple_of_16(w_codes):
-        # Row-wise scales with 16-bit output need the scales inside the kernel, which is also what CUTLASS does in vLLM.
-        product = torch._scaled_mm(x_codes, w_codes.t(), x_scale, w_scale.t().contiguous(), out_dtype=torch.bfloat16)
-        return product.to(dtype), "aten::_scaled_mm (row-wise FP8)"
+    elif _has_fp8_kernel(x_codes, w_codes):
+        if dtype is torch.bfloat16:
+            # 16-bit output needs the row-wise scales inside the kernel, which is also what CUTLASS does in vLLM.
+            product = torch._scaled_mm(x_codes, w_codes.t(), x_scale, w_scale.t().contiguous(), out_dtype=dtype)
+            return product, "aten::_scaled_mm (row-wise FP8)"
+        # With row-wise scales, only compute capability 9.0 writes float32.
+        unit = x_scale.new_ones(())
+        accumulated = torch._scaled_mm(x_codes, w_codes.t(), unit, unit, out_dtype=torch.float32)
+        kernel = "aten::_scaled_mm (FP8 to float32)"
     else:
         accumulated, kernel = F.linear(x_codes.float(), w_codes.float()), "emulated FP8: float32 product of E4M3 codes"
     return accumulated.float().mul_(x_scale).mul_(w_scale.t()).to(dtype), kernel
@@ -163,8 +165,13 @@ def _cpu_bf16_kernel_fits(x: torch.Tensor, low_bit: LowBitWeight) -> bool:
     return x.device.type == "cpu" and x.dtype is torch.bfloat16 and low_bit.scale.dtype is torch.bfloat16
 
 
-def _multiple_of_16(weight: torch.Tensor) -> bool:
-    return weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
+def _has_fp8_kernel(x_codes: torch.Tensor, w_codes: torch.Tensor) -> bool:
+    return (
+        x_codes.is_cuda
+        and torch.cuda.get_device_capability(x_codes.device) >= (8, 9)
+        and w_codes.shape[0] % 16 == 0
+        and w_codes.shape[1] % 16 == 0
+    )
 
 
 @lru_cache(maxsize=1)

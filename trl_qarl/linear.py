@@ -20,6 +20,7 @@ from typing_extensions import override
 from .kernels import int4_kernel_operands, low_bit_linear, uses_int4_kernel
 from .quantize import LowBitWeight, checkpoint_tensors, count_code_flips, dequantize_weight, quantize_weight
 from .schemes import QuantScheme
+from .vllm_kernels import vllm_linear, vllm_operands
 
 
 __all__ = ["QuantizedLinear"]
@@ -39,6 +40,9 @@ class QuantizedLinear(nn.Linear):
         scheme ([`QuantScheme`]): the scheme.
         group_size (`int` or `None`): group size in use for this matrix.
         scale_dtype (`torch.dtype`): dtype in which the engine runs the model, to which scales are rounded.
+        use_vllm_kernel (`bool`): whether the forward product is vLLM's.
+        is_active (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`, while the low-bit
+            weight can still be had for publication and export.
         kernel (`str` or `None`): name of the kernel of the last forward.
         num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization, 0-d int64.
     """
@@ -46,6 +50,8 @@ class QuantizedLinear(nn.Linear):
     scheme: QuantScheme
     group_size: int | None
     scale_dtype: torch.dtype
+    use_vllm_kernel: bool
+    is_active: bool
     kernel: str | None
     num_flipped_codes: torch.Tensor | None
 
@@ -84,6 +90,8 @@ class QuantizedLinear(nn.Linear):
         linear.scheme = scheme
         linear.scale_dtype = scale_dtype or linear.weight.dtype
         linear.__class__ = cls
+        linear.use_vllm_kernel = False
+        linear.is_active = True
         linear.kernel = None
         linear.num_flipped_codes = None
         linear._drop_cache()
@@ -91,7 +99,16 @@ class QuantizedLinear(nn.Linear):
 
     def to_linear(self) -> nn.Linear:
         """Undo [`~QuantizedLinear.from_linear`], in place. Masters are untouched."""
-        for name in ("scheme", "group_size", "scale_dtype", "kernel", "num_flipped_codes", *_CACHE_ATTRIBUTES):
+        for name in (
+            "scheme",
+            "group_size",
+            "scale_dtype",
+            "use_vllm_kernel",
+            "is_active",
+            "kernel",
+            "num_flipped_codes",
+            *_CACHE_ATTRIBUTES,
+        ):
             delattr(self, name)
         self.__class__ = nn.Linear
         return self
@@ -111,7 +128,7 @@ class QuantizedLinear(nn.Linear):
                 if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):
                     low_bit = self._low_bit
         if low_bit is not self._low_bit:
-            self._low_bit, self._int4_operands = low_bit, None
+            self._low_bit, self._int4_operands, self._vllm_operands = low_bit, None, None
         self._low_bit_version = version
         return low_bit
 
@@ -125,13 +142,19 @@ class QuantizedLinear(nn.Linear):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_active:
+            return super().forward(x)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rows = x.reshape(-1, self.in_features)
         low_bit = self.low_bit_weight()
         needs_grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         operands = None
-        if uses_int4_kernel(rows, low_bit, self.scheme):
+        if self.use_vllm_kernel:
+            if self._vllm_operands is None:
+                with torch.inference_mode(False):
+                    self._vllm_operands = vllm_operands(low_bit)
+        elif uses_int4_kernel(rows, low_bit, self.scheme):
             if self._int4_operands is None:
                 with torch.inference_mode(False):
                     self._int4_operands = int4_kernel_operands(low_bit)
@@ -142,13 +165,21 @@ class QuantizedLinear(nn.Linear):
         if needs_grad:
             y = _StraightThroughLinear.apply(rows, self.weight, self.bias, self, low_bit, operands)
         else:
-            y, _, self.kernel = low_bit_linear(rows, low_bit, self.bias, self.scheme, operands)
+            y, _ = self._product(rows, low_bit, self.bias, operands)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, rows, low_bit, bias, operands):
+        if self.use_vllm_kernel:
+            y, self.kernel = vllm_linear(rows, bias, self._vllm_operands)
+            return y, (rows,)
+        y, seen, self.kernel = low_bit_linear(rows, low_bit, bias, self.scheme, operands)
+        return y, seen
 
     @override
     def extra_repr(self) -> str:
         group = "" if self.group_size is None else f", group_size={self.group_size}"
-        return f"{super().extra_repr()}, scheme={self.scheme.name}{group}, kernel={self.kernel}"
+        active = "" if self.is_active else ", is_active=False"
+        return f"{super().extra_repr()}, scheme={self.scheme.name}{group}, kernel={self.kernel}{active}"
 
     def _weight_version(self) -> tuple[Any, ...]:
         weight = self.weight
@@ -174,7 +205,7 @@ class QuantizedLinear(nn.Linear):
         return {**self.__dict__, **dict.fromkeys(_CACHE_ATTRIBUTES), "num_flipped_codes": None}
 
 
-_CACHE_ATTRIBUTES = ("_low_bit", "_low_bit_version", "_int4_operands")
+_CACHE_ATTRIBUTES = ("_low_bit", "_low_bit_version", "_int4_operands", "_vllm_operands")
 
 # Fused and 8-bit optimizers write to parameters without raising their version, so each step of any optimizer counts.
 _num_optimizer_steps = 0
@@ -197,7 +228,7 @@ class _StraightThroughLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, weight, bias, layer, low_bit, operands):
-        y, seen, layer.kernel = low_bit_linear(rows, low_bit, bias, layer.scheme, operands)
+        y, seen = layer._product(rows, low_bit, bias, operands)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*low_bit, *(seen if ctx.needs_input_grad[1] else ()))

@@ -3,25 +3,47 @@
 import json
 import logging
 import os
+import shutil
 import time
+from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
+from .objectives import PRESETS, mismatch_ratio, rejects_by_product, sequence_bounds, weigh_advantages
 from .optim import create_muon_adamw
 from .qarl_config import QaRLConfig
 from .rollout.embedded import record_sampling_logps
+from .rollout.generation import EngineLost, QaRLVLLMGeneration, server_process, use_generation_factory
+from .run_log import RunLog
 from .schemes import get_scheme
-from .swap import prepare_model, quantized_layers
+from .swap import deactivate, low_bit_forward, prepare_model, quantized_layers
 from .tbpo import mismatch_weight, reduce_tbpo_metrics, sequence_log_ratio, tbpo_loss, tbpo_metrics
-from .telemetry import code_flip_rate, mismatch_metrics, mismatch_sums, sqnr
+from .telemetry import (
+    DEAF_FLIP_RATE,
+    DEAF_UPDATES,
+    code_flip_rate,
+    has_loop,
+    is_deaf,
+    is_garbled,
+    mismatch_metrics,
+    mismatch_sums,
+    sampled_masters,
+    sequence_histograms,
+    split_metrics,
+    split_sums,
+    sqnr,
+    update_to_step,
+)
 
 
 __all__ = ["SCHEME_FILE", "QaRLTrainer"]
@@ -53,7 +75,8 @@ class QaRLTrainer(GRPOTrainer):
 
     It takes the arguments of [`~trl.GRPOTrainer`]. The model's linear layers get a quantized forward, so rollouts,
     old log-probs and the loss all see the low-bit weights, while the optimizer updates the high-precision masters through
-    a straight-through gradient. `objective="tbpo"` replaces GRPO's loss by TBPO's trust band.
+    a straight-through gradient. `objective="tbpo"` replaces GRPO's loss by TBPO's trust band; `alignment` leaves the learner, or
+    everything, in high precision for comparison.
 
     Args:
         args ([`QaRLConfig`], *optional*):
@@ -64,6 +87,9 @@ class QaRLTrainer(GRPOTrainer):
     Attributes:
         swap_report ([`SwapReport`]):
             Which layers were quantized, how, and which were not.
+        histogram_bounds (`list[tuple[str, str, tuple[float | None, float | None]]]`):
+            Quantity, sign of the advantage and bounds of each row of [`~QaRLTrainer.take_histograms`]; empty for objectives
+            of token ratios.
     """
 
     _tag_names = ["trl", "qarl"]
@@ -93,36 +119,70 @@ class QaRLTrainer(GRPOTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
-        _check_arguments(model, args, train_dataset, quantization_config, peft_config, optimizers)
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            # Chosen through `accelerate launch`, which the configuration does not see.
-            raise NotImplementedError(
-                "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
-                "(`accelerate launch --multi_gpu`)."
+        # An environment may supply the prompts.
+        columns = None if environment_factory is not None else getattr(train_dataset, "column_names", None)
+        _check_arguments(model, args, columns, quantization_config, peft_config, optimizers, rollout_func)
+        self._preset = PRESETS.get(args.objective)
+        bounds = sequence_bounds(args) or {}
+        self.histogram_bounds = [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
+        self._histograms: torch.Tensor | None = None
+        with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
             )
-        scheme = get_scheme(args.scheme, args.group_size)
-        self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
-        swap = {"exclude_modules": args.exclude_modules, "scale_dtype": self._scale_dtype}
-        self.swap_report = prepare_model(self.model, scheme, **swap)
-        logger.info("%s", self.swap_report)
-        if self.ref_model is not None:
-            # The policy starts as the low-bit model, so that is what it is kept close to.
-            prepare_model(self.accelerator.unwrap_model(self.ref_model), scheme, **swap)
+        if not args.use_vllm:
+            self._prepare_policy()
+            self.generation_config = _OwnGenerationConfig(**self.generation_config.to_dict())
+            if args.cast_lm_head_to_fp32:
+                # TRL casts the inputs, which autocast undoes in the rollout; its own scoring turns autocast off.
+                head = self.model.get_output_embeddings()
+                head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
+        if self.ref_model is not None and args.alignment == "aligned":
+            # The learner starts as the low-bit model, so that is what it is kept close to.
+            prepare_model(
+                self.accelerator.unwrap_model(self.ref_model), self.swap_report.scheme, **self._swap_arguments
+            )
         self.add_callback(_Requantize(self))
+        self.add_callback(RunLog(self))
+
+    def _prepare_policy(self) -> None:
+        _check_launch(self)
+        args = self.args
+        _check_dropout(self.model, args)
+        self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
+        self._swap_arguments = {
+            "exclude_modules": args.exclude_modules,
+            "scale_dtype": self._scale_dtype,
+            "kernel": args.learner_kernel,
+        }
+        scheme = get_scheme("bf16") if args.alignment == "none" else get_scheme(args.scheme, args.group_size)
+        self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
+        if args.alignment == "rollout-only":
+            deactivate(self.model)
+        logger.info("alignment %s, %s", args.alignment, self.swap_report)
+
+    def _make_generation(self, **kwargs):
+        """The rollout engine, made in the middle of TRL's constructor; it needs to know which layers are quantized."""
+        self._prepare_policy()
+        return QaRLVLLMGeneration(
+            **kwargs,
+            dtype=self._scale_dtype,
+            weight_version=lambda: str(self.state.global_step),
+            server=server_process(self.args, self.model, self._scale_dtype)
+            if self.args.vllm_server_autostart
+            else None,
+        )
 
     @override
     def create_optimizer(self, model=None):
@@ -141,23 +201,50 @@ class QaRLTrainer(GRPOTrainer):
 
     @override
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        """Generates under autocast, as the learner scores, and returns the sampling log-probs with the completions."""
-        model = self.accelerator.unwrap_model(self.model_wrapped)
-        start = time.perf_counter()
-        with record_sampling_logps(model, self.temperature) as recorded, self.accelerator.autocast():
-            completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        logps = recorded[0].cpu().tolist()
-        logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
+        """Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores."""
+        start, loaded_step = time.perf_counter(), getattr(self, "_last_loaded_step", None)
+        if self.use_vllm:
+            completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            if self._last_loaded_step != loaded_step:
+                start += self.vllm_generation.publication.get("publish/seconds", 0.0)
+        else:
+            model = self.accelerator.unwrap_model(self.model_wrapped)
+            recording = record_sampling_logps(model, self.temperature)
+            with recording as recorded, low_bit_forward(model), self.accelerator.autocast():
+                completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            logps = recorded[0].cpu().tolist()
+            logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
         num_tokens = sum(len(ids) for ids in completion_ids)
         mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["rollout/tokens_per_second"].append(num_tokens / (time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        self._metrics[mode]["rollout/seconds"].append(seconds)
+        self._metrics[mode]["rollout/tokens_per_second"].append(num_tokens / seconds)
         self._metrics[mode]["rollout/mean_length"].append(num_tokens / max(len(completion_ids), 1))
         return completion_ids, logps
 
     @override
+    def _generate(self, prompts):
+        """Measures how many completions loop or are garbled."""
+        output = super()._generate(prompts)
+        _, completion_ids, _, completions, *_ = output
+        loops = sum(has_loop(ids) for ids in completion_ids)
+        garbled = sum(is_garbled(_text(completion)) for completion in completions)
+        sums = torch.tensor([len(completions), loops, garbled], device=self.accelerator.device)
+        total, loops, garbled = self.accelerator.reduce(sums, reduction="sum").tolist()
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["rollout/repetition_share"].append(loops / max(total, 1))
+        metrics["rollout/garbled_share"].append(garbled / max(total, 1))
+        return output
+
+    @override
     def _generate_and_score_completions(self, inputs):
         """Adds the learner's log-probs where TRL leaves them out and measures mismatch and quantization error."""
-        output = super()._generate_and_score_completions(inputs)
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        except EngineLost:
+            if self.state.global_step > 0:
+                self._save_checkpoint(self.model, trial=None)
+            raise
         if "sampling_per_token_logps" not in output:
             raise ValueError(
                 "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. Return "
@@ -167,6 +254,16 @@ class QaRLTrainer(GRPOTrainer):
             batch_size = self.args.per_device_train_batch_size
             with torch.no_grad():
                 output["old_per_token_logps"], _, _ = self._score(self.model, output, batch_size=batch_size)
+        if not self.use_vllm and self._preset is not None and self._preset.corrects_mismatch:
+            # TRL does it for vLLM rollouts only.
+            output["importance_sampling_ratio"] = mismatch_ratio(
+                output["old_per_token_logps"],
+                output["sampling_per_token_logps"],
+                _loss_mask(output),
+                self.vllm_importance_sampling_mode,
+                self.vllm_importance_sampling_clip_min,
+                self.vllm_importance_sampling_clip_max,
+            )
         self._log_rollout_metrics(output)
         return output
 
@@ -186,26 +283,54 @@ class QaRLTrainer(GRPOTrainer):
         metrics = self._metrics["train" if self.model.training else "eval"]
         old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], _loss_mask(output)
         sums, maximum = mismatch_sums(old, sampling, mask)
+        splits = split_sums(old, sampling, output["advantages"], mask)
         if sums.device.type == "mps":
-            sums = sums.float()
+            sums, splits = sums.float(), splits.float()
         weights = mismatch_weight(old, sampling, mask, self.args.mismatch_cap)
         sums = self.accelerator.reduce(sums, reduction="sum")
         maximum = self.accelerator.gather(maximum).max()
         for name, value in mismatch_metrics(sums, maximum, self.accelerator.gather(weights)).items():
             metrics[name].append(value)
+        for name, value in split_metrics(self.accelerator.reduce(splits, reduction="sum")).items():
+            metrics[name].append(value)
+        if self.use_vllm:
+            for name, value in self.vllm_generation.take_publication().items():
+                metrics[name].append(value)
+            metrics["rollout/weight_version"].append(self._checked_weight_version())
         layers = quantized_layers(self.model)
         if layers:
             metrics["quant/sqnr"].append(sqnr(layers))
 
+    def _checked_weight_version(self) -> float:
+        stamped = self.vllm_generation.engine_weight_version()
+        published = self.vllm_generation.published_version
+        if stamped is not None and stamped != published:
+            raise RuntimeError(
+                f"The completions were sampled with weights of version {stamped!r}, but version {published!r} was published: "
+                "something else changes the engine's weights."
+            )
+        return float(self._last_loaded_step)
+
     @override
     def _compute_loss(self, model, inputs):
-        """TBPO instead of TRL's losses for `objective="tbpo"`; KL to the reference and MoE auxiliary loss as in TRL."""
+        """
+        TBPO instead of TRL's losses for `objective="tbpo"`; KL to the reference and MoE auxiliary loss as in TRL. The other
+        objectives are TRL's losses, for some with other advantages.
+        """
         if self.args.objective != "tbpo":
-            return super()._compute_loss(model, inputs)
+            weighed = inputs
+            if self._preset is not None:
+                ratio = None if self.use_vllm else inputs.get("importance_sampling_ratio")
+                advantages = weigh_advantages(inputs["advantages"], ratio, self._preset.is_positive_only)
+                weighed = inputs | {"advantages": advantages}
+            loss = super()._compute_loss(model, weighed)
+            self._count_sequences(self._forward_logps, inputs)
+            return loss
         mask = _loss_mask(inputs)
         per_token_logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
+        self._count_sequences(per_token_logps, inputs)
         loss, output = tbpo_loss(
             per_token_logps,
             inputs["old_per_token_logps"],
@@ -238,16 +363,85 @@ class QaRLTrainer(GRPOTrainer):
             metrics[name].append(value)
         return loss / (self.current_gradient_accumulation_steps if mode == "train" else 1.0)
 
+    @override
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        """Keeps the log-probs for what is measured beside TRL's losses, which do not return them."""
+        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._forward_logps = output[0].detach()
+        return output
+
+    @torch.no_grad()
+    def _count_sequences(self, per_token_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+        if not self.histogram_bounds or not self.model.training:
+            return
+        old, mask = inputs["old_per_token_logps"], _loss_mask(inputs)
+        log_weight = sequence_log_ratio(old, inputs["sampling_per_token_logps"], mask)
+        if rejects_by_product(self.args):
+            log_weight = log_weight * mask.sum(-1)
+        values = torch.stack([sequence_log_ratio(per_token_logps, old, mask), log_weight])
+        counts = sequence_histograms(values, inputs["advantages"], mask.bool().any(-1))
+        self._histograms = counts if self._histograms is None else self._histograms + counts
+
+    def take_histograms(self) -> torch.Tensor | None:
+        """
+        Counts `(4, 49)` of the sequences of one update, over all processes and all micro-batches since the last call, or
+        `None`. Every process has to call it.
+        """
+        if not self.histogram_bounds or self._histograms is None:
+            return None
+        counts, self._histograms = self._histograms, None
+        return self.accelerator.reduce(counts, reduction="sum")
+
     def _masked_mean(self, values: torch.Tensor, mask: torch.Tensor) -> float:
         totals = self.accelerator.reduce(torch.stack([(values.detach() * mask).sum(), mask.sum().float()]))
         return (totals[0] / totals[1].clamp(min=1.0)).item()
 
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
-        """With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely."""
+        """
+        With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely. A vLLM server that
+        was started here ends with training, however that ends.
+        """
+        try:
+            return super().train(resume_from_checkpoint=self.find_checkpoint(resume_from_checkpoint), **kwargs)
+        finally:
+            if self.use_vllm:
+                self._last_loaded_step = -1
+                self.vllm_generation.stop_server()
+
+    @override
+    def _load_best_model(self):
+        """Also has the best weights published before the next rollout: the step count does not show that they changed."""
+        super()._load_best_model()
+        self._last_loaded_step = -1
+
+    def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """
+        Checkpoint folder to resume from, `None` for a new run.
+
+        Raises:
+            ValueError: if there is no such checkpoint, or if it was trained with another scheme or alignment.
+        """
+        if not resume_from_checkpoint:
+            return None
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete_checkpoint(self.args.output_dir)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        folder = Path(resume_from_checkpoint)
+        if not folder.is_dir():
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's."
+            )
+        if not (folder / SCHEME_FILE).is_file():
+            logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
+            return resume_from_checkpoint
+        theirs, ours = json.loads((folder / SCHEME_FILE).read_text()), self._scheme_record()
+        theirs.setdefault("alignment", "aligned")
+        if theirs != ours:
+            raise ValueError(
+                f"The checkpoint {folder} was trained with {theirs}, this run uses {ours}. Resume with the same settings, "
+                "or start a new run from its masters by passing it as the model."
+            )
+        return resume_from_checkpoint
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -257,11 +451,12 @@ class QaRLTrainer(GRPOTrainer):
         path.write_text(json.dumps(self._scheme_record(), indent=2) + "\n")
 
     def _scheme_record(self) -> dict[str, Any]:
-        scheme = self.swap_report.scheme
+        scheme, excluded = self.swap_report.scheme, self.args.exclude_modules
         return {
             "scheme": scheme.name,
+            "alignment": self.args.alignment,
             "group_size": scheme.group_size,
-            "exclude_modules": self.args.exclude_modules,
+            "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
             "scale_dtype": str(self._scale_dtype).removeprefix("torch."),
         }
 
@@ -271,50 +466,113 @@ class QaRLTrainer(GRPOTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         # Before the rest: `trainer_state.json`, which TRL writes last, then marks a complete checkpoint.
-        state = {"step": self._step, "buffered_inputs": self._buffered_inputs}
+        state = {"shape": self._rollout_shape(), "step": self._step, "buffered_inputs": self._buffered_inputs}
         torch.save(state, folder / _ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index))
         super()._save_checkpoint(model, trial)
 
     @override
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        """Refuses a checkpoint that was trained with another scheme."""
-        path = Path(resume_from_checkpoint) / SCHEME_FILE
-        if path.is_file():
-            theirs, ours = json.loads(path.read_text()), self._scheme_record()
-            if theirs != ours:
-                raise ValueError(
-                    f"The checkpoint {resume_from_checkpoint} was trained with {theirs}, this run uses {ours}. Resume "
-                    "with the same settings, or start a new run from its masters by passing it as the model."
-                )
-        else:
-            logger.warning("%s has no %s: it was not written by QaRLTrainer.", resume_from_checkpoint, SCHEME_FILE)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Uploads the scheme with the model files, of which transformers copies those it knows."""
+        if self.is_world_process_zero():
+            shutil.copy(Path(checkpoint_folder) / SCHEME_FILE, self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint):
-        """Also restores the generation batch in progress."""
+        """Also restores the generation batch in progress, or drops it where this run's batches have another shape."""
         super()._load_optimizer_and_scheduler(checkpoint)
         path = Path(checkpoint or "") / _ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index)
-        if checkpoint is not None and path.is_file():
-            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        if checkpoint is None or not path.is_file():
+            # Where processes were added, the others find another `num_processes` and start a new batch too.
+            return
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        theirs, ours = state["shape"], self._rollout_shape()
+        if theirs == ours:
             self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
+        else:
+            changed = ", ".join(
+                f"{name}={theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]
+            )
+            logger.warning(
+                "The generation batch in progress of %s does not fit this run (%s). It is dropped, and training goes on "
+                "with a new one. Resume with the same values to use it.",
+                checkpoint,
+                changed,
+            )
+
+    def _rollout_shape(self) -> dict[str, int]:
+        """What a generation batch is divided into and how often it is used."""
+        return {
+            "num_processes": self.accelerator.num_processes,
+            "per_device_train_batch_size": self._train_batch_size,
+            "steps_per_generation": self.args.steps_per_generation,
+            "num_generations": self.num_generations,
+            "num_iterations": self.num_iterations,
+        }
+
+
+class _OwnGenerationConfig(GenerationConfig):
+    """
+    Generation configuration that stays as it is where the model has one of its own.
+
+    `generate` fills every field that is `None` from the model's, so its `min_p` would truncate rollouts while
+    `QaRLConfig(min_p=None)` says that nothing does.
+    """
+
+    @override
+    def update(self, defaults_only=False, allow_custom_entries=False, **kwargs):
+        """Leaves out the update from the model's configuration, the only one that allows custom entries."""
+        return kwargs if allow_custom_entries else super().update(defaults_only=defaults_only, **kwargs)
 
 
 class _Requantize(TrainerCallback):
-    """Quantizes the masters after each optimizer step and logs how many codes changed."""
+    """Quantizes the masters after each optimizer step, logs how many codes changed, and warns once where none do."""
 
     def __init__(self, trainer: QaRLTrainer):
         self.trainer = trainer
+        self.has_warned = False
+        self._rates: deque[float] = deque(maxlen=DEAF_UPDATES)
+        self._masters: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._masters = sampled_masters(quantized_layers(self.trainer.model))
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        rate = code_flip_rate(quantized_layers(self.trainer.model).values())
-        self.trainer._metrics["train"]["quant/code_flip_rate"].append(rate)
+        layers = quantized_layers(self.trainer.model)
+        rate = code_flip_rate(layers.values())
+        metrics = self.trainer._metrics["train"]
+        metrics["quant/code_flip_rate"].append(rate)
+        if not layers:
+            return
+        relative = update_to_step(self._masters, layers)
+        metrics["quant/update_to_step"].append(relative)
+        self._rates.append(rate)
+        if not self.has_warned and is_deaf(self._rates):
+            self.has_warned = True
+            logger.warning(
+                "The low-bit policy is deaf to its updates: in each of the last %d updates less than %g of its codes "
+                "changed, and the last one moved the masters by %.1e quantization steps on average. Raise `learning_rate` "
+                "(%g here) and keep the masters in float32 (they are %s).",
+                DEAF_UPDATES,
+                DEAF_FLIP_RATE,
+                relative,
+                args.learning_rate,
+                str(next(iter(layers.values())).weight.dtype).removeprefix("torch."),
+            )
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs):
         if args.sync_ref_model:
-            # TRL's callback writes through `.data`, which no layer can notice.
+            # TRL's callback, which comes before this one, writes through `.data`, which no layer can notice where a loss
+            # scaler skipped the optimizer's step.
             for layer in quantized_layers(self.trainer.ref_model).values():
                 layer.invalidate()
+
+
+def _text(completion: str | list[dict[str, Any]]) -> str:
+    if isinstance(completion, str):
+        return completion
+    contents = (message.get("content") for message in completion)
+    return "\n".join(content for content in contents if isinstance(content, str))
 
 
 def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
@@ -334,9 +592,57 @@ def _last_complete_checkpoint(output_dir: str) -> str:
     )
 
 
-def _check_arguments(model, args, train_dataset, quantization_config, peft_config, optimizers) -> None:
+def _check_launch(trainer: QaRLTrainer) -> None:
+    # Chosen through `accelerate launch`, which the configuration does not see.
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise NotImplementedError(
+            "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
+            "(`accelerate launch --multi_gpu`)."
+        )
+    parallel = trainer.accelerator.parallelism_config
+    if parallel is not None:
+        raise NotImplementedError(
+            f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
+            "over processes. That is not supported in this release. Launch with DDP (`accelerate launch --multi_gpu`)."
+        )
+    backend = trainer.accelerator.state.dynamo_plugin.backend
+    if backend != "NO":
+        raise NotImplementedError(
+            f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
+            "version of its master, which a compiled graph does not see. Launch with `--dynamo_backend no`."
+        )
+
+
+def _check_dropout(model: nn.Module, args: QaRLConfig) -> None:
+    """Switches off what TRL's `disable_dropout` leaves on, and has TBPO ask for it where a model drops anything."""
+    active = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        # Attention takes its rate from an attribute of the layer and calls a function.
+        if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+        and isinstance(value, float)
+        and value > 0
+    }
+    if args.disable_dropout:
+        for name, key in active:
+            setattr(model.get_submodule(name), key, 0.0)
+    elif active and args.objective == "tbpo":
+        (name, key), value = next(iter(active.items()))
+        raise ValueError(
+            f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
+            "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
+        )
+
+
+def _check_arguments(model, args, columns, quantization_config, peft_config, optimizers, rollout_func) -> None:
     if not isinstance(args, QaRLConfig):
         raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
+    if rollout_func is not None and args.alignment == "rollout-only" and not args.use_vllm:
+        raise ValueError(
+            "`rollout_func` was given with alignment='rollout-only' and use_vllm=False: its completions would come from the "
+            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
+        )
     if peft_config is not None or hasattr(model, "peft_config"):
         raise NotImplementedError(
             "PEFT adapters are not supported in this release: merging an adapter into a low-bit base loses its signal. "
@@ -347,7 +653,6 @@ def _check_arguments(model, args, train_dataset, quantization_config, peft_confi
             "quantization_config was given, but the master weights must stay in high precision. Remove it; "
             f"scheme={args.scheme!r} quantizes the forward."
         )
-    columns = getattr(train_dataset, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise ValueError(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."

@@ -38,6 +38,8 @@ __all__ = [
     "dequantize_weight",
     "quantize_activation",
     "quantize_weight",
+    "unpack_int4",
+    "unpack_int8",
 ]
 
 
@@ -97,7 +99,8 @@ def dequantize_weight(low_bit: LowBitWeight, dtype: torch.dtype) -> torch.Tensor
     # A wider scale must not be rounded before the product.
     product_dtype = scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype
     weight = _unpack_int4(qdata, product_dtype) if qdata.dtype is torch.int32 else qdata.to(product_dtype)
-    weight.view(scale.shape[0], scale.shape[1], -1).mul_(scale.unsqueeze(-1))
+    # The group size is spelled out: no rows would leave `-1` undetermined.
+    weight.view(*scale.shape, weight.shape[1] // scale.shape[1]).mul_(scale.unsqueeze(-1))
     return weight.to(dtype)
 
 
@@ -132,8 +135,18 @@ def checkpoint_tensors(low_bit: LowBitWeight, scheme: QuantScheme) -> dict[str, 
     else:
         # Adding 128 to a two's complement byte flips its top bit.
         packed, codes_per_word = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32), 4
-    shape = torch.tensor([packed.shape[0], packed.shape[1] * codes_per_word])
+    shape = torch.tensor([packed.shape[0], packed.shape[1] * codes_per_word], device=packed.device)
     return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """Unsigned codes, 0 to 15, `(N, K)` int32, of INT4 `qdata`, `(N, K / 8)` int32."""
+    return (_unpack_int4(packed, torch.float32) + 8).int()
+
+
+def unpack_int8(packed: torch.Tensor) -> torch.Tensor:
+    """INT8 codes `(N, K)` of a checkpoint's `weight_packed`, `(N, K / 4)` int32."""
+    return (packed.view(torch.uint8) ^ 0x80).view(torch.int8)
 
 
 def count_code_flips(before: LowBitWeight, after: LowBitWeight) -> torch.Tensor:

@@ -134,6 +134,12 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
         ValueError: for an unknown name, a group size that no kernel accepts, or a group size on a scheme without groups.
     """
     if isinstance(scheme, str):
+        if scheme == "w4a8":
+            raise ValueError(
+                "Scheme 'w4a8' is not offered: on a CPU vLLM's kernel is wrong after its weights are reloaded, and on GPUs it "
+                "rounds group scales to FP8, which the learner does not do yet. Use 'w4a16', or 'w8a8' or 'fp8' for 8-bit "
+                "activations."
+            )
         if scheme not in SCHEMES:
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.")
         scheme = SCHEMES[scheme]

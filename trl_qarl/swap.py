@@ -4,7 +4,8 @@ Turn a model's linear layers into quantized ones and back, and say what was done
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,18 @@ from transformers import PreTrainedModel
 
 from .linear import QuantizedLinear
 from .schemes import QuantScheme, get_scheme
+from .vllm_kernels import LEARNER_KERNELS, check_vllm_kernel
 
 
-__all__ = ["SwapReport", "kernels_run", "prepare_model", "quantized_layers", "restore_model"]
+__all__ = [
+    "SwapReport",
+    "deactivate",
+    "kernels_run",
+    "low_bit_forward",
+    "prepare_model",
+    "quantized_layers",
+    "restore_model",
+]
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 """Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
@@ -73,6 +83,7 @@ def prepare_model(
     *,
     exclude_modules: str | Sequence[str] | None = None,
     scale_dtype: torch.dtype | None = None,
+    kernel: str = "auto",
 ) -> SwapReport:
     """
     Quantize the forward of every linear layer of `model`, in place.
@@ -89,12 +100,16 @@ def prepare_model(
             holds names or their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`).
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model. Defaults to each weight's dtype.
+        kernel (`str`, *optional*, defaults to `"auto"`):
+            Whose forward products to use: `"torch"`, `"vllm"`, or `"auto"` for the better measured one.
 
     Raises:
-        ValueError: for a model that is quantized already or has been prepared already, when nothing matched, when an
+        ValueError: for a kernel that is unknown or cannot run here, a model that is quantized already or has been prepared already, when nothing matched, when an
             exclude pattern matches no linear layer, or when no group size divides a layer.
     """
     scheme = get_scheme(scheme)
+    if kernel not in LEARNER_KERNELS:
+        raise ValueError(f"learner_kernel={kernel!r} is unknown. Choose one of {list(LEARNER_KERNELS)}.")
     _check_not_quantized(model)
     if not scheme.is_quantized:
         return SwapReport(scheme, {}, {}, 0, 0, 0)
@@ -114,9 +129,12 @@ def prepare_model(
             converted[name] = scheme.group_size_for(module.in_features)
         except ValueError as error:
             raise ValueError(f"Layer {name!r}: {error}") from None
+    if kernel == "vllm":
+        for module in chosen.values():
+            check_vllm_kernel(scheme, scale_dtype or module.weight.dtype, module.weight.device, module.weight.shape)
     low_bit_bytes = 0
     for module in chosen.values():
-        QuantizedLinear.from_linear(module, scheme, scale_dtype)
+        QuantizedLinear.from_linear(module, scheme, scale_dtype).use_vllm_kernel = kernel == "vllm"
         low_bit_bytes += _low_bit_bytes(module)
     weights = [module.weight for module in chosen.values()]
     return SwapReport(
@@ -140,6 +158,25 @@ def restore_model(model: nn.Module) -> int:
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     """Every [`QuantizedLinear`] of `model` by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def deactivate(model: nn.Module) -> None:
+    """Give every [`QuantizedLinear`] of `model` the forward of `nn.Linear`; its low-bit weight can still be published."""
+    for layer in quantized_layers(model).values():
+        layer.is_active = False
+
+
+@contextmanager
+def low_bit_forward(model: nn.Module) -> Iterator[None]:
+    """While open, every [`QuantizedLinear`] of `model` runs its quantized forward, also where it is deactivated."""
+    inactive = [layer for layer in quantized_layers(model).values() if not layer.is_active]
+    for layer in inactive:
+        layer.is_active = True
+    try:
+        yield
+    finally:
+        for layer in inactive:
+            layer.is_active = False
 
 
 def kernels_run(model: nn.Module) -> dict[str, int]:

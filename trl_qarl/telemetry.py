@@ -2,11 +2,11 @@
 What is measured about mismatch and quantization, as pure functions of tensors and layers.
 
 Names follow TRL's families: `mismatch/*` compares the learner at rollout with the sampler, `quant/*` describes the
-low-bit weights.
+low-bit weights, `rollout/*` what was sampled.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,43 @@ from .linear import QuantizedLinear
 from .quantize import dequantize_weight
 
 
-__all__ = ["code_flip_rate", "mismatch_metrics", "mismatch_sums", "sqnr"]
+__all__ = [
+    "DEAF_FLIP_RATE",
+    "DEAF_UPDATES",
+    "ERROR_PROBABILITY",
+    "HISTOGRAM_EDGES",
+    "code_flip_rate",
+    "has_loop",
+    "is_deaf",
+    "is_garbled",
+    "mismatch_metrics",
+    "mismatch_sums",
+    "sampled_masters",
+    "sequence_histograms",
+    "split_metrics",
+    "split_sums",
+    "sqnr",
+    "update_to_step",
+]
+
+ERROR_PROBABILITY = 1e-3
+"""A token whose probability is below this under learner and sampler alike counts as an error token."""
+
+DEAF_FLIP_RATE, DEAF_UPDATES = 1e-6, 50
+"""Code-flip rate below which, over that many updates in a row, the low-bit policy is called deaf."""
+
+_SPLITS = ("positive", "negative", "q1", "q2", "q3", "q4")
+_MAX_LOOP_PERIOD, _MIN_LOOP_REPEATS, _MIN_LOOP_TOKENS = 64, 4, 16
+_NUM_SAMPLED_ROWS = 32
+
+_LOG_EDGES = [10 ** (exponent / 4) for exponent in range(-20, 5)]
+_LOG_EDGES = [-edge for edge in reversed(_LOG_EDGES)] + _LOG_EDGES
+
+HISTOGRAM_EDGES = [math.exp(edge) for edge in _LOG_EDGES]
+"""
+Edges of the histograms of ratios: the distance from 1 in nats is log-spaced on both sides, from 1e-5 to 10, as trust bands are
+some 1e-4 wide and mismatches of whole completions reach several nats.
+"""
 
 
 def mismatch_sums(
@@ -64,6 +100,96 @@ def mismatch_metrics(sums: torch.Tensor, maximum: torch.Tensor, weights: torch.T
     }
 
 
+def split_sums(
+    old_per_token_logps: torch.Tensor,
+    sampling_per_token_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Sums for [`split_metrics`], which add up over processes.
+
+    Arguments as in [`mismatch_sums`], and `advantages` of shape `(B,)`. A token's quarter is that of its rank among the
+    tokens of its completion that count, `floor(4 rank / L)`.
+
+    Returns:
+        `(2, 7)` float64. First row: `|d|` summed over tokens of positive and negative advantage and of each quarter, then the
+        number of error tokens. Second row: the tokens summed over.
+    """
+    mask = mask.bool()
+    known = mask & ~sampling_per_token_logps.isnan()
+    d = torch.where(known, old_per_token_logps.double() - sampling_per_token_logps.double(), 0.0).abs()  # (B, T)
+    rank = mask.cumsum(-1) - 1
+    quarter = (4 * rank).div(mask.sum(-1, keepdim=True).clamp(min=1), rounding_mode="floor")
+    sign = advantages.sign().unsqueeze(1)
+    chosen = [known & (sign == 1), known & (sign == -1), *(known & (quarter == i) for i in range(4))]
+    likelier = torch.maximum(old_per_token_logps, sampling_per_token_logps)
+    errors = known & (likelier < math.log(ERROR_PROBABILITY))
+    sums = [d[tokens].sum() for tokens in chosen] + [errors.sum().double()]
+    counts = [tokens.sum().double() for tokens in [*chosen, known]]
+    return torch.stack([torch.stack(sums), torch.stack(counts)])
+
+
+def split_metrics(sums: torch.Tensor) -> dict[str, float]:
+    """
+    Mean `|d|` by sign of the advantage and by quarter of the completion, and the share of error tokens, from [`split_sums`]
+    added over processes. NaN where there is no token, which TRL's logging leaves out.
+    """
+    *means, errors = (sums[0] / sums[1]).tolist()
+    metrics = {f"mismatch/abs_logp_mean/{name}": mean for name, mean in zip(_SPLITS, means, strict=True)}
+    return {**metrics, "rollout/error_token_share": errors}
+
+
+def has_loop(token_ids: Sequence[int]) -> bool:
+    """
+    Whether a completion repeats itself: a block of up to 64 tokens that occurs at least 4 times in a row, over at least 16
+    tokens. A stretch of `n` tokens has period `p` where `n - p` tokens in a row equal the one `p` before them.
+    """
+    ids = torch.as_tensor(token_ids)
+    for period in range(1, min(_MAX_LOOP_PERIOD, len(ids) // _MIN_LOOP_REPEATS) + 1):
+        breaks = (ids[period:] != ids[:-period]).nonzero().flatten()
+        ends = torch.cat([breaks.new_tensor([-1]), breaks, breaks.new_tensor([len(ids) - period])])
+        longest = int(ends.diff().max()) - 1 + period
+        if longest >= max(_MIN_LOOP_REPEATS * period, _MIN_LOOP_TOKENS):
+            return True
+    return False
+
+
+def is_garbled(text: str) -> bool:
+    """
+    Whether a text holds U+FFFD, the mark of bytes that are no character. At the end it does not count: there a completion
+    may have been cut inside a character.
+    """
+    return "\ufffd" in text.rstrip("\ufffd")
+
+
+def sequence_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """
+    Histograms of ratios by the sign of the advantage, over [`HISTOGRAM_EDGES`].
+
+    Args:
+        log_ratios (`torch.Tensor` of shape `(Q, B)`):
+            Logs of `Q` quantities for each sequence, in nats. What lies beyond the edges is counted in the outermost bins,
+            NaN nowhere.
+        advantages (`torch.Tensor` of shape `(B,)`):
+            Sequences with an advantage of 0 are not counted.
+        counts (`torch.Tensor` of shape `(B,)`):
+            `bool`, whether the sequence counts at all.
+
+    Returns:
+        `(2 Q, 49)` int64: for each quantity the histogram of positive advantages, then that of negative ones.
+    """
+    edges = torch.tensor(_LOG_EDGES, dtype=torch.float64, device=log_ratios.device)
+    rows = []
+    for values in log_ratios.double():
+        for sign in (1, -1):
+            chosen = values[counts & (advantages.sign() == sign) & ~values.isnan()]
+            # Bins are closed on the left, as are those of `numpy.histogram`.
+            bins = torch.bucketize(chosen, edges[1:-1], right=True)
+            rows.append(torch.bincount(bins, minlength=len(edges) - 1))
+    return torch.stack(rows)
+
+
 def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
     """
     Share of low-bit codes that changed at the last update of the masters, which are quantized here if they were not yet.
@@ -78,6 +204,46 @@ def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
             flipped += layer.num_flipped_codes.item()
             total += layer.weight.numel()
     return flipped / total if total else math.nan
+
+
+def is_deaf(code_flip_rates: Sequence[float]) -> bool:
+    """Whether the last [`DEAF_UPDATES`] rates of [`code_flip_rate`] are all below [`DEAF_FLIP_RATE`]; NaN is no rate."""
+    last = [rate for rate in code_flip_rates if not math.isnan(rate)][-DEAF_UPDATES:]
+    return len(last) == DEAF_UPDATES and max(last) < DEAF_FLIP_RATE
+
+
+@torch.no_grad()
+def sampled_masters(layers: Mapping[str, QuantizedLinear]) -> dict[str, torch.Tensor]:
+    """Copies of up to 32 evenly spaced rows of each master weight, for [`update_to_step`]."""
+    return {name: layer.weight[_sampled_rows(layer)].clone() for name, layer in layers.items()}
+
+
+@torch.no_grad()
+def update_to_step(before: Mapping[str, torch.Tensor], layers: Mapping[str, QuantizedLinear]) -> float:
+    """
+    Mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it moves a master
+    relative to the distance of neighbouring low-bit values.
+
+    `step` is the scale of the weight's group for integer codes. E4M3 codes lie `2^(max(floor(log2 |q|), -6) - 3)` scales
+    apart around the code `q`. NaN without layers.
+    """
+    total = count = 0.0
+    for name, old in before.items():
+        layer, rows = layers[name], _sampled_rows(layers[name])
+        low_bit = layer.low_bit_weight()
+        scale = low_bit.scale[rows].float().unsqueeze(-1)  # (R, groups, 1)
+        change = (layer.weight[rows].float() - old.float()).abs().view(*scale.shape[:2], -1)
+        if layer.scheme.weight_type == "float":
+            codes = low_bit.qdata[rows].float().abs().view_as(change)
+            scale = scale * torch.exp2(codes.log2().floor().clamp(min=-6) - 3)
+        total += (change / scale).sum().item()
+        count += change.numel()
+    return total / count if count else math.nan
+
+
+def _sampled_rows(layer: QuantizedLinear) -> torch.Tensor:
+    stride = -(-layer.out_features // _NUM_SAMPLED_ROWS)
+    return torch.arange(0, layer.out_features, stride, device=layer.weight.device)
 
 
 @torch.no_grad()

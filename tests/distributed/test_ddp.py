@@ -7,24 +7,57 @@ from pathlib import Path
 import pytest
 
 from testing_utils import make_tiny_model
+from trl_qarl.rollout.serve import free_port
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_processes_train_the_same_masters_and_log_global_metrics(tmp_path):
+def train_on_two_processes(tmp_path, **options) -> list[dict]:
+    """Train with `train_ddp.py` and return what each rank wrote; both must have the same masters."""
     model = make_tiny_model(tmp_path, "qwen2")
     output_dir = tmp_path / "out"
     output_dir.mkdir()
     script = Path(__file__).with_name("train_ddp.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    launch += [str(script), model, str(output_dir)]
-    result = subprocess.run(launch, capture_output=True, text=True, timeout=300)
+    launch += [str(script), model, str(output_dir), json.dumps(options)]
+    result = subprocess.run(launch, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-4000:]
     ranks = [json.loads((output_dir / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0]["digest"] == ranks[1]["digest"]
+    return ranks
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_train_the_same_masters_and_log_global_metrics(tmp_path):
+    ranks = train_on_two_processes(tmp_path)
     rows = [row for row in ranks[0]["rows"] if "loss" in row]
     assert len(rows) == 4
     for row in rows:
         assert math.isfinite(row["loss"]) and 0 <= row["quant/code_flip_rate"] <= 1
     assert rows[0]["tbpo/ratio/min"] <= rows[0]["tbpo/ratio/mean"] <= rows[0]["tbpo/ratio/max"]
     assert math.isfinite(rows[0]["mismatch/abs_logp_mean"])
+    logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged if "loss" in row] == [1, 2, 3, 4]
+    histograms = [json.loads(line) for line in (tmp_path / "out" / "distributions.jsonl").read_text().splitlines()]
+    assert len(histograms) == 4 * 4
+    counted = [sum(row["counts"]) for row in histograms if row["name"] == "ratio"]
+    # Two processes with two sequences each, of which only one with an advantage of 0 is not counted.
+    assert [sum(counted[i : i + 2]) for i in range(0, 8, 2)] == [4, 4, 4, 4]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_two_processes_share_one_server(tmp_path):
+    pytest.importorskip("vllm")
+    ranks = train_on_two_processes(
+        tmp_path,
+        bf16=False,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_autostart=True,
+        vllm_server_port=free_port(),
+        vllm_max_model_length=128,
+    )
+    rows = [row for row in ranks[0]["rows"] if "rollout/weight_version" in row]
+    assert [row["rollout/weight_version"] for row in rows] == [0, 2]
+    assert max(row["mismatch/abs_logp_max"] for row in rows) < 1e-5

@@ -1,4 +1,4 @@
-"""Two steps of QaRL under DDP; each rank writes the digest of its masters and the logged rows. Run by test_ddp.py."""
+"""A few steps of QaRL under DDP; each rank writes the digest of its masters and the logged rows. Run by test_ddp.py."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ def spread(completions, **kwargs):
     return [sum(map(ord, text)) % 97 / 97 for text in completions]
 
 
-model, output_dir = sys.argv[1:]
+model, output_dir, options = sys.argv[1:]
 trainer = QaRLTrainer(
     model,
     spread,
@@ -31,6 +31,7 @@ trainer = QaRLTrainer(
         learning_rate=1e-3,
         save_strategy="no",
         disable_tqdm=True,
+        **json.loads(options),
     ),
     Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]}),
 )

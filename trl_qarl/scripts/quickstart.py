@@ -33,6 +33,12 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     )
     parser.add_argument("--scheme", choices=list(SCHEMES), default="w4a16", help="quantization scheme")
     parser.add_argument("--group_size", type=int, choices=sorted(GROUP_SIZES), help="group size of w4a16")
+    parser.add_argument(
+        "--vllm",
+        choices=["server", "colocate"],
+        default=None,
+        help="roll out in vLLM: a server started for the run, or an engine in this process; by default the learner samples",
+    )
     parser.add_argument("--output_dir", default="outputs/quickstart", help="where everything is written")
     parser.add_argument("--max_steps", type=int, default=40, help="updates; two per generation batch")
     parser.add_argument("--max_minutes", type=float, default=9.0, help="training stops after this time")
@@ -80,6 +86,8 @@ def main(args: Namespace) -> None:
     trainer.train()
     steps = trainer.state.global_step
     print(f"Trained {steps} updates in {(time.monotonic() - start) / 60:.1f} minutes.")
+    if args.vllm:
+        print(_describe_vllm(trainer))
     if steps < args.max_steps:
         print(f"The time budget ended training early; --max_minutes={args.max_minutes:g} sets it.")
     after = _answer_as_deployed(trainer, held_out)
@@ -112,6 +120,7 @@ def _build(args: Namespace):
     from ..kernels import has_fast_bf16
     from ..qarl_config import QaRLConfig
     from ..qarl_trainer import QaRLTrainer
+    from ..rollout.serve import free_port
 
     model = args.model_name_or_path
     if model is None:
@@ -138,6 +147,11 @@ def _build(args: Namespace):
         per_device_train_batch_size=args.num_prompts * 8 // 2,
         steps_per_generation=2,
         max_completion_length=MAX_NEW_TOKENS,
+        use_vllm=args.vllm is not None,
+        vllm_mode=args.vllm or "colocate",
+        vllm_server_autostart=args.vllm == "server",
+        vllm_server_port=free_port(),
+        vllm_max_model_length=128,
         # Muon's orthogonalisation takes longer than the rest of a step on a CPU.
         optim="adamw_torch",
         adam_beta2=0.95,
@@ -155,6 +169,21 @@ def _build(args: Namespace):
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(_make_progress_callback(args.max_minutes)())
     return trainer, held_out
+
+
+def _describe_vllm(trainer) -> str:
+    """What the engine ran and what publishing cost, from the log."""
+
+    def mean(name: str) -> float:
+        values = [row[name] for row in trainer.state.log_history if name in row]
+        return sum(values) / max(len(values), 1)
+
+    kernels = ", ".join(f"{count} {name}" for name, count in trainer.vllm_generation.engine["kernels"].items())
+    return (
+        f"vLLM ran {kernels or 'unquantized layers'}; a publication sent {mean('publish/megabytes'):.1f} MiB in "
+        f"{mean('publish/seconds'):.2f} s, {mean('publish/audit_seconds'):.2f} s of it fingerprints; a rollout made "
+        f"{mean('rollout/tokens_per_second'):.0f} tokens/s."
+    )
 
 
 def _make_progress_callback(max_minutes: float):

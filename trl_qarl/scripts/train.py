@@ -118,8 +118,9 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
+        checkpoint = trainer.find_checkpoint(parse_resume_from_checkpoint(training_args.resume_from_checkpoint))
 
-    trainer.train(resume_from_checkpoint=parse_resume_from_checkpoint(training_args.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.print("Training completed.")
 
     trainer.save_model(training_args.output_dir)

@@ -1,0 +1,68 @@
+"""
+The objectives that the QaRL paper (https://huggingface.co/papers/2604.07853) compares, by loops over Python floats: loss,
+and gradient by hand. Dual clip is written as in https://arxiv.org/abs/1912.09729, equation 5.
+"""
+
+import math
+
+
+def naive_mismatch_ratio(old_logps, sampling_logps, mask, mode, clip_min=None, clip_max=None):
+    """One ratio per token (`token_*`) or per completion (`sequence_*`), as lists of lists."""
+    level, bound = mode.split("_")
+    rows = []
+    for old_row, sampling_row, mask_row in zip(old_logps, sampling_logps, mask, strict=True):
+        logs = []
+        for old, sampling, m in zip(old_row, sampling_row, mask_row, strict=True):
+            logs.append(old - sampling if m != 0 and not math.isnan(sampling) else 0.0)
+        row = []
+        for log in [sum(logs)] if level == "sequence" else logs:
+            ratio = math.exp(log)
+            below = clip_min is not None and ratio < clip_min
+            above = clip_max is not None and ratio > clip_max
+            if bound == "mask":
+                ratio = 0.0 if below or above else ratio
+            elif below:
+                ratio = clip_min
+            elif above:
+                ratio = clip_max
+            row.append(ratio)
+        rows.append(row)
+    return rows
+
+
+def _clipped(ratio, advantage, low, high, second_clip):
+    """Surrogate of one ratio and its derivative by the ratio."""
+    plain, clipped = ratio * advantage, min(max(ratio, low), high) * advantage
+    slope = advantage if plain <= clipped else 0.0
+    value = min(plain, clipped)
+    if advantage < 0 and second_clip is not None and second_clip * advantage > value:
+        return second_clip * advantage, 0.0
+    return value, slope
+
+
+def naive_objective(name, logps, old_logps, sampling_logps, advantages, mask, epsilon, epsilon_high, delta, clip_max):
+    """All tensors as nested lists. Returns the loss and its gradient by `logps`, a nested list."""
+    low, high = 1 - epsilon, 1 + epsilon_high
+    batch_size, num_tokens = len(logps), len(logps[0])
+    mode = "sequence_mask" if name == "mis-gspo" else "token_truncate"
+    weights = naive_mismatch_ratio(old_logps, sampling_logps, mask, mode, None, clip_max)
+    loss, gradient = 0.0, [[0.0] * num_tokens for _ in range(batch_size)]
+    for i in range(batch_size):
+        tokens = [t for t in range(num_tokens) if mask[i][t] != 0]
+        advantage = advantages[i]
+        if not tokens or (name == "positive-only" and advantage <= 0):
+            continue
+        if name in ("gspo", "mis-gspo"):
+            ratio = math.exp(sum(logps[i][t] - old_logps[i][t] for t in tokens) / len(tokens))
+            value, slope = _clipped(ratio, advantage, low, high, None)
+            weight = weights[i][0] if name == "mis-gspo" else 1.0
+            loss -= weight * value / batch_size
+            for t in tokens:
+                gradient[i][t] = -weight * slope * ratio / len(tokens) / batch_size
+        else:
+            for t in tokens:
+                ratio = math.exp(logps[i][t] - old_logps[i][t])
+                value, slope = _clipped(ratio, advantage, low, high, delta if name == "dual-clip" else None)
+                loss -= weights[i][t] * value / len(tokens) / batch_size
+                gradient[i][t] = -weights[i][t] * slope * ratio / len(tokens) / batch_size
+    return loss, gradient

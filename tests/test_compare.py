@@ -1,0 +1,312 @@
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_qarl.cli import main
+from trl_qarl.scripts.compare import build_command, cell_name, check_evaluation, expand_grid, load_grid, progress_line
+
+
+# Stands in for a trainer: 4 steps, a checkpoint after each, and the files that a run writes.
+TRAINER = """
+import json, os, pathlib, sys, time
+
+out, seed, scheme, resume = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "true"
+behaviour = json.loads(pathlib.Path(__file__).with_name("behaviour.json").read_text())
+wanted = behaviour.get(f"{scheme}-seed{seed}", "finish")
+first = 1 + max((int(p.name[11:]) for p in out.glob("checkpoint-*")), default=0) if resume else 1
+print(f"training from step {first}", flush=True)
+if wanted == "fail":
+    sys.exit("the trainer gave up")
+(out / "run.json").write_text(json.dumps({"scheme": scheme, "seed": seed, "max_steps": 4}))
+for step in range(first, 5):
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "time": time.time(), "reward": seed + step / 4}) + "\\n")
+    checkpoint = out / f"checkpoint-{step}"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    if wanted == "kill" and step == 2:
+        os.kill(os.getpid(), 9)
+    if wanted == "wait" and step == 2:
+        time.sleep(600)
+(out / "distributions.jsonl").write_text("")
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A directory with a trainer; returns a function that writes a grid and how its cells behave."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAINER)
+
+    def write(behaviour=(), **changes):
+        (tmp_path / "behaviour.json").write_text(json.dumps(dict(behaviour)))
+        config = {
+            "command": ["{python}", "train.py", "{output_dir}", "{seed}", "{scheme}", "{resume_from_checkpoint}"],
+            "grid": {"scheme": ["w4a16", "bf16"], "seed": [0, 1]},
+            **changes,
+        }
+        path = tmp_path / "grid.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in config.items() if value is not None}))
+        return path
+
+    write.out = tmp_path / "out"
+    return write
+
+
+def compare(path, out):
+    return main(["compare", str(path), "--output_dir", str(out)])
+
+
+def steps(cell):
+    return [json.loads(line)["step"] for line in (cell / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_grid_is_the_product_in_the_order_of_the_axes():
+    cells = expand_grid({"train": {}, "grid": {"seed": [0, 1], "alignment": ["aligned", "none"], "scheme": ["fp8"]}})
+    assert [cell_name(cell) for cell in cells] == [
+        "aligned-fp8-seed0",
+        "aligned-fp8-seed1",
+        "none-fp8-seed0",
+        "none-fp8-seed1",
+    ]
+    assert list(cells[0]) == ["alignment", "scheme", "seed"]
+
+
+def test_cells_are_taken_as_listed():
+    cells = [{"seed": 3, "scheme": "bf16"}, {"alignment": "rollout-only", "objective": "grpo"}]
+    expanded = expand_grid({"train": {}, "cells": cells})
+    assert expanded == cells
+    assert [cell_name(cell) for cell in expanded] == ["bf16-seed3", "rollout-only-grpo"]
+
+
+def test_train_options_become_one_command_line(tmp_path):
+    train = {
+        "learning_rate": 1e-5,
+        "reward_funcs": ["a.b", "c"],
+        "use_vllm": True,
+        "beta": None,
+        "optim_args": {"x": 1},
+    }
+    command = build_command({"train": train}, {"scheme": "fp8", "seed": 2}, tmp_path, resume=True)
+    assert command[:4] == [sys.executable, "-m", "trl_qarl.cli", "train"]
+    assert command[4:] == [
+        *("--learning_rate", "1e-05", "--reward_funcs", "a.b", "c", "--use_vllm", "True", "--optim_args", '{"x": 1}'),
+        *("--scheme", "fp8", "--seed", "2", "--output_dir", str(tmp_path), "--resume_from_checkpoint", "True"),
+    ]
+    assert "--resume_from_checkpoint" not in build_command({"train": train}, {"seed": 2}, tmp_path)
+
+
+def test_command_fills_placeholders_and_leaves_other_braces(tmp_path):
+    config = {"command": ["{python}", "--x={seed}-{scheme}", '{"a": 1}', "{resume_from_checkpoint}", 5]}
+    command = build_command(config, {"scheme": "fp8", "seed": 2}, tmp_path)
+    assert command == [sys.executable, "--x=2-fp8", '{"a": 1}', "false", "5"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gird": {}}, "Unknown key 'gird'; it can be command, train, grid"),
+        ({"grid": {"sheme": ["fp8"]}}, "Unknown axis 'sheme'; it can be alignment, objective, scheme, seed"),
+        ({"grid": {"scheme": [], "seed": [0]}}, "`scheme` must be a list with at least one value, not []"),
+        ({"grid": {"seed": 3}}, "`seed` must be a list with at least one value, not 3"),
+        ({"grid": {}}, "`grid` must map"),
+        ({"grid": {"scheme": ["fp8"], "seed": [0, 1, 0]}}, "cell fp8-seed0 occurs twice"),
+        ({"grid": {"seed": [True]}}, "`seed` must be integers from 0, not True"),
+        ({"grid": {"scheme": ["../x"]}}, "not '../x'"),
+        ({"grid": {"scheme": [False]}}, "not False; quote it"),
+        ({"grid": None}, "neither `grid` nor `cells`"),
+        ({"cells": [{"seed": 0}]}, "`grid` and `cells`; give exactly one"),
+        ({"grid": None, "cells": []}, "`cells` must be a list of mappings"),
+        ({"grid": None, "cells": [{"seed": 0, "lr": 1}]}, "Unknown axis 'lr'"),
+        ({"grid": None, "cells": [{"scheme": "fp8"}]}, "placeholder {seed}, which cell fp8 does not set"),
+        ({"train": {"scheme": "fp8"}, "command": None}, "`scheme` is both an axis and an option"),
+        ({"train": {"output_dir": "x"}, "command": None}, "`train` sets `output_dir`"),
+        ({"train": ["a"], "command": None}, "`train` must map options"),
+        ({"train": {}}, "`train` and `command`"),
+        ({"command": None}, "neither `train` nor `command`"),
+        ({"command": []}, "`command` must be a list of words"),
+        ({"command": [{"python": None}]}, "`command` must be a list of words"),
+        ({"command": ["no-such-program", "{output_dir}"]}, "'no-such-program', which is not an executable"),
+        ({"command": ["{python}", "{output_dir}", "{seed}"]}, "`command` has no {scheme}"),
+        ({"command": ["{python}", "{seed}", "{scheme}"]}, "`command` has no {output_dir}"),
+        ({"evaluate": "x"}, "`evaluate` must be a list of words"),
+    ],
+    ids=str,
+)
+def test_grid_that_cannot_run_is_one_line_and_exit_code_two(project, capsys, changes, message):
+    with pytest.raises(SystemExit, match="2"):
+        compare(project(**changes), project.out)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl-qarl: error: ") and message in line
+    assert not project.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [", "is not YAML"), ("- 1", "must be a mapping"), ("", "must be a mapping")]
+)
+def test_file_that_is_no_grid_is_one_line(tmp_path, capsys, text, message):
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    for name, expected in (("grid.yaml", message), ("missing.yaml", "No such file")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["compare", str(tmp_path / name)])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line
+
+
+def test_dry_run_prints_commands_and_writes_nothing(project, capsys, tmp_path):
+    assert main(["compare", str(project()), "--dry_run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# w4a16-seed0: new"
+    assert lines[1].endswith("train.py outputs/grid/w4a16-seed0 0 w4a16 false")
+    assert len(lines) == 8 and not (tmp_path / "outputs").exists()
+
+
+def test_every_cell_trains_in_its_own_directory_once(project, capsys):
+    path = project()
+    assert compare(path, project.out) == 0
+    assert "4 of 4 cells finished" in capsys.readouterr().out
+    for scheme in ("w4a16", "bf16"):
+        for seed in (0, 1):
+            cell = project.out / f"{scheme}-seed{seed}"
+            assert steps(cell) == [1, 2, 3, 4] and (cell / "finished").is_file()
+            assert json.loads((cell / "run.json").read_text())["scheme"] == scheme
+    assert compare(path, project.out) == 0
+    assert capsys.readouterr().err.count("finished before, skipped") == 4
+    assert steps(project.out / "bf16-seed1") == [1, 2, 3, 4]
+
+
+def test_report_reads_the_cells_and_names_those_without_rows(project, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert compare(project({"w4a16-seed1": "fail"}), project.out) == 1
+    page = tmp_path / "report.html"
+    assert main(["report", str(project.out), "--output", str(page)]) == 0
+    text = page.read_text()
+    assert "3 runs in 2 groups" in text and "w4a16-seed1 has no metrics.jsonl" in text
+
+
+def test_failing_cell_does_not_stop_the_others_and_is_trained_again(project, capsys):
+    assert compare(project({"w4a16-seed1": "fail"}), project.out) == 1
+    captured = capsys.readouterr()
+    log = project.out / "w4a16-seed1" / "log.txt"
+    assert f"failed: w4a16-seed1: exit code 1, log: {log}" in captured.err
+    assert "3 of 4 cells finished" in captured.out
+    assert "the trainer gave up" in log.read_text()
+    assert not (log.parent / "finished").exists() and steps(project.out / "bf16-seed1") == [1, 2, 3, 4]
+    assert compare(project(), project.out) == 0
+    assert steps(log.parent) == [1, 2, 3, 4]
+
+
+def test_killed_cell_resumes_from_its_last_checkpoint(project, capsys):
+    assert compare(project({"bf16-seed0": "kill"}), project.out) == 1
+    assert "bf16-seed0: killed by signal 9" in capsys.readouterr().err
+    path = project()
+    assert main(["compare", str(path), "--output_dir", str(project.out), "--dry_run"]) == 0
+    assert "# bf16-seed0: resumes" in capsys.readouterr().out
+    assert compare(path, project.out) == 0
+    cell = project.out / "bf16-seed0"
+    assert steps(cell) == [1, 2, 3, 4]
+    assert "training from step 3" in (cell / "log.txt").read_text()
+
+
+def test_incomplete_checkpoint_is_not_resumed(project, capsys):
+    cell = project.out / "bf16-seed0"
+    (cell / "checkpoint-2").mkdir(parents=True)
+    assert main(["compare", str(project()), "--output_dir", str(project.out), "--dry_run"]) == 0
+    assert "# bf16-seed0: new" in capsys.readouterr().out
+
+
+def test_results_of_other_options_are_not_taken_over(project, capsys):
+    assert compare(project(grid={"scheme": ["bf16"], "seed": [0]}), project.out) == 0
+    path = project(
+        command=["{python}", "train.py", "{output_dir}", "{seed}", "{scheme}", "{resume_from_checkpoint}", "--more"]
+    )
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        compare(path, project.out)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "bf16-seed0 holds results of other options" in line
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ('print(\'noise\'); print(\'{"greedy": {"correct": 3, "total": 4}}\')', None),
+        ("print('nothing')", "evaluation: the last line must be"),
+        ("raise SystemExit(3)", "evaluation: exit code 3"),
+    ],
+)
+def test_evaluation_is_written_for_finished_cells(project, capsys, code, failure):
+    path = project(grid={"scheme": ["bf16"], "seed": [0]}, evaluate=["{python}", "-c", code])
+    cell = project.out / "bf16-seed0"
+    assert compare(path, project.out) == int(failure is not None)
+    if failure:
+        assert failure in capsys.readouterr().err and not (cell / "finished").exists()
+    else:
+        assert json.loads((cell / "evaluation.json").read_text()) == {"greedy": {"correct": 3, "total": 4}}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "3", '{"greedy": 1}', '{"greedy": {"correct": 3, "total": 2}}', '{"greedy": {"correct": "1"}}']
+)
+def test_evaluation_of_another_form_is_refused(text):
+    with pytest.raises(ValueError, match="the last line must be"):
+        check_evaluation(text)
+
+
+def test_second_command_in_the_same_directory_is_refused(project, capsys):
+    project.out.mkdir()
+    with open(project.out / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="2"):
+            compare(project(), project.out)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is running in" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_command_ends_its_cell_and_continues_later(project, number):
+    path = project({"w4a16-seed0": "wait"}, grid={"scheme": ["w4a16"], "seed": [0]})
+    command = [sys.executable, "-m", "trl_qarl.cli", "compare", str(path), "--output_dir", str(project.out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    cell = project.out / "w4a16-seed0"
+    deadline = time.monotonic() + 60
+    while not (cell / "checkpoint-2" / "trainer_state.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "The same command continues." in errors
+    # The lock is free, so no process of the cell is left.
+    assert compare(project(grid={"scheme": ["w4a16"], "seed": [0]}), project.out) == 0
+    assert steps(cell) == [1, 2, 3, 4]
+
+
+def test_progress_estimates_only_from_cells_that_finished():
+    assert (
+        progress_line(0, 4, "a", 5.4, []) == "[0/4 done] a | elapsed 0:00:05 | left: unknown until a cell has finished"
+    )
+    # Two cells of 60 s are done, the third has run for 20 s.
+    line = progress_line(2, 4, "c", 140, [60.0, 60.0])
+    assert line == "[2/4 done] c | elapsed 0:02:20 | left: about 0:01:40"
+    assert progress_line(3, 4, "d", 4000, [60.0]).endswith("left: about 0:00:00")
+
+
+def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text()
+    examples = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    assert examples
+    for example in examples:
+        path = tmp_path / "grid.yaml"
+        path.write_text(example)
+        assert expand_grid(load_grid(path))

@@ -1,0 +1,356 @@
+"""
+Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with our publication in place of its own.
+
+The seam is TRL's `VLLMGeneration`: the trainer calls `sync_weights()` when the optimizer step has changed and `generate()`.
+"""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import ensure_master_addr_port
+from typing_extensions import override
+
+from ..export import quantization_config
+from ..swap import quantized_layers
+from .client import QaRLClient, ServerLost
+from .deep_audit import deep_audit
+from .plugin import FILE_BACKEND, NCCL_BACKEND
+from .publish import DirectTransport, FileTransport, NCCLTransport, Publisher, PublishError
+from .serve import WORKER_EXTENSION, ServerProcess, build_server_command, cpu_environment, default_transfer_dir
+
+
+__all__ = [
+    "EngineLost",
+    "QaRLVLLMGeneration",
+    "in_process_engine",
+    "make_engine",
+    "server_process",
+    "use_generation_factory",
+]
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Publications, or generations, tried before giving up."""
+
+
+class EngineLost(RuntimeError):
+    """
+    The engine could not be filled; a server, not in [`MAX_ATTEMPTS`] attempts.
+
+    Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them stop
+    at the same line instead of waiting for each other.
+    """
+
+    def __iter__(self):
+        raise self
+
+
+@contextmanager
+def use_generation_factory(factory: Callable[..., Any]):
+    """While open, [`~trl.GRPOTrainer`] builds its generation backend with `factory`; it has no other point of injection."""
+    original = grpo_trainer.VLLMGeneration
+    grpo_trainer.VLLMGeneration = factory
+    try:
+        yield
+    finally:
+        grpo_trainer.VLLMGeneration = original
+
+
+def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
+    """
+    A vLLM engine in this process that waits for the weights of `model`, a learner prepared by [`prepare_model`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The learner; the engine reads configuration and tokenizer from `model.name_or_path`.
+        dtype (`torch.dtype`):
+            Dtype of everything that is not quantized.
+        on_cpu (`bool`):
+            Whether the engine runs on a CPU.
+        arguments:
+            Further arguments of `vllm.LLM`.
+    """
+    return in_process_engine(
+        on_cpu=on_cpu,
+        model=model.name_or_path,
+        load_format="dummy",
+        hf_overrides={"quantization_config": quantization_config(model)} if quantized_layers(model) else None,
+        dtype=dtype,
+        weight_transfer_config={"backend": FILE_BACKEND},
+        worker_extension_cls=WORKER_EXTENSION,
+        **arguments,
+    )
+
+
+def in_process_engine(*, on_cpu: bool, **arguments):
+    """`vllm.LLM(**arguments)` whose worker lives in this process and whose log-probs are those after temperature."""
+    # Read when vLLM starts an engine: a worker in another process could not be handed tensors.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if on_cpu:
+        os.environ.update(cpu_environment())
+    from vllm import LLM
+
+    # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.
+    return LLM(logprobs_mode="processed_logprobs", enforce_eager=on_cpu, **arguments)
+
+
+def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
+    """The server of `vllm_server_autostart=True`, not yet started, for a prepared `model` and a [`QaRLConfig`]."""
+    vllm_args = []
+    if args.vllm_max_model_length is not None:
+        vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]
+    on_cpu = args.use_cpu or not torch.cuda.is_available()
+    vllm_args += ["--model-impl", args.vllm_model_impl]
+    if not on_cpu:
+        vllm_args += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+        vllm_args += ["--tensor-parallel-size", str(args.vllm_tensor_parallel_size)]
+    if args.trust_remote_code:
+        vllm_args.append("--trust-remote-code")
+    argv, environment = build_server_command(
+        model.name_or_path,
+        quantization_config(model) if quantized_layers(model) else None,
+        dtype=str(dtype).removeprefix("torch."),
+        port=args.vllm_server_port,
+        on_cpu=on_cpu,
+        # NCCL refuses two processes on one GPU, which is what a child without settings of its own gets.
+        transport="file",
+        transfer_dir=default_transfer_dir(args.vllm_server_port).with_name(f"trl-qarl-{secrets.token_hex(8)}"),
+        vllm_args=vllm_args,
+    )
+    return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")
+
+
+class QaRLVLLMGeneration(VLLMGeneration):
+    """
+    [`~trl.generation.vllm_generation.VLLMGeneration`] for a learner prepared by [`prepare_model`].
+
+    Args:
+        dtype (`torch.dtype`):
+            Dtype in which the engine runs the model.
+        weight_version (`Callable[[], str]`):
+            Gives the name of the learner's current weights.
+        server ([`ServerProcess`], *optional*):
+            A server to start, and to start again when it ends.
+
+    All other arguments are those of the parent class.
+
+    Attributes:
+        publication (`dict[str, float]`):
+            Measurements of the last publication.
+        engine (`dict[str, Any]`):
+            The engine's description of itself.
+    """
+
+    def __init__(
+        self,
+        *args,
+        dtype: torch.dtype,
+        weight_version: Callable[[], str],
+        server: ServerProcess | None = None,
+        **kwargs,
+    ):
+        self.dtype = dtype
+        self.weight_version = weight_version
+        self.server = server
+        self.publication: dict[str, float] = {}
+        self.published_version: str | None = None
+        self.engine: dict[str, Any] = {}
+        super().__init__(*args, **kwargs)
+
+    @override
+    def _init_vllm(self):
+        """Connects to a server, or builds an engine, that was made for the learner's scheme, and checks that it was."""
+        if self.mode == "server":
+            if self.accelerator.is_main_process:
+                self._connect()
+        else:
+            self._build_engine()
+        self.accelerator.wait_for_everyone()
+
+    def _connect(self) -> None:
+        base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        if self.server is not None:
+            self.server.start()
+            self.server.wait(base_url, self.server_timeout)
+        self.vllm_client = QaRLClient(base_url, self.group_port, self.server_timeout)
+        transport = FileTransport(self.vllm_client)
+        if transport.describe()["backend"] == NCCL_BACKEND:
+            self.vllm_client.init_communicator(device=self.accelerator.device)
+            transport = NCCLTransport(self.vllm_client)
+        self._set_publisher(transport)
+        generate = self.vllm_client.generate
+        self.vllm_client.generate = lambda *args, **kwargs: self._generate_persistently(generate, *args, **kwargs)
+
+    def _build_engine(self) -> None:
+        on_cpu = self.accelerator.device.type == "cpu"
+        num_processes = self.accelerator.num_processes
+        if num_processes % self.tensor_parallel_size != 0:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={self.tensor_parallel_size} must divide the number of processes, {num_processes}."
+            )
+        if self.tensor_parallel_size > 1:
+            size = self.tensor_parallel_size
+            ranks = [list(range(start, start + size)) for start in range(0, num_processes, size)]
+            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
+        if num_processes > 1:
+            # vLLM's launcher reads these. For one process alone they would only mislead whoever looks at them next.
+            os.environ["RANK"] = str(self.accelerator.process_index)
+            os.environ["LOCAL_RANK"] = str(self.accelerator.local_process_index)
+            os.environ["WORLD_SIZE"] = str(num_processes)
+            ensure_master_addr_port()
+        self.llm = make_engine(
+            self.model,
+            self.dtype,
+            on_cpu=on_cpu,
+            tensor_parallel_size=self.tensor_parallel_size,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_model_len=self.max_model_length,
+            max_num_seqs=self.max_num_seqs,
+            enable_sleep_mode=self.enable_sleep_mode,
+            model_impl=self.model_impl,
+            distributed_executor_backend="uni" if num_processes == 1 else "external_launcher",
+            # The ranks of one tensor-parallel group must draw the same samples.
+            seed=self.accelerator.process_index // self.tensor_parallel_size,
+            # vLLM's memory profiler takes its default, 32,768, for memory that is really needed.
+            max_num_batched_tokens=4096,
+            trust_remote_code=self.trust_remote_code,
+        )
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+        self._llm_weights_sleeping = self.enable_sleep_mode
+        self._set_publisher(DirectTransport(self.llm))
+
+    def _set_publisher(self, transport) -> None:
+        self.publisher = Publisher(self.model, self.dtype, transport)
+        self.engine = self.publisher.check_engine()
+        logger.info("vLLM engine on %s, kernels %s", self.engine["device"], self.engine["kernels"])
+
+    @override
+    def sync_weights(self):
+        """Publishes the learner's low-bit tensors; a failure reaches every process as [`EngineLost`]."""
+        if self.mode == "colocate":
+            if self.enable_sleep_mode:
+                empty_cache()
+                self.llm.wake_up(tags=["weights"])
+                if self._llm_weights_sleeping:
+                    # Sleeping has discarded them.
+                    self.publisher.forget()
+                self._llm_weights_sleeping = False
+            try:
+                self.publication = self._publish()
+            except PublishError as error:
+                raise EngineLost(str(error)) from error
+            return
+        outcome: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                outcome = [self._publish_persistently()]
+            except EngineLost as error:
+                outcome = [error]
+            except Exception as error:
+                logger.exception("Publishing failed in an unforeseen way")
+                outcome = [EngineLost(f"{type(error).__name__}: {error}")]
+        broadcast_object_list(outcome, from_process=0)
+        if isinstance(outcome[0], EngineLost):
+            raise outcome[0]
+        self.publication = outcome[0]
+
+    @override
+    def generate(self, prompts, images, num_generations, profiler=None):
+        """As the parent's; log-probs that are not numbers raise, as they show an engine that computes nonsense."""
+        output = super().generate(prompts, images, num_generations, profiler)
+        _, completion_ids, logprobs, _ = output
+        unknown = sum(position[0] is None for sequence in logprobs for position in sequence)
+        if unknown:
+            total = sum(len(ids) for ids in completion_ids)
+            raise FloatingPointError(
+                f"vLLM returned NaN as the log-prob of {unknown} of {total} sampled tokens: its weights or a kernel are broken. "
+                f"The engine runs {self.engine.get('kernels')} on {self.engine.get('device')}."
+            )
+        return output
+
+    def engine_weight_version(self) -> str | None:
+        """The version stamped on the engine's weights; known to the main process, `None` on others in server mode."""
+        if self.mode == "colocate":
+            return self.llm.get_weight_version()
+        return self.vllm_client.weight_version() if self.accelerator.is_main_process else None
+
+    def deep_audit(self, sequences: list[list[int]]) -> float:
+        """Largest difference to an engine that loads the export: [`~trl_qarl.rollout.deep_audit.deep_audit`]."""
+        return deep_audit(self, sequences)
+
+    def take_publication(self) -> dict[str, float]:
+        """Measurements of the last publication, once."""
+        publication, self.publication = self.publication, {}
+        return publication
+
+    def stop_server(self) -> None:
+        """End a server that was started here; the next use starts it again."""
+        if self.server is not None:
+            if self.accelerator.is_main_process:
+                self.vllm_client.close_session()
+            self.server.stop()
+
+    def _publish(self) -> dict[str, float]:
+        # The step alone does not tell: training can begin again at 0, and another trainer has steps of the same number.
+        version = f"{self.weight_version()}-{secrets.token_hex(4)}"
+        publication = self.publisher.publish(version)
+        self.published_version = version
+        return publication
+
+    def _publish_persistently(self) -> dict[str, float]:
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                if attempt:
+                    self._recover(attempt)
+                return self._publish()
+            except (ServerLost, PublishError) as error:
+                logger.warning("Publication attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
+                last = error
+            except ValueError as error:
+                # A server started in the lost one's place, but for something else.
+                raise EngineLost(str(error)) from error
+        raise EngineLost(f"Publishing to vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")
+
+    def _generate_persistently(self, generate, *args, **kwargs) -> dict[str, Any]:
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                if attempt:
+                    self.publication = self._publish_persistently()
+                return generate(*args, **kwargs)
+            except (ServerLost, EngineLost) as error:
+                logger.warning("Generation attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
+                last = error
+                if isinstance(error, EngineLost):
+                    break
+        lost = EngineLost(f"Generating with vLLM failed. The last error: {last}")
+        return dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), lost)
+
+    def _recover(self, attempt: int) -> None:
+        """Get back to a server that can take a publication: the same one, or one that was started in its place."""
+        self.vllm_client.close_session()
+        time.sleep(min(2.0**attempt, 30.0))
+        if self.server is not None and not self.vllm_client.is_healthy():
+            # Also where the server still runs: one whose engine has died does not end by itself.
+            self.server.stop()
+            self.server.start()
+            self.server.wait(self.vllm_client.base_url, self.server_timeout)
+        self.publisher.forget()
+        if self.vllm_client.reconnect(self.server_timeout):
+            logger.warning("The vLLM server was restarted; all weights are published again.")
+        if self.vllm_client.communicator is not None:
+            # Also with the same server: a broadcast that failed has left the two sides out of step.
+            self.vllm_client.close_communicator()
+            self.vllm_client.init_communicator(device=self.accelerator.device)
+        self.engine = self.publisher.check_engine()

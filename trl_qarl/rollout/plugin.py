@@ -1,0 +1,26 @@
+"""
+What vLLM loads of this package: entry point `vllm.general_plugins`, called in every vLLM process.
+
+It registers the weight-transfer engines of [`trl_qarl.rollout.engine`] by name, which costs nothing until a
+`--weight-transfer-config` names one, and CPU kernels that are chosen only in an engine that uses them
+([`trl_qarl.rollout.cpu_kernels`]).
+"""
+
+__all__ = ["FILE_BACKEND", "NCCL_BACKEND", "register"]
+
+FILE_BACKEND = "qarl"
+NCCL_BACKEND = "qarl_nccl"
+
+
+def register() -> None:
+    """Register with vLLM; calling it again changes nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    for backend, name in ((FILE_BACKEND, "FileEngine"), (NCCL_BACKEND, "NCCLEngine")):
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, "trl_qarl.rollout.engine", name)
+    if current_platform.is_cpu():
+        from .cpu_kernels import register_kernels
+
+        register_kernels()

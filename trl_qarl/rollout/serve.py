@@ -1,0 +1,278 @@
+"""
+How a vLLM server for one learner is started: a pure function from settings to command line and environment, and the child
+process of `vllm_server_autostart=True`.
+"""
+
+import atexit
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .gate import TRANSFER_DIR_VARIABLE
+from .plugin import FILE_BACKEND, NCCL_BACKEND
+
+
+__all__ = [
+    "ServerProcess",
+    "build_server_command",
+    "cpu_environment",
+    "default_transfer_dir",
+    "free_port",
+    "make_transfer_dir",
+]
+
+logger = logging.getLogger(__name__)
+
+GATE = "trl_qarl.rollout.gate.PublicationGate"
+WORKER_EXTENSION = "trl_qarl.rollout.engine.WorkerExtension"
+
+# vLLM options that are set here, with the reason why nobody else may.
+_IMPOSED = {
+    "--load-format": "weights come from the trainer",
+    "--hf-overrides": "it carries the scheme",
+    "--hf_overrides": "it carries the scheme",
+    "--quantization": "it follows from --scheme",
+    "-q": "it follows from --scheme",
+    "--logprobs-mode": "the learner compares with log-probs after temperature",
+    "--weight-transfer-config": "it names the engine that receives the weights",
+    "--worker-extension-cls": "it carries the audit",
+    "--enable-sleep-mode": "a server that sleeps forgets its weights without the trainer knowing",
+    "--root-path": "the gate looks at paths",
+    "--api-server-count": "the gate that refuses to generate with unpublished weights lives in one API process",
+}
+
+
+def cpu_environment() -> dict[str, str]:
+    """
+    Settings without which vLLM on a CPU is slow or fails; what is in the environment already wins.
+
+    `nobind`: binding a thread to each core stalls where cores are shared. The key-value cache is otherwise sized by the
+    machine's memory, which the learner needs too.
+    """
+    defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def default_transfer_dir(port: int) -> Path:
+    """Shared memory where there is some, else the temporary directory; one directory per user and port."""
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"trl-qarl-{os.getuid()}-{port}"
+
+
+def build_server_command(
+    model: str,
+    quantization_config: Mapping[str, Any] | None,
+    *,
+    dtype: str = "bfloat16",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    on_cpu: bool = False,
+    transport: str | None = None,
+    transfer_dir: str | Path | None = None,
+    vllm_args: Sequence[str] = (),
+) -> tuple[list[str], dict[str, str]]:
+    """
+    Command line and environment of vLLM's own OpenAI server, ready for a trainer.
+
+    Args:
+        model (`str`):
+            Hub id or directory of the model; its configuration and tokenizer are read, its weights are not.
+        quantization_config (`Mapping` or `None`):
+            From [`~trl_qarl.export.quantization_config`]; `None` for an unquantized engine.
+        dtype (`str`, *optional*, defaults to `"bfloat16"`):
+            Dtype of everything that is not quantized; the learner's.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`):
+            Address to listen on.
+        port (`int`, *optional*, defaults to `8000`):
+            Port to listen on.
+        on_cpu (`bool`, *optional*, defaults to `False`):
+            Whether the engine runs on a CPU.
+        transport (`str`, *optional*):
+            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, to `"nccl"` else.
+        transfer_dir (`str` or `Path`, *optional*):
+            Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
+        vllm_args (`Sequence[str]`, *optional*):
+            Further arguments of `vllm serve`.
+
+    Returns:
+        argv, and the variables to add to the environment.
+
+    Raises:
+        ValueError: for an unknown transport, NCCL on a CPU, or an argument that is set here.
+    """
+    transport = transport or ("file" if on_cpu else "nccl")
+    if transport not in ("file", "nccl"):
+        raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")
+    if transport == "nccl" and on_cpu:
+        raise ValueError("transport='nccl' needs GPUs on both sides. Use transport='file'.")
+    for argument in vllm_args:
+        name = argument.partition("=")[0]
+        reason = _IMPOSED.get(name) or _IMPOSED.get(name.replace("_", "-"))
+        if name.startswith("-") and reason:
+            raise ValueError(f"{name} is set by trl-qarl: {reason}. Remove it.")
+    backend = FILE_BACKEND if transport == "file" else NCCL_BACKEND
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", model, "--host", host, "--port", str(port), "--dtype", dtype]
+    argv += ["--load-format", "dummy"]
+    if quantization_config:
+        argv += ["--hf-overrides", json.dumps({"quantization_config": quantization_config})]
+    # -1: a deep audit asks for the log-probs of a whole prompt.
+    argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    argv += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    argv += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", GATE]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if transport == "file":
+        environment[TRANSFER_DIR_VARIABLE] = str(transfer_dir or default_transfer_dir(port))
+    if on_cpu:
+        # Compiling takes minutes there, and the compiled graph would not see the learner's kernels.
+        argv += ["--enforce-eager"]
+        environment |= cpu_environment()
+    return [*argv, *vllm_args], environment
+
+
+def free_port() -> int:
+    """A port on the loopback address that nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def make_transfer_dir(directory: str | Path) -> None:
+    """
+    Make the directory for its owner alone.
+
+    Raises:
+        ValueError: if it exists and belongs to somebody else.
+    """
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    if os.stat(directory).st_uid != os.getuid():
+        raise ValueError(
+            f"The transfer directory {str(directory)!r} belongs to another user, who could put other weights into it. Choose "
+            "one of your own with --transfer_dir."
+        )
+
+
+class ServerProcess:
+    """
+    A server as a child of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on Linux also when the
+    trainer is killed.
+
+    Args:
+        argv (`Sequence[str]`), environment (`Mapping[str, str]`):
+            From [`build_server_command`].
+        log_file (`Path`):
+            Where the server's output goes.
+    """
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log_file: Path):
+        self.argv = list(argv)
+        self.environment = dict(environment)
+        self.log_file = log_file
+        self._process: subprocess.Popen | None = None
+        atexit.register(self.stop)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the server unless it runs; what is left of one that was killed is cleared away first."""
+        if self.is_running:
+            return
+        self.stop()
+        _check_port_is_free(int(self.argv[self.argv.index("--port") + 1]))
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
+            make_transfer_dir(directory)
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.argv,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent(),
+            )
+
+    def wait(self, url: str, timeout: float) -> None:
+        """
+        Wait until the server answers, saying so on the terminal.
+
+        Raises:
+            RuntimeError: if it ends or does not answer in time, with the end of its log.
+        """
+        import requests
+
+        assert self._process is not None
+        print(f"Starting a vLLM server; its log is {self.log_file}", flush=True)
+        start = time.monotonic()
+        while True:
+            waited = time.monotonic() - start
+            try:
+                if requests.get(f"{url}/health", timeout=5).status_code == 200:
+                    print(f"\rvLLM server ready after {waited:.0f} s          ", flush=True)
+                    return
+            except requests.RequestException:
+                pass
+            if not self.is_running or waited > timeout:
+                state = f"ended with code {self._process.returncode}" if not self.is_running else "did not answer"
+                self.stop()
+                tail = self.log_file.read_text(errors="replace")[-3000:]
+                raise RuntimeError(
+                    f"The vLLM server {state} after {waited:.0f} s. The end of {self.log_file}:\n{tail}"
+                )
+            if sys.stdout.isatty():
+                print(f"\rStarting a vLLM server ... {waited:.0f} s", end="", flush=True)
+            time.sleep(1.0)
+
+    def stop(self) -> None:
+        """End the server and its workers, which are all of one process group."""
+        if self._process is None:
+            return
+        if self.is_running:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                logger.warning("The vLLM server did not end when asked to; ending it the hard way.")
+        # Workers outlive a server that was killed.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _check_port_is_free(port: int) -> None:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"vllm_server_autostart=True cannot start a server on port {port}: {error.strerror}. Choose another "
+                "`vllm_server_port`."
+            ) from error
+
+
+def _end_with_parent():
+    """Function for the child to call: have Linux end it when the thread that started it is gone, however that happens."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    set_parent_death_signal = 1
+    return lambda: prctl(set_parent_death_signal, signal.SIGTERM)

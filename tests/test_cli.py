@@ -374,7 +374,7 @@ def test_env_names_versions_and_kernels(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert f"- trl-qarl version: {__version__}" in lines
     kernels = {line.split(":")[0].strip(" -"): line for line in lines if " row" in line}
-    assert {name.split(",")[0] for name in kernels} == {"w4a16", "w8a16", "w8a8", "fp8"}
+    assert {name.split(",")[0] for name in kernels} == {"w4a16", "w8a16", "w8a8", "fp8", "w4a8"}
     assert not any("fails" in line for line in kernels.values())
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import trl_qarl.linear
 from trl_qarl import kernels
 from trl_qarl.linear import QuantizedLinear
-from trl_qarl.quantize import LowBitWeight, dequantize_weight, quantize_activation
+from trl_qarl.quantize import LowBitWeight, dequantize_weight, product_weight, quantize_activation
 from trl_qarl.schemes import SCHEMES, get_scheme
 
 
@@ -45,7 +45,7 @@ def test_value_and_every_gradient_equal_the_float64_reference(name, dtype, rows)
     grad = torch.randn_like(y)
     y.backward(grad)
 
-    weight = dequantize_weight(layer.low_bit_weight(), torch.float64)
+    weight = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
     seen = x.detach().double()
     if layer.scheme.activation_type is not None:
         seen = dequantize_weight(LowBitWeight(*quantize_activation(x.detach(), layer.scheme)), torch.float64)
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_straight_through_estimator(name):
     seen = x
     if layer.scheme.activation_type is not None:
         seen = dequantize_weight(LowBitWeight(*quantize_activation(x, layer.scheme)), torch.float64)
-    low_bit = dequantize_weight(layer.low_bit_weight(), torch.float64)
+    low_bit = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
     y = straight_through(reference_x, seen.double()) @ straight_through(reference_w, low_bit).t()
     y.backward(grad.double())
 

@@ -45,6 +45,9 @@ def test_scale_divisor_is_half_the_code_range(name, divisor):
     assert SCHEMES[name].scale_divisor == divisor
 
 
-def test_a_scheme_that_is_left_out_says_why():
-    with pytest.raises(ValueError, match="wrong after its weights are reloaded.*Use 'w4a16'"):
-        get_scheme("w4a8")
+def test_w4a8_has_the_one_group_size_of_its_kernel():
+    assert get_scheme("w4a8").group_size_for(256) == 128
+    with pytest.raises(ValueError, match=r"group_size=64 .* 'w4a8' take \[128\]"):
+        get_scheme("w4a8", 64)
+    with pytest.raises(ValueError, match=r"in_features=192 .*\[128\], so scheme 'w4a8'"):
+        get_scheme("w4a8").group_size_for(192)

@@ -2,6 +2,7 @@ import json
 import os
 
 import pytest
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model
@@ -53,6 +54,21 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
 def test_what_would_break_publication_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         build_server_command("m", None, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu", "message"),
+    [("bfloat16", True, "w4a8.*cannot roll out in vLLM on a CPU.*`use_vllm=False`"), ("float16", False, "not in float16")],
+)
+def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, message):
+    model = nn.Sequential(nn.Linear(128, 128))
+    prepare_model(model, "w4a8")
+    config = quantization_config(model)
+    with pytest.raises(ValueError, match=message):
+        build_server_command("m", config, dtype=dtype, on_cpu=on_cpu)
+    assert build_server_command("m", config)  # bfloat16 on a GPU
+    prepare_model(other := nn.Sequential(nn.Linear(128, 128)), "w4a16")
+    assert build_server_command("m", quantization_config(other), dtype=dtype, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ On a CPU the thresholds below are where the measured times cross (`trl-qarl benc
 - INT8 weights, 16-bit activations: the same with a crossover at 16 rows.
 - INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, a float32 product of the integers, exact
   within blocks of 1,024 input features.
+- INT4 x FP8: the weight is expanded to FP8 as the engine's kernel does it in registers, then as FP8.
 - FP8: x86 processors have no FP8 arithmetic. ATen's CPU `_scaled_mm` converts as well and is slower at every size tried,
   so the codes go through a float32 product, exact in every product term.
 """
@@ -22,7 +23,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from .quantize import LowBitWeight, dequantize_weight, quantize_activation, unpack_int4
+from .quantize import LowBitWeight, dequantize_weight, product_weight, quantize_activation, unpack_int4
 from .schemes import QuantScheme
 
 
@@ -64,7 +65,8 @@ def low_bit_linear(
     with torch.autocast(x.device.type, enabled=False):
         if scheme.activation_type is not None:
             codes, scale = quantize_activation(x, scheme)
-            product, kernel = low_bit_matmul(codes, low_bit.qdata, scale, low_bit.scale, x.dtype)
+            weight = product_weight(low_bit, scheme)
+            product, kernel = low_bit_matmul(codes, weight.qdata, scale, weight.scale, x.dtype)
             return _add_bias(product, bias), (codes, scale), kernel
         y, kernel = _weight_only_linear(x, low_bit, bias, scheme, int4_operands)
         return y, (x,), kernel
@@ -74,6 +76,7 @@ def uses_int4_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme
     """Whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs operands of its own layout."""
     return (
         scheme.num_bits == 4
+        and scheme.activation_type is None
         and x.shape[0] <= INT4_KERNEL_MAX_ROWS
         and _cpu_bf16_kernel_fits(x, low_bit)
         and low_bit.qdata.shape[0] % 16 == 0

@@ -4,7 +4,7 @@ A linear layer whose forward runs on the low-bit form of its weight and whose ba
     forward   y = kernel(Q(x), Q(w)) + b          the tensors the rollout engine holds, through a low-bit matrix product
     backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both quantizers
 
-`w'` is the dequantized weight and `x'` the (de)quantized activation the product saw. The module keeps the same
+`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. The module keeps the same
 `Parameter` objects as the `nn.Linear` it was made from, so ties, `state_dict` keys, optimizer groups and hooks survive.
 Paper: https://huggingface.co/papers/2604.07853, section "Rollout-aligned quantization-aware training".
 """
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from .kernels import int4_kernel_operands, low_bit_linear, uses_int4_kernel
-from .quantize import LowBitWeight, checkpoint_tensors, count_code_flips, dequantize_weight, quantize_weight
+from .quantize import LowBitWeight, checkpoint_tensors, count_code_flips, dequantize_weight, product_weight, quantize_weight
 from .schemes import QuantScheme
 from .vllm_kernels import vllm_linear, vllm_operands
 
@@ -229,6 +229,7 @@ class _StraightThroughLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, bias, layer, low_bit, operands):
         y, seen = layer._product(rows, low_bit, bias, operands)
+        ctx.scheme = layer.scheme
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*low_bit, *(seen if ctx.needs_input_grad[1] else ()))
@@ -240,7 +241,8 @@ class _StraightThroughLinear(torch.autograd.Function):
         qdata, scale, *seen = ctx.saved_tensors
         grad_rows = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_rows = grad @ dequantize_weight(LowBitWeight(qdata, scale), grad.dtype)
+            low_bit = product_weight(LowBitWeight(qdata, scale), ctx.scheme)
+            grad_rows = grad @ dequantize_weight(low_bit, grad.dtype)
         if ctx.needs_input_grad[1]:
             x = seen[0] if len(seen) == 1 else dequantize_weight(LowBitWeight(*seen), grad.dtype)
             grad_weight = (grad.t() @ x).to(ctx.weight_dtype)

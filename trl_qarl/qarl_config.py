@@ -165,7 +165,7 @@ class QaRLConfig(GRPOConfig):
 
     Parameters:
         scheme (`str`, *optional*, defaults to `"w4a16"`):
-            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, or `"bf16"` for the
+            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, or `"bf16"` for the
             unquantized baseline.
         group_size (`int`, *optional*):
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller one.

@@ -10,6 +10,12 @@ zero (an all-zero group) is replaced by the machine epsilon of its dtype. This i
 bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`), and the forward pass,
 publication, checkpoint and export all call [`quantize_weight`].
 
+`w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8 E4M3 and
+one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
+(`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So `s` is chosen such that the
+conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest at 56. Their product has eight
+bits, as bf16 does. [`product_weight`] is what the engine multiplies by.
+
 Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors: `amax / 127` for INT8
 and `max(amax / 448, 1 / (448 * 512))` for FP8.
 
@@ -36,6 +42,7 @@ __all__ = [
     "checkpoint_tensors",
     "count_code_flips",
     "dequantize_weight",
+    "product_weight",
     "quantize_activation",
     "quantize_weight",
     "unpack_int4",
@@ -78,15 +85,31 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torc
     group_size = scheme.group_size_for(in_features) or in_features
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
-        weight = weight.to(scale_dtype)
+        weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
     groups = weight.reshape(out_features, -1, group_size)
-    scale = (groups.abs().amax(dim=-1) / scheme.scale_divisor).to(scale_dtype)
+    scale = groups.abs().amax(dim=-1) / scheme.scale_divisor
+    if scheme.has_fp8_scales:
+        scale = _survives_fp8(scale)
+    scale = scale.to(scale_dtype)
     scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
     codes = (groups / scale.unsqueeze(-1)).clamp_(*scheme.quant_range).view(out_features, in_features)
     if scheme.weight_type == "float":
         return LowBitWeight(codes.to(torch.float8_e4m3fn), scale)
     codes = codes.round_().to(torch.int8)
     return LowBitWeight(_pack_int4(codes) if scheme.num_bits == 4 else codes, scale)
+
+
+def product_weight(low_bit: LowBitWeight, scheme: QuantScheme) -> LowBitWeight:
+    """
+    The weight as the engine's matrix product takes it: `low_bit` itself, for `w4a8` FP8 codes `(N, K)` and float32 scales
+    `(N, 1)`.
+    """
+    if not scheme.has_fp8_scales:
+        return low_bit
+    channel_scale, group_scale = _fp8_scales(low_bit.scale)
+    codes = _unpack_int4(low_bit.qdata, torch.float32)
+    codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
+    return LowBitWeight(codes.to(torch.float8_e4m3fn), channel_scale)
 
 
 def dequantize_weight(low_bit: LowBitWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -155,6 +178,26 @@ def count_code_flips(before: LowBitWeight, after: LowBitWeight) -> torch.Tensor:
         changed = (before.qdata ^ after.qdata).view(torch.uint8)
         return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
     return (before.qdata.view(torch.uint8) != after.qdata.view(torch.uint8)).count_nonzero()
+
+
+def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's conversion of scales `(N, groups)`: `(N, 1)` channel scales, and `(N, groups)` E4M3 values; both float32."""
+    scale = scale.float()
+    channel_scale = (scale.amax(-1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+    group_scale = (scale / channel_scale).to(torch.float8_e4m3fn).float() / 8.0
+    return 8.0 * channel_scale, group_scale.to(torch.float8_e4m3fn).float()
+
+
+def _survives_fp8(scale: torch.Tensor) -> torch.Tensor:
+    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, in channels it does not clamp."""
+    scale = scale.float()
+    amax = scale.amax(-1, keepdim=True)
+    amax = torch.where(amax == 0, 1.0, amax)
+    fraction, exponent = torch.frexp(amax / 448.0)
+    channel_scale = 8.0 * torch.ldexp((fraction * 16.0).round(), exponent - 4)
+    # From the smallest normal number on, E4M3 has four significant bits.
+    group_scale = torch.where(scale == amax, 56.0, scale / channel_scale).clamp(2.0**-6, 56.0)
+    return group_scale.to(torch.float8_e4m3fn).float() * channel_scale
 
 
 def _pack_int4(codes: torch.Tensor) -> torch.Tensor:

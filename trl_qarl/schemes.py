@@ -11,6 +11,7 @@ imports torch, so the command line can list schemes at once.
 | `w8a16` | INT8 symmetric | output channel | none | `pack-quantized` |
 | `w8a8` | INT8 symmetric | output channel | INT8, per token, dynamic | `int-quantized` |
 | `fp8` | FP8 E4M3 | output channel | FP8 E4M3, per token, dynamic | `float-quantized` |
+| `w4a8` | INT4 symmetric | groups of 128 along the input | FP8 E4M3, per token, dynamic | `pack-quantized` |
 | `bf16` | as in the model | - | none | ordinary checkpoint |
 """
 
@@ -21,7 +22,7 @@ from typing import Any, Literal
 __all__ = ["GROUP_SIZES", "SCHEMES", "QuantScheme", "get_scheme"]
 
 GROUP_SIZES = (128, 64, 32)
-"""Group sizes that both the CPU and the CUDA INT4 kernels accept, largest first."""
+"""Group sizes that both the CPU and the CUDA INT4 kernels with 16-bit activations accept, largest first."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,19 @@ class QuantScheme:
         return float(-(2 ** (self.num_bits - 1))), float(2 ** (self.num_bits - 1) - 1)
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Group sizes that the engine's kernels accept, largest first; empty for one scale per output channel."""
+        if self.group_size is None:
+            return ()
+        # CUTLASS' product of INT4 and FP8 has this one.
+        return GROUP_SIZES if self.activation_type is None else (128,)
+
+    @property
+    def has_fp8_scales(self) -> bool:
+        """Whether the engine turns the scales of groups into FP8: INT4 weights that meet FP8 activations."""
+        return self.group_size is not None and self.activation_type == "float"
+
+    @property
     def scale_divisor(self) -> float:
         """
         `amax / scale`: half the code range, as compressed-tensors has it: 7.5 for INT4, 127.5 for INT8, 448 for E4M3.
@@ -78,17 +92,17 @@ class QuantScheme:
         """
         Group size used for a matrix with `in_features` input features.
 
-        It is `group_size` where that divides `in_features`, else the next smaller size of `GROUP_SIZES` that does.
+        It is `group_size` where that divides `in_features`, else the next smaller size of `group_sizes` that does.
 
         Raises:
             ValueError: if no group size divides `in_features`.
         """
         if self.group_size is None:
             return None
-        for size in GROUP_SIZES:
-            if size <= self.group_size and in_features % size == 0:
+        allowed = [size for size in self.group_sizes if size <= self.group_size]
+        for size in allowed:
+            if in_features % size == 0:
                 return size
-        allowed = [size for size in GROUP_SIZES if size <= self.group_size]
         raise ValueError(
             f"in_features={in_features} is not divisible by any group size of {allowed}, so scheme {self.name!r} with "
             f"group_size={self.group_size} cannot quantize it. Leave the layer out with `exclude_modules`, or use a "
@@ -115,6 +129,7 @@ SCHEMES = {
         QuantScheme("w8a16", "int", 8, None, None, None, "pack-quantized"),
         QuantScheme("w8a8", "int", 8, None, "int", "float32", "int-quantized"),
         QuantScheme("fp8", "float", 8, None, "float", "float32", "float-quantized"),
+        QuantScheme("w4a8", "int", 4, 128, "float", "bfloat16", "pack-quantized"),
         QuantScheme("bf16", None, 16, None, None, None, "dense"),
     )
 }
@@ -134,12 +149,6 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
         ValueError: for an unknown name, a group size that no kernel accepts, or a group size on a scheme without groups.
     """
     if isinstance(scheme, str):
-        if scheme == "w4a8":
-            raise ValueError(
-                "Scheme 'w4a8' is not offered: on a CPU vLLM's kernel is wrong after its weights are reloaded, and on GPUs it "
-                "rounds group scales to FP8, which the learner does not do yet. Use 'w4a16', or 'w8a8' or 'fp8' for 8-bit "
-                "activations."
-            )
         if scheme not in SCHEMES:
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.")
         scheme = SCHEMES[scheme]
@@ -150,8 +159,9 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
             f"group_size={group_size} was given, but scheme {scheme.name!r} has no groups. Remove `group_size`, or use "
             "scheme 'w4a16'."
         )
-    if group_size not in GROUP_SIZES:
+    if group_size not in scheme.group_sizes:
         raise ValueError(
-            f"group_size={group_size} is not supported: the INT4 kernels take {sorted(GROUP_SIZES)}. Choose one of them."
+            f"group_size={group_size} is not supported: the kernels of scheme {scheme.name!r} take "
+            f"{sorted(scheme.group_sizes)}. Choose one of them."
         )
     return replace(scheme, group_size=group_size)

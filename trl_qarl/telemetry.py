@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from .linear import QuantizedLinear
-from .quantize import dequantize_weight
+from .quantize import dequantize_weight, product_weight
 
 
 __all__ = [
@@ -253,5 +253,6 @@ def sqnr(layers: Mapping[str, QuantizedLinear]) -> float:
     for layer in layers.values():
         weight = layer.weight.float()
         signal += weight.square().sum().item()
-        noise += (weight - dequantize_weight(layer.low_bit_weight(), torch.float32)).square().sum().item()
+        low_bit = product_weight(layer.low_bit_weight(), layer.scheme)
+        noise += (weight - dequantize_weight(low_bit, torch.float32)).square().sum().item()
     return 10 * math.log10(signal / noise) if signal and noise else math.nan

@@ -26,7 +26,14 @@ from .client import QaRLClient, ServerLost
 from .deep_audit import deep_audit
 from .plugin import FILE_BACKEND, NCCL_BACKEND
 from .publish import DirectTransport, FileTransport, NCCLTransport, Publisher, PublishError
-from .serve import WORKER_EXTENSION, ServerProcess, build_server_command, cpu_environment, default_transfer_dir
+from .serve import (
+    WORKER_EXTENSION,
+    ServerProcess,
+    build_server_command,
+    check_engine_runs,
+    cpu_environment,
+    default_transfer_dir,
+)
 
 
 __all__ = [
@@ -81,11 +88,13 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
         arguments:
             Further arguments of `vllm.LLM`.
     """
+    config = quantization_config(model) if quantized_layers(model) else None
+    check_engine_runs(config, str(dtype).removeprefix("torch."), on_cpu)
     return in_process_engine(
         on_cpu=on_cpu,
         model=model.name_or_path,
         load_format="dummy",
-        hf_overrides={"quantization_config": quantization_config(model)} if quantized_layers(model) else None,
+        hf_overrides={"quantization_config": config} if config else None,
         dtype=dtype,
         weight_transfer_config={"backend": FILE_BACKEND},
         worker_extension_cls=WORKER_EXTENSION,

@@ -27,6 +27,7 @@ from .plugin import FILE_BACKEND, NCCL_BACKEND
 __all__ = [
     "ServerProcess",
     "build_server_command",
+    "check_engine_runs",
     "cpu_environment",
     "default_transfer_dir",
     "free_port",
@@ -71,6 +72,33 @@ def default_transfer_dir(port: int) -> Path:
     return base / f"trl-qarl-{os.getuid()}-{port}"
 
 
+def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool) -> None:
+    """
+    Raise for a scheme that vLLM cannot run here, before it is started.
+
+    Args:
+        quantization_config (`Mapping` or `None`):
+            From [`~trl_qarl.export.quantization_config`].
+        dtype (`str`):
+            Dtype of everything that is not quantized.
+        on_cpu (`bool`):
+            Whether the engine runs on a CPU.
+
+    Raises:
+        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16.
+    """
+    groups = (quantization_config or {}).get("config_groups", {}).values()
+    if not any(group["weights"]["num_bits"] == 4 and group["input_activations"] for group in groups):
+        return
+    if on_cpu:
+        raise ValueError(
+            "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
+            "after its weights are reloaded. Use 'w4a16' or 'w8a8', `use_vllm=False`, or a GPU of compute capability 9.0."
+        )
+    if dtype != "bfloat16":
+        raise ValueError(f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`).")
+
+
 def build_server_command(
     model: str,
     quantization_config: Mapping[str, Any] | None,
@@ -110,8 +138,9 @@ def build_server_command(
         argv, and the variables to add to the environment.
 
     Raises:
-        ValueError: for an unknown transport, NCCL on a CPU, or an argument that is set here.
+        ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run here.
     """
+    check_engine_runs(quantization_config, dtype, on_cpu)
     transport = transport or ("file" if on_cpu else "nccl")
     if transport not in ("file", "nccl"):
         raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")

@@ -58,7 +58,10 @@ def test_what_would_break_publication_is_refused(arguments, message):
 
 @pytest.mark.parametrize(
     ("dtype", "on_cpu", "message"),
-    [("bfloat16", True, "w4a8.*cannot roll out in vLLM on a CPU.*`use_vllm=False`"), ("float16", False, "not in float16")],
+    [
+        ("bfloat16", True, "w4a8.*cannot roll out in vLLM on a CPU.*`use_vllm=False`"),
+        ("float16", False, "not in float16"),
+    ],
 )
 def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, message):
     model = nn.Sequential(nn.Linear(128, 128))

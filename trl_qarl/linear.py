@@ -18,7 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from .kernels import int4_kernel_operands, low_bit_linear, uses_int4_kernel
-from .quantize import LowBitWeight, checkpoint_tensors, count_code_flips, dequantize_weight, product_weight, quantize_weight
+from .quantize import (
+    LowBitWeight,
+    checkpoint_tensors,
+    count_code_flips,
+    dequantize_weight,
+    product_weight,
+    quantize_weight,
+)
 from .schemes import QuantScheme
 from .vllm_kernels import vllm_linear, vllm_operands
 

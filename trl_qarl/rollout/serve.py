@@ -96,7 +96,9 @@ def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str,
             "after its weights are reloaded. Use 'w4a16' or 'w8a8', `use_vllm=False`, or a GPU of compute capability 9.0."
         )
     if dtype != "bfloat16":
-        raise ValueError(f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`).")
+        raise ValueError(
+            f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`)."
+        )
 
 
 def build_server_command(

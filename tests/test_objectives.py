@@ -40,7 +40,8 @@ def make_trainer(objective, use_vllm, per_token_logps):
     vars(trainer).update(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (per_token_logps, entropies, None),
         _preset=preset,
-        histogram_bounds=[],
+        _counts_sequences=False,
+        _histograms=None,
         _forward_logps=per_token_logps.detach(),
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(objective=objective, delta=CLIP["delta"] if objective == "dual-clip" else None),

@@ -108,6 +108,9 @@ def test_one_histogram_per_update_quantity_and_sign_counts_every_sequence(tiny_m
     trainer._compute_loss = lambda model, inputs: advantages.append(inputs["advantages"]) or compute(model, inputs)
     trainer.train()
     rows = read(tmp_path / "distributions.jsonl")
+    of_tokens = [row for row in rows if row["name"].startswith("token_")]
+    assert len(of_tokens) == 4 * 2 * 2 and all(row["bounds"] == [None, None] for row in of_tokens)
+    rows = [row for row in rows if row not in of_tokens]
     assert len(rows) == 4 * 2 * 2
     for row in rows:
         assert set(row) == {"step", "name", "sign", "edges", "counts", "bounds"}
@@ -135,9 +138,37 @@ def test_histogram_of_tbpo_agrees_with_the_sequences_it_dropped(tiny_model, tmp_
     assert any(shares)
 
 
-def test_objectives_of_token_ratios_write_no_distributions(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, objective="grpo-tis", max_steps=1).train()
-    assert not (tmp_path / "distributions.jsonl").exists()
+@pytest.mark.parametrize(
+    ("objective", "positive", "negative", "weight"),
+    [
+        ("grpo-tis", [None, 1.2], [0.8, None], [None, 3.0]),
+        ("dual-clip", [None, 1.2], [0.8, 3.0], [None, 3.0]),
+        ("sapo", [None, None], [None, None], [None, None]),
+    ],
+)
+def test_histograms_of_tokens_count_every_token(tiny_model, tmp_path, objective, positive, negative, weight):
+    trainer = make(tiny_model, tmp_path, objective=objective, max_steps=2)
+    lengths = {1: 0, -1: 0}
+    compute = trainer._compute_loss
+
+    def count(model, inputs):
+        for advantage, row in zip(inputs["advantages"].sign().tolist(), inputs["completion_mask"], strict=True):
+            if advantage:
+                lengths[advantage] += int(row.sum())
+        return compute(model, inputs)
+
+    trainer._compute_loss = count
+    trainer.train()
+    rows = read(tmp_path / "distributions.jsonl")
+    assert {row["name"] for row in rows} == {"token_ratio", "token_mismatch_weight"} and len(rows) == 2 * 2 * 2
+    bounds = {("token_ratio", "positive"): positive, ("token_ratio", "negative"): negative}
+    for row in rows:
+        assert row["bounds"] == bounds.get((row["name"], row["sign"]), weight)
+    for name in ("token_ratio", "token_mismatch_weight"):
+        for sign, expected in (("positive", lengths[1]), ("negative", lengths[-1])):
+            assert (
+                sum(sum(row["counts"]) for row in rows if (row["name"], row["sign"]) == (name, sign)) == expected > 0
+            )
 
 
 def test_evaluation_is_logged_and_counted_in_no_histogram(tiny_model, tmp_path):
@@ -146,8 +177,8 @@ def test_evaluation_is_logged_and_counted_in_no_histogram(tiny_model, tmp_path):
     trainer.train()
     rows = read(tmp_path / "metrics.jsonl")
     assert "eval_reward" in rows[0] and rows[0]["step"] == 0 and rows[1]["step"] == 1
-    counts = [sum(row["counts"]) for row in read(tmp_path / "distributions.jsonl")]
-    assert counts[0] + counts[1] == 4
+    counts = [sum(r["counts"]) for r in read(tmp_path / "distributions.jsonl") if r["name"] == "ratio"]
+    assert sum(counts) == 4
 
 
 def test_resumed_run_appends(tiny_model, tmp_path):
@@ -167,4 +198,4 @@ def test_new_run_in_the_same_directory_starts_new_files_and_keeps_the_last_ones(
     make(tiny_model, tmp_path, max_steps=1).train()
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl") if "loss" in row] == [1]
     assert (tmp_path / "metrics.previous.jsonl").read_text() == first
-    assert len(read(tmp_path / "distributions.jsonl")) == 4
+    assert len(read(tmp_path / "distributions.jsonl")) == 8

@@ -16,8 +16,8 @@ from trl_qarl.telemetry import (
     is_garbled,
     mismatch_metrics,
     mismatch_sums,
+    ratio_histograms,
     sampled_masters,
-    sequence_histograms,
     split_metrics,
     split_sums,
     sqnr,
@@ -102,7 +102,7 @@ def test_histograms_equal_a_naive_count(seed):
                     inside = [i for i in range(len(bins)) if edges[i] <= value < edges[i + 1]]
                     bins[inside[0] if inside else 0 if value < 0 else -1] += 1
             expected.append(bins)
-    assert sequence_histograms(log_ratios, advantages, counted).tolist() == expected
+    assert ratio_histograms(log_ratios, advantages, counted).tolist() == expected
 
 
 def test_edges_of_histograms_separate_the_bounds_of_the_paper():

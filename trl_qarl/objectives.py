@@ -30,6 +30,7 @@ __all__ = [
     "mismatch_ratio",
     "rejects_by_product",
     "sequence_bounds",
+    "token_bounds",
     "weigh_advantages",
 ]
 
@@ -193,12 +194,35 @@ def sequence_bounds(config: Any) -> dict[str, dict[str, Bounds]] | None:
     }
 
 
+def token_bounds(config: Any) -> dict[str, dict[str, Bounds]]:
+    """
+    Bounds that the objective of a [`QaRLConfig`] sets to each token's `"token_ratio"` and `"token_mismatch_weight"`, for
+    `"positive"` and `"negative"` advantages; `None` for a side without bound, which is every side for an objective of sequence
+    ratios.
+    """
+    positive: Bounds = (None, None)
+    negative: Bounds = (None, None)
+    weight: Bounds = (None, None)
+    if config.objective != "tbpo" and config.importance_sampling_level == "token":
+        epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        if config.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
+            positive, negative = (None, 1 + epsilon_high), (1 - config.epsilon, config.delta)
+        elif config.loss_type == "cispo":
+            positive = negative = (None, epsilon_high)
+    if _is_corrected(config) and config.vllm_importance_sampling_mode.startswith("token"):
+        weight = (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
+    return {
+        "token_ratio": {"positive": positive, "negative": negative},
+        "token_mismatch_weight": {"positive": weight, "negative": weight},
+    }
+
+
 def rejects_by_product(config: Any) -> bool:
     """Whether the loss is weighted by TRL's mismatch of a whole sequence, the product of token ratios."""
+    return _is_corrected(config) and config.vllm_importance_sampling_mode.startswith("sequence")
+
+
+def _is_corrected(config: Any) -> bool:
+    """Whether TRL's mismatch weight, of tokens or of sequences, is part of the loss."""
     is_applied = config.use_vllm or config.objective in PRESETS
-    return (
-        config.objective != "tbpo"
-        and is_applied
-        and bool(config.vllm_importance_sampling_correction)
-        and config.vllm_importance_sampling_mode.startswith("sequence")
-    )
+    return config.objective != "tbpo" and is_applied and bool(config.vllm_importance_sampling_correction)

@@ -19,7 +19,14 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
-from .objectives import PRESETS, mismatch_ratio, rejects_by_product, sequence_bounds, weigh_advantages
+from .objectives import (
+    PRESETS,
+    mismatch_ratio,
+    rejects_by_product,
+    sequence_bounds,
+    token_bounds,
+    weigh_advantages,
+)
 from .optim import create_muon_adamw
 from .qarl_config import QaRLConfig
 from .rollout.embedded import record_sampling_logps
@@ -37,8 +44,8 @@ from .telemetry import (
     is_garbled,
     mismatch_metrics,
     mismatch_sums,
+    ratio_histograms,
     sampled_masters,
-    sequence_histograms,
     split_metrics,
     split_sums,
     sqnr,
@@ -88,8 +95,8 @@ class QaRLTrainer(GRPOTrainer):
         swap_report ([`SwapReport`]):
             Which layers were quantized, how, and which were not.
         histogram_bounds (`list[tuple[str, str, tuple[float | None, float | None]]]`):
-            Quantity, sign of the advantage and bounds of each row of [`~QaRLTrainer.take_histograms`]; empty for objectives
-            of token ratios.
+            Quantity, sign of the advantage and bounds of each row of [`~QaRLTrainer.take_histograms`]: tokens, and for
+            objectives of sequence ratios also sequences.
     """
 
     _tag_names = ["trl", "qarl"]
@@ -123,7 +130,8 @@ class QaRLTrainer(GRPOTrainer):
         columns = None if environment_factory is not None else getattr(train_dataset, "column_names", None)
         _check_arguments(model, args, columns, quantization_config, peft_config, optimizers, rollout_func)
         self._preset = PRESETS.get(args.objective)
-        bounds = sequence_bounds(args) or {}
+        self._counts_sequences = sequence_bounds(args) is not None
+        bounds = token_bounds(args) | (sequence_bounds(args) or {})
         self.histogram_bounds = [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
         self._histograms: torch.Tensor | None = None
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
@@ -324,13 +332,13 @@ class QaRLTrainer(GRPOTrainer):
                 advantages = weigh_advantages(inputs["advantages"], ratio, self._preset.is_positive_only)
                 weighed = inputs | {"advantages": advantages}
             loss = super()._compute_loss(model, weighed)
-            self._count_sequences(self._forward_logps, inputs)
+            self._count_ratios(self._forward_logps, inputs)
             return loss
         mask = _loss_mask(inputs)
         per_token_logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        self._count_sequences(per_token_logps, inputs)
+        self._count_ratios(per_token_logps, inputs)
         loss, output = tbpo_loss(
             per_token_logps,
             inputs["old_per_token_logps"],
@@ -371,23 +379,28 @@ class QaRLTrainer(GRPOTrainer):
         return output
 
     @torch.no_grad()
-    def _count_sequences(self, per_token_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
-        if not self.histogram_bounds or not self.model.training:
+    def _count_ratios(self, per_token_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+        if not self.model.training:
             return
-        old, mask = inputs["old_per_token_logps"], _loss_mask(inputs)
-        log_weight = sequence_log_ratio(old, inputs["sampling_per_token_logps"], mask)
-        if rejects_by_product(self.args):
-            log_weight = log_weight * mask.sum(-1)
-        values = torch.stack([sequence_log_ratio(per_token_logps, old, mask), log_weight])
-        counts = sequence_histograms(values, inputs["advantages"], mask.bool().any(-1))
+        old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
+        mask, advantages = _loss_mask(inputs), inputs["advantages"]
+        tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
+        of_tokens = advantages.unsqueeze(1).expand_as(old).flatten()
+        counts = ratio_histograms(tokens, of_tokens, mask.bool().flatten())
+        if self._counts_sequences:
+            log_weight = sequence_log_ratio(old, sampling, mask)
+            if rejects_by_product(self.args):
+                log_weight = log_weight * mask.sum(-1)
+            sequences = torch.stack([sequence_log_ratio(per_token_logps, old, mask), log_weight])
+            counts = torch.cat([counts, ratio_histograms(sequences, advantages, mask.bool().any(-1))])
         self._histograms = counts if self._histograms is None else self._histograms + counts
 
     def take_histograms(self) -> torch.Tensor | None:
         """
-        Counts `(4, 49)` of the sequences of one update, over all processes and all micro-batches since the last call, or
-        `None`. Every process has to call it.
+        Counts `(R, 49)` of one update, in the order of `histogram_bounds`, over all processes and all micro-batches since the
+        last call, or `None`. Every process has to call it.
         """
-        if not self.histogram_bounds or self._histograms is None:
+        if self._histograms is None:
             return None
         counts, self._histograms = self._histograms, None
         return self.accelerator.reduce(counts, reduction="sum")

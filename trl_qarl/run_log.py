@@ -4,8 +4,8 @@ What a run leaves in its output directory to be read without a tracker: three fi
 - `metrics.jsonl`: one line per logged row, `{"step", "time", **metrics}`; `time` in seconds since the epoch, NaN and
   infinity as `null`.
 - `run.json`: what was run, written when training begins.
-- `distributions.jsonl`: after each update of a sequence-level objective, one histogram per quantity and sign of the
-  advantage, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
+- `distributions.jsonl`: after each update, one histogram of ratio and mismatch weight per sign of the advantage, of tokens and
+  for sequence-level objectives of sequences, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
 
 A resumed run appends. A new one in the same directory starts new files and keeps the last ones as `*.previous.jsonl`.
 """

@@ -25,8 +25,8 @@ __all__ = [
     "is_garbled",
     "mismatch_metrics",
     "mismatch_sums",
+    "ratio_histograms",
     "sampled_masters",
-    "sequence_histograms",
     "split_metrics",
     "split_sums",
     "sqnr",
@@ -163,18 +163,18 @@ def is_garbled(text: str) -> bool:
     return "\ufffd" in text.rstrip("\ufffd")
 
 
-def sequence_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def ratio_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
     Histograms of ratios by the sign of the advantage, over [`HISTOGRAM_EDGES`].
 
     Args:
-        log_ratios (`torch.Tensor` of shape `(Q, B)`):
-            Logs of `Q` quantities for each sequence, in nats. What lies beyond the edges is counted in the outermost bins,
-            NaN nowhere.
-        advantages (`torch.Tensor` of shape `(B,)`):
-            Sequences with an advantage of 0 are not counted.
-        counts (`torch.Tensor` of shape `(B,)`):
-            `bool`, whether the sequence counts at all.
+        log_ratios (`torch.Tensor` of shape `(Q, N)`):
+            Logs of `Q` quantities for each sequence or token, in nats. What lies beyond the edges is counted in the outermost
+            bins, NaN nowhere.
+        advantages (`torch.Tensor` of shape `(N,)`):
+            Where the advantage is 0, nothing is counted.
+        counts (`torch.Tensor` of shape `(N,)`):
+            `bool`, whether the sequence or token counts at all.
 
     Returns:
         `(2 Q, 49)` int64: for each quantity the histogram of positive advantages, then that of negative ones.

@@ -64,9 +64,10 @@ def plot_lines(groups: list[Group], panels: list[tuple[str, str, bool]], path: P
     return [metric for metric, _, _ in panels]
 
 
-def plot_distribution(groups: list[Group], name: str, xlabel: str, path: Path) -> bool:
+def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, path: Path) -> bool:
     """
-    Distribution of `name` by sign of the advantage, all steps and seeds together, with the clip bounds of the last step.
+    Distribution of `name` over the tokens or sequences (`unit`) by sign of the advantage, all steps and seeds together, with the
+    clip bounds of the last step.
 
     Returns whether there was anything to draw.
     """
@@ -88,7 +89,7 @@ def plot_distribution(groups: list[Group], name: str, xlabel: str, path: Path) -
             signed = [row for row in rows if row["sign"] == sign]
             total = sum(sum(row["counts"]) for row in signed)
             label = textwrap.fill(_plain(group.label), 54)
-            axes.set_title(f"{label}\n{title}: {total:,.0f} sequences", fontsize="small")
+            axes.set_title(f"{label}\n{title}: {total:,.0f} {unit}", fontsize="small")
             axes.grid(alpha=0.3)
             if not total:
                 continue
@@ -103,7 +104,7 @@ def plot_distribution(groups: list[Group], name: str, xlabel: str, path: Path) -
                 if bound is not None:
                     axes.axvline(bound, color="black", ls="--", lw=1)
                     limits.append(bound)
-        axes_row[0].set_ylabel("share of sequences\nin a bin")
+        axes_row[0].set_ylabel(f"share of {unit}\nin a bin")
     # A redistributed histogram has bins with a fraction of a sequence.
     grid[0, 0].set_ylim(bottom=0.5 / largest)
     margin = 0.03 * (max(limits) - min(limits))

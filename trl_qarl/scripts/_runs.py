@@ -413,7 +413,7 @@ def _is_distribution(row: dict[str, Any]) -> bool:
     edges, counts, bounds = row.get("edges"), row.get("counts"), row.get("bounds")
     return (
         _is_metrics_row(row)
-        and row.get("name") in ("ratio", "mismatch_weight")
+        and row.get("name") in ("ratio", "mismatch_weight", "token_ratio", "token_mismatch_weight")
         and row.get("sign") in ("positive", "negative")
         and isinstance(edges, list)
         and isinstance(counts, list)

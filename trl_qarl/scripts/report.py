@@ -238,14 +238,20 @@ def _draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Pa
         notes += [f"No run has a value of {metric}." for metric, _, _ in panels if metric not in drawn]
         if drawn:
             figures.append((heading, path, f"{bands} {marks}{more}"))
-    for heading, name, xlabel in (
-        ("Distribution of the ratio", "ratio", "ratio r, learner now / learner at rollout"),
-        ("Distribution of the mismatch weight", "mismatch_weight", "mismatch weight w, learner at rollout / sampler"),
+    ratio, weight = "ratio r, learner now / learner at rollout", "mismatch weight w, learner at rollout / sampler"
+    of_sequences, together = (
+        "Geometric means over the tokens of a sequence",
+        "all logged steps and seeds of a group together.",
+    )
+    for heading, name, unit, xlabel, caption in (
+        ("Distribution of the ratio of tokens", "token_ratio", "tokens", ratio, "Token by token"),
+        ("Distribution of the mismatch weight of tokens", "token_mismatch_weight", "tokens", weight, "Token by token"),
+        ("Distribution of the ratio of sequences", "ratio", "sequences", ratio, of_sequences),
+        ("Distribution of the mismatch weight of sequences", "mismatch_weight", "sequences", weight, of_sequences),
     ):
         path = target(name)
-        if plot_distribution(groups, name, xlabel, path):
-            caption = "Geometric means over the tokens of a sequence, all logged steps and seeds of a group together."
-            figures.append((heading, path, caption))
+        if plot_distribution(groups, name, unit, xlabel, path):
+            figures.append((heading, path, f"{caption}, {together}"))
         else:
             notes.append(f"No run has a distribution of {name}.")
     path = target("time")

@@ -129,6 +129,25 @@ def test_torch_compile_switched_on_by_its_backend_is_refused_too(tmp_path):
         config(tmp_path, torch_compile_backend="inductor")
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"mismatch_probe_steps": -1}, "mismatch_probe_steps=-1 must be 0"),
+        (
+            {"mismatch_probe_steps": 5, "use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+            "vllm_tensor_parallel_size=2 does not allow",
+        ),
+        (
+            {"mismatch_probe_steps": 5, "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+            "vllm_enable_sleep_mode=True does not allow",
+        ),
+    ],
+)
+def test_a_probe_that_cannot_run_is_refused(tmp_path, options, match):
+    with pytest.raises(ValueError, match=match):
+        config(tmp_path, **options)
+
+
 def test_unknown_scheme_and_objective_raise(tmp_path):
     with pytest.raises(ValueError, match=r"'int4'.*'w4a16'"):
         config(tmp_path, scheme="int4")

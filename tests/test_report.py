@@ -81,6 +81,8 @@ def make_distributions(draw, mismatch, num_steps):
         for name, width, bounds in (
             ("ratio", 4e-4, {"positive": [None, 1.0004], "negative": [0.9997, 1.0007]}),
             ("mismatch_weight", mismatch, {"positive": [0.5, 2.0], "negative": [0.5, 2.0]}),
+            ("token_ratio", 0.1, {"positive": [None, None], "negative": [None, None]}),
+            ("token_mismatch_weight", 10 * mismatch, {"positive": [None, None], "negative": [None, None]}),
         ):
             edges = [1 + (index - 30) * width / 5 for index in range(61)]
             for sign in ("positive", "negative"):
@@ -143,7 +145,7 @@ def test_run_is_read_with_its_metrics_distributions_and_evaluation(tmp_path):
     path = write_run(tmp_path / "run")
     (path / "evaluation.json").write_text('{"greedy": {"correct": 3, "total": 4}}')
     run = read_run(path)
-    assert (run.name, run.last_step, len(run.distributions), run.notes) == ("run", 40, 160, [])
+    assert (run.name, run.last_step, len(run.distributions), run.notes) == ("run", 40, 320, [])
     assert run.evaluation == {"greedy": {"correct": 3, "total": 4}}
     assert len(run.values("reward")) == 40 and "time" not in run.rows[1]
 
@@ -427,7 +429,8 @@ class Page(HTMLParser):
 def test_page_is_self_contained_and_its_figures_lie_beside_it(grid_page):
     text = read_page(grid_page)
     page = Page(text)
-    names = ("reward", "entropy", "mismatch", "dropped", "ratio", "mismatch_weight", "time")
+    distributions = ("token_ratio", "token_mismatch_weight", "ratio", "mismatch_weight")
+    names = ("reward", "entropy", "mismatch", "dropped", *distributions, "time")
     assert {path.name for path in grid_page.parent.glob("*.png")} == {f"report-{name}.png" for name in names}
     assert len(page.images) == len(names) and all(image["alt"] for image in page.images)
     for image, name in zip(page.images, names, strict=True):

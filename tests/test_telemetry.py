@@ -22,6 +22,8 @@ from trl_qarl.telemetry import (
     split_sums,
     sqnr,
     update_to_step,
+    worst_examples,
+    worst_span,
 )
 
 
@@ -134,7 +136,60 @@ def test_sqnr_in_decibel():
         (layer.weight.detach().double() - dequantize_weight(layer.low_bit_weight(), torch.float64)).square().sum()
         for layer in layers.values()
     )
-    assert sqnr(layers) == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
+    assert sqnr(layers)["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
+
+
+def test_sqnr_of_each_family_of_layers():
+    net = nn.ModuleDict(
+        {f"layer{i}": nn.ModuleDict({"up": nn.Linear(128, 8), "down": nn.Linear(128, 8)}) for i in "ab"}
+    )
+    prepare_model(net, "w4a16")
+    layers = quantized_layers(net)
+    ratios = sqnr(layers)
+    assert set(ratios) == {"quant/sqnr", "quant/sqnr/up", "quant/sqnr/down"}
+    ups = {name: layer for name, layer in layers.items() if name.endswith("up")}
+    assert len(ups) == 2 and sqnr(ups)["quant/sqnr"] == ratios["quant/sqnr/up"] != ratios["quant/sqnr/down"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "span"),
+    [
+        ([0.0, 1.0, 4.0, 1.1, 0.9, 3.0], (2, 4)),
+        ([5.0], (0, 1)),
+        ([2.0, 3.0, 2.0], (0, 3)),
+        ([math.nan, 4.0, math.nan, 3.0], (1, 2)),
+    ],
+)
+def test_worst_span_is_the_run_around_the_largest_score(scores, span):
+    assert worst_span(scores) == span
+
+
+def test_worst_examples_mark_the_offending_span():
+    sampling = torch.tensor([[-1.0, -1.0, -1.0, -9.0], [-1.0, -1.0, -0.5, -0.5]])
+    old = torch.tensor([[-1.1, -1.0, -1.0, -9.0], [-1.0, -4.0, -0.5, -99.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    completions = [[97, 98, 99, 100], [101, 102, 103]]
+    prompts = [[65], [66]]
+    advantages = torch.tensor([0.5, -0.5])
+
+    def find(**changes):
+        arguments = {"sampling_per_token_logps": sampling, "mask": mask} | changes
+        return worst_examples(
+            old,
+            **arguments,
+            advantages=advantages,
+            prompt_ids=prompts,
+            completion_ids=completions,
+            decode=lambda ids: bytes(ids).decode(),
+        )
+
+    mismatch, improbable = find()
+    assert mismatch == {"kind": "mismatch", "nats": 3.0, "advantage": -0.5, "prompt": "B", "completion": "e⟦f⟧g"}
+    assert improbable == {"kind": "improbable", "nats": 9.0, "advantage": 0.5, "prompt": "A", "completion": "abc⟦d⟧"}
+    assert find(mask=torch.zeros_like(mask)) == []
+    unknown = sampling.clone()
+    unknown[1] = math.nan
+    assert [example["prompt"] for example in find(sampling_per_token_logps=unknown)] == ["A", "A"]
 
 
 def naive_splits(old, sampling, advantages, mask):

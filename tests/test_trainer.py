@@ -224,19 +224,22 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
 
 
 def test_learner_runs_its_masters_and_the_rollout_low_bits_with_alignment_rollout_only(tiny_model, tmp_path):
-    mismatch, batches = {}, {}
+    mismatch, divergence, batches = {}, {}, {}
     for alignment in ("aligned", "rollout-only"):
-        trainer = make(tiny_model, tmp_path / alignment, alignment=alignment, bf16=False, max_steps=1)
+        options = {"alignment": alignment, "bf16": False, "max_steps": 1, "mismatch_probe_steps": 1}
+        trainer = make(tiny_model, tmp_path / alignment, **options)
         generate = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = lambda x, f=generate, a=alignment: batches.setdefault(a, f(x))
         initial = {name: p.clone() for name, p in trainer.model.state_dict().items()}
         trainer.train()
         mismatch[alignment] = rows(trainer)[0]["mismatch/abs_logp_mean"]
+        divergence[alignment] = rows(trainer)[0]["mismatch/probe_kl"]
     # The rollouts run the same low-bit weights with the same seed.
     aligned, batch = batches["aligned"], batches["rollout-only"]
     for name in ("completion_ids", "sampling_per_token_logps", "advantages"):
         assert torch.equal(aligned[name], batch[name])
     assert mismatch["aligned"] < 1e-6 and mismatch["rollout-only"] > 1e-3
+    assert abs(divergence["aligned"]) < 1e-6 < divergence["rollout-only"]
     assert len(quantized_layers(trainer.model)) == 14
     trainer.model.load_state_dict(initial)
     restore_model(trainer.model)

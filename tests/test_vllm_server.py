@@ -128,8 +128,9 @@ def test_a_new_server_answers_but_does_not_generate(server):
 
 
 def test_training_publishes_and_agrees(server, make_trainer, deep=True):
-    trainer = make_trainer()
+    trainer = make_trainer(mismatch_probe_steps=1)
     trainer.train()
+    assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     assert logged(trainer, "rollout/weight_version") == [0, 2]
     assert server.complete().status_code == 200

@@ -94,9 +94,11 @@ class TestColocated:
             assert max(logged(trainer, "quant/code_flip_rate")) > 0
 
     def test_engine_runs_low_bits_and_the_learner_its_masters_with_alignment_rollout_only(self, tmp_path):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", alignment="rollout-only")
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", alignment="rollout-only", mismatch_probe_steps=2)
         trainer.train()
         assert min(logged(trainer, "mismatch/abs_logp_mean")) > 1e-3
+        # KL is of second order in the difference of log-probs.
+        assert len(logged(trainer, "mismatch/probe_kl")) == 2 and min(logged(trainer, "mismatch/probe_kl")) > 1e-6
         assert logged(trainer, "rollout/weight_version") == [0, 2]
         assert max(logged(trainer, "quant/code_flip_rate")) > 0
         trainer.model.train()
@@ -146,6 +148,14 @@ class TestColocated:
         assert trainer.vllm_generation.deep_audit([list(range(5, 40)), [7, 8]]) < 1e-5
         # The engine goes on as before.
         assert trainer.evaluate(trainer.train_dataset)["eval_mismatch/abs_logp_max"] < 1e-5
+
+    def test_probe_finds_no_difference_where_learner_and_engine_are_aligned(self, tmp_path):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", mismatch_probe_steps=1, temperature=0.7)
+        trainer.train()
+        # One row per generation batch. Rounding of the rest's float32 probability is what remains.
+        assert len(logged(trainer, "mismatch/probe_kl")) == 2
+        assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
+        assert logged(trainer, "mismatch/probe_top1_agreement") == [1, 1]
 
     def test_a_deep_audit_sees_what_fingerprints_cannot(self, tmp_path):
         """A kernel that went on with old weights: right in checkpoint format, wrong in what it computes."""

@@ -202,6 +202,9 @@ class QaRLConfig(GRPOConfig):
             For TRL's losses, defaults to TRL's `"sequence_mask"`. The objectives of the paper's comparison set it.
         loss_type (`str`, *optional*):
             Set by `objective`.
+        mismatch_probe_steps (`int`, *optional*, defaults to `0`):
+            Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of the rollout:
+            `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
             Start the server of `vllm_mode="server"` as a child process, and end it with training.
         optim (`str`, *optional*, defaults to `"muon"`):
@@ -310,6 +313,13 @@ class QaRLConfig(GRPOConfig):
             "transformers, such as 'adamw_torch'."
         },
     )
+    mismatch_probe_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of "
+            "the rollout. 0 never does."
+        },
+    )
     vllm_server_autostart: bool = field(
         default=False,
         metadata={
@@ -323,6 +333,7 @@ class QaRLConfig(GRPOConfig):
         self._check_scheme()
         self._check_objective()
         self._check_refused()
+        self._check_probe()
         self._check_vllm()
         is_on_policy = self.objective in PRESETS and PRESETS[self.objective].is_on_policy
         if is_on_policy:
@@ -466,6 +477,20 @@ class QaRLConfig(GRPOConfig):
                 f"contradicts objective={self.objective!r}, which makes one update per generation batch: it must equal "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}. Remove it."
             )
+
+    def _check_probe(self) -> None:
+        if self.mismatch_probe_steps < 0:
+            raise ValueError(
+                f"mismatch_probe_steps={self.mismatch_probe_steps} must be 0 (never) or a number of updates."
+            )
+        if not self.mismatch_probe_steps or not self.use_vllm or self.vllm_mode != "colocate":
+            return
+        for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
+            if getattr(self, name) != usual:
+                raise ValueError(
+                    f"mismatch_probe_steps={self.mismatch_probe_steps} asks the engine between rollouts, which {name}="
+                    f"{getattr(self, name)!r} does not allow: it sleeps, or needs all processes. Leave out one of them."
+                )
 
     def _check_vllm(self) -> None:
         if not self.use_vllm:

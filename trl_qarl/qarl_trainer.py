@@ -28,6 +28,7 @@ from .objectives import (
     weigh_advantages,
 )
 from .optim import create_muon_adamw
+from .probe import NUM_PROBES, TOP_K, learner_log_probs, likeliest, probe_metrics, top_log_probs
 from .qarl_config import QaRLConfig
 from .rollout.embedded import record_sampling_logps
 from .rollout.generation import EngineLost, QaRLVLLMGeneration, server_process, use_generation_factory
@@ -50,6 +51,7 @@ from .telemetry import (
     split_sums,
     sqnr,
     update_to_step,
+    worst_examples,
 )
 
 
@@ -134,6 +136,8 @@ class QaRLTrainer(GRPOTrainer):
         bounds = token_bounds(args) | (sequence_bounds(args) or {})
         self.histogram_bounds = [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
         self._histograms: torch.Tensor | None = None
+        self._worst_examples: list[dict[str, Any]] = []
+        self._next_probe = 0
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
             super().__init__(
                 model=model,
@@ -305,9 +309,60 @@ class QaRLTrainer(GRPOTrainer):
             for name, value in self.vllm_generation.take_publication().items():
                 metrics[name].append(value)
             metrics["rollout/weight_version"].append(self._checked_weight_version())
-        layers = quantized_layers(self.model)
-        if layers:
-            metrics["quant/sqnr"].append(sqnr(layers))
+        for name, value in sqnr(quantized_layers(self.model)).items():
+            metrics[name].append(value)
+        if self.model.training:
+            self._note_worst_examples(output)
+            self._probe_mismatch(output)
+
+    def _note_worst_examples(self, output: dict[str, Any]) -> None:
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        self._worst_examples += worst_examples(
+            output["old_per_token_logps"],
+            output["sampling_per_token_logps"],
+            _loss_mask(output),
+            output["advantages"],
+            _without_padding(output["prompt_ids"], output["prompt_mask"]),
+            _without_padding(output["completion_ids"], output["completion_mask"]),
+            tokenizer.decode,
+        )
+
+    def take_worst_examples(self) -> list[dict[str, Any]]:
+        """What [`~trl_qarl.telemetry.worst_examples`] found in the generation batches since the last call, on this process."""
+        examples, self._worst_examples = self._worst_examples, []
+        return examples
+
+    def _probe_mismatch(self, output: dict[str, Any]) -> None:
+        """Compares learner and engine over the whole vocabulary on the first few completions, where it is time to."""
+        every = self.args.mismatch_probe_steps
+        is_server = self.use_vllm and self.vllm_mode == "server"
+        if not every or self.state.global_step < self._next_probe or (is_server and not self.is_world_process_zero()):
+            return
+        self._next_probe = self.state.global_step + every
+        if any(output.get(key) is not None for key in _FORWARD_KEYS):
+            raise NotImplementedError("mismatch_probe_steps needs prompts of text alone. Set it to 0.")
+        prompts = _without_padding(output["prompt_ids"], output["prompt_mask"])[:NUM_PROBES]
+        completions = _without_padding(output["completion_ids"], output["completion_mask"])[:NUM_PROBES]
+        # The last token is left out: the engine generates one more, for which a full context has no room.
+        sequences = [(p + c[:-1], len(c) - 1) for p, c in zip(prompts, completions, strict=True) if len(c) > 1]
+        if not sequences:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        engine = []
+        if self.use_vllm:
+            scores = self.vllm_generation.top_log_probs([ids for ids, _ in sequences], TOP_K)
+            engine = [likeliest(row[-count:]) for row, (_, count) in zip(scores, sequences, strict=True)]
+        learner = []
+        with self.accelerator.autocast():
+            for ids, count in sequences:
+                token_ids = torch.tensor(ids, device=self.accelerator.device)
+                learner.append(learner_log_probs(model, token_ids, count))
+                if not self.use_vllm:
+                    with low_bit_forward(model):
+                        engine.append(top_log_probs(learner_log_probs(model, token_ids, count)))
+        engine_ids, engine_logps = (torch.cat(part).to(self.accelerator.device) for part in zip(*engine, strict=True))
+        for name, value in probe_metrics(engine_ids, engine_logps, torch.cat(learner)).items():
+            self._metrics["train"][name].append(value)
 
     def _checked_weight_version(self) -> float:
         stamped = self.vllm_generation.engine_weight_version()
@@ -586,6 +641,10 @@ def _text(completion: str | list[dict[str, Any]]) -> str:
         return completion
     contents = (message.get("content") for message in completion)
     return "\n".join(content for content in contents if isinstance(content, str))
+
+
+def _without_padding(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    return [row[keep].tolist() for row, keep in zip(ids, mask.bool(), strict=True)]
 
 
 def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:

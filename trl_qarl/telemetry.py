@@ -6,7 +6,8 @@ low-bit weights, `rollout/*` what was sampled.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ __all__ = [
     "split_sums",
     "sqnr",
     "update_to_step",
+    "worst_examples",
+    "worst_span",
 ]
 
 ERROR_PROBABILITY = 1e-3
@@ -140,6 +143,71 @@ def split_metrics(sums: torch.Tensor) -> dict[str, float]:
     return {**metrics, "rollout/error_token_share": errors}
 
 
+def worst_span(scores: Sequence[float]) -> tuple[int, int]:
+    """`(start, stop)` of the run of tokens around the largest score whose scores all exceed a quarter of it; NaN is no score."""
+    values = [-math.inf if math.isnan(score) else score for score in scores]
+    peak = max(range(len(values)), key=values.__getitem__)
+    start, stop = peak, peak + 1
+    while start > 0 and values[start - 1] > values[peak] / 4:
+        start -= 1
+    while stop < len(values) and values[stop] > values[peak] / 4:
+        stop += 1
+    return start, stop
+
+
+def worst_examples(
+    old_per_token_logps: torch.Tensor,
+    sampling_per_token_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    prompt_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+) -> list[dict[str, Any]]:
+    """
+    Two completions as text with the offending span between `⟦` and `⟧`, see [`worst_span`]: that of the largest `|d|`
+    (`"mismatch"`), and that of the token least likely under learner and sampler alike (`"improbable"`, by `-log p`).
+
+    Args:
+        old_per_token_logps, sampling_per_token_logps, mask (`torch.Tensor` of shape `(B, T)`):
+            As in [`mismatch_sums`].
+        advantages (`torch.Tensor` of shape `(B,)`):
+            Reported with the completion.
+        prompt_ids, completion_ids (`B` sequences of `int`):
+            Tokens without padding.
+        decode (`Callable`):
+            From token ids to text.
+
+    Returns:
+        `{"kind", "nats", "advantage", "prompt", "completion"}`, texts cut to the last 200 characters of the prompt and about 300
+        around the span; none if no token counts.
+    """
+    known = mask.bool() & ~sampling_per_token_logps.isnan()
+    examples = []
+    for kind, scores in (
+        ("mismatch", (old_per_token_logps - sampling_per_token_logps).abs()),
+        ("improbable", -torch.maximum(old_per_token_logps, sampling_per_token_logps)),
+    ):
+        scores = scores.float().masked_fill(~known, math.nan)
+        worst = scores.nan_to_num(nan=-math.inf).amax(-1)  # (B,)
+        row = int(worst.argmax())
+        if not known[row].any():
+            continue
+        ids = list(completion_ids[row])
+        start, stop = worst_span(scores[row, : len(ids)].tolist())
+        text = f"{decode(ids[:start])[-200:]}⟦{decode(ids[start:stop])}⟧{decode(ids[stop:])[:100]}"
+        examples.append(
+            {
+                "kind": kind,
+                "nats": worst[row].item(),
+                "advantage": advantages[row].item(),
+                "prompt": decode(list(prompt_ids[row]))[-200:],
+                "completion": text,
+            }
+        )
+    return examples
+
+
 def has_loop(token_ids: Sequence[int]) -> bool:
     """
     Whether a completion repeats itself: a block of up to 64 tokens that occurs at least 4 times in a row, over at least 16
@@ -247,12 +315,18 @@ def _sampled_rows(layer: QuantizedLinear) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sqnr(layers: Mapping[str, QuantizedLinear]) -> float:
-    """Signal-to-quantization-noise ratio of all quantized weights together, `10 log10(sum w^2 / sum (w - w')^2)`, in dB."""
-    signal = noise = 0.0
-    for layer in layers.values():
+def sqnr(layers: Mapping[str, QuantizedLinear]) -> dict[str, float]:
+    """
+    Signal-to-quantization-noise ratio of the quantized weights, `10 log10(sum w^2 / sum (w - w')^2)`, in dB: `quant/sqnr` of all
+    together, `quant/sqnr/NAME` of the layers whose name ends in `NAME`, such as `q_proj`. NaN without noise.
+    """
+    sums: dict[str, list[float]] = {}
+    for name, layer in layers.items():
         weight = layer.weight.float()
-        signal += weight.square().sum().item()
         low_bit = product_weight(layer.low_bit_weight(), layer.scheme)
-        noise += (weight - dequantize_weight(low_bit, torch.float32)).square().sum().item()
-    return 10 * math.log10(signal / noise) if signal and noise else math.nan
+        signal = weight.square().sum().item()
+        noise = (weight - dequantize_weight(low_bit, torch.float32)).square().sum().item()
+        for key in ("quant/sqnr", f"quant/sqnr/{name.rpartition('.')[2]}"):
+            total = sums.setdefault(key, [0.0, 0.0])
+            total[0], total[1] = total[0] + signal, total[1] + noise
+    return {key: 10 * math.log10(s / n) if s and n else math.nan for key, (s, n) in sums.items()}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .generation import QaRLVLLMGeneration
 
 
-__all__ = ["deep_audit"]
+__all__ = ["deep_audit", "prompt_log_probs"]
 
 
 def deep_audit(generation: "QaRLVLLMGeneration", sequences: list[list[int]]) -> float:
@@ -41,19 +41,45 @@ def deep_audit(generation: "QaRLVLLMGeneration", sequences: list[list[int]]) -> 
     if not sequences or min(map(len, sequences)) < 2:
         raise ValueError("Each sequence needs at least two tokens: the first has no log-prob.")
     generation.sync_weights()
-    if generation.mode == "server":
-        body = {"model": generation.vllm_client.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": 0}
-        choices = generation.vllm_client._post(f"{generation.vllm_client.base_url}/v1/completions", json=body)[
-            "choices"
-        ]
-        live = [
-            [entry[str(token)]["logprob"] for entry, token in zip(choice["prompt_logprobs"][1:], ids[1:], strict=True)]
-            for choice, ids in zip(choices, sequences, strict=True)
-        ]
-    else:
-        live = _score(generation.llm, sequences)
+    live = _of_tokens(prompt_log_probs(generation, sequences), sequences)
     fresh = _score_export(generation, sequences)
     return max(abs(a - b) for row, other in zip(live, fresh, strict=True) for a, b in zip(row, other, strict=True))
+
+
+def prompt_log_probs(
+    generation: "QaRLVLLMGeneration", sequences: list[list[int]], num_top: int = 0
+) -> list[list[dict[int, float]]]:
+    """
+    What the engine expects at each position of `sequences` from the second token on: `{token id: log-prob}` of the token that
+    stands there and of the `num_top` likeliest ones, at temperature 1.
+    """
+    if generation.mode != "server":
+        return _prompt_log_probs(generation.llm, sequences, num_top)
+    client = generation.vllm_client
+    body = {"model": client.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": num_top}
+    choices = client._post(f"{client.base_url}/v1/completions", json=body)["choices"]
+    return [
+        [{int(token): value["logprob"] for token, value in entry.items()} for entry in choice["prompt_logprobs"][1:]]
+        for choice in choices
+    ]
+
+
+def _prompt_log_probs(llm, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=1, prompt_logprobs=num_top)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], parameters, use_tqdm=False)
+    return [
+        [{token: value.logprob for token, value in entry.items()} for entry in output.prompt_logprobs[1:]]
+        for output in outputs
+    ]
+
+
+def _of_tokens(scores: list[list[dict[int, float]]], sequences: list[list[int]]) -> list[list[float]]:
+    return [
+        [entry[token] for entry, token in zip(row, ids[1:], strict=True)]
+        for row, ids in zip(scores, sequences, strict=True)
+    ]
 
 
 def _score_export(generation: "QaRLVLLMGeneration", sequences: list[list[int]]) -> list[list[float]]:
@@ -96,18 +122,8 @@ def _main(folder: str) -> None:
         max_num_seqs=len(task["sequences"]),
         gpu_memory_utilization=task["gpu_memory_utilization"],
     )
-    (Path(folder) / "scores.json").write_text(json.dumps(_score(llm, task["sequences"])))
-
-
-def _score(llm, sequences: list[list[int]]) -> list[list[float]]:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], parameters, use_tqdm=False)
-    return [
-        [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
-        for output, ids in zip(outputs, sequences, strict=True)
-    ]
+    scores = _of_tokens(_prompt_log_probs(llm, task["sequences"]), task["sequences"])
+    (Path(folder) / "scores.json").write_text(json.dumps(scores))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing_extensions import override
 from ..export import quantization_config
 from ..swap import quantized_layers
 from .client import QaRLClient, ServerLost
-from .deep_audit import deep_audit
+from .deep_audit import deep_audit, prompt_log_probs
 from .plugin import FILE_BACKEND, NCCL_BACKEND
 from .publish import DirectTransport, FileTransport, NCCLTransport, Publisher, PublishError
 from .serve import (
@@ -298,6 +298,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def deep_audit(self, sequences: list[list[int]]) -> float:
         """Largest difference to an engine that loads the export: [`~trl_qarl.rollout.deep_audit.deep_audit`]."""
         return deep_audit(self, sequences)
+
+    def top_log_probs(self, sequences: list[list[int]], num_top: int) -> list[list[dict[int, float]]]:
+        """The likeliest tokens at each position: [`~trl_qarl.rollout.deep_audit.prompt_log_probs`]."""
+        return prompt_log_probs(self, sequences, num_top)
 
     def take_publication(self) -> dict[str, float]:
         """Measurements of the last publication, once."""

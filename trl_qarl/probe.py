@@ -1,0 +1,68 @@
+r"""
+Full-vocabulary mismatch between learner and engine on a few sequences.
+
+The log-probs of sampled tokens show the mismatch where the sampler went; this shows it over the whole vocabulary. The engine gives
+its `k` likeliest tokens at each position, and the rest of the vocabulary counts as one more outcome `o`:
+
+    KL_k = sum_{v in top k} p(v) (log p(v) - log q(v)) + p(o) (log p(o) - log q(o))       p the engine, q the learner
+
+Merging outcomes never raises a divergence, so `KL_k` is a lower bound of the full one, and equals it for `k = V`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+
+__all__ = ["NUM_PROBES", "TOP_K", "learner_log_probs", "likeliest", "probe_metrics", "top_log_probs"]
+
+NUM_PROBES = 4
+"""Sequences of each process that a probe scores."""
+
+TOP_K = 20
+"""Likeliest tokens that the engine is asked for at each position; vLLM's own limit unless told otherwise."""
+
+
+def top_log_probs(log_probs: torch.Tensor, k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and log-probs, both `(..., min(k, V))`, of the likeliest tokens of `(..., V)`, largest first."""
+    values, ids = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1)
+    return ids, values
+
+
+def likeliest(positions: Sequence[Mapping[int, float]], k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, `(N, k)`, from an engine's `{token id: log-prob}` at `N` positions, each with at least `k` entries."""
+    ranked = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in positions]
+    return torch.tensor([[i for i, _ in row] for row in ranked]), torch.tensor([[p for _, p in row] for row in ranked])
+
+
+@torch.no_grad()
+def learner_log_probs(model: nn.Module, token_ids: torch.Tensor, num_scored: int) -> torch.Tensor:
+    """Log-probs `(num_scored, V)`, float32, of what `model` expects at the last positions of `token_ids`, `(T,)`."""
+    logits = model(input_ids=token_ids.unsqueeze(0)).logits[0, -num_scored - 1 : -1]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def probe_metrics(
+    engine_ids: torch.Tensor, engine_logps: torch.Tensor, learner_logps: torch.Tensor
+) -> dict[str, float]:
+    """
+    `mismatch/probe_kl` in nats, and `mismatch/probe_top1_agreement`, the share of positions whose likeliest token is the same:
+    one minus the argmax-flip rate. Means over positions.
+
+    Args:
+        engine_ids (`torch.Tensor` of shape `(N, k)`):
+            Ids of the engine's likeliest tokens at each position, likeliest first.
+        engine_logps (`torch.Tensor` of shape `(N, k)`):
+            Their log-probs, in nats.
+        learner_logps (`torch.Tensor` of shape `(N, V)`):
+            The learner's log-probs over the vocabulary at the same positions.
+    """
+    p, q = engine_logps.double(), learner_logps.double().gather(-1, engine_ids)
+    # A sum of float32 probabilities says nothing about a rest below their rounding.
+    rest_p, rest_q = ((1 - x.exp().sum(-1)).clamp(min=torch.finfo(torch.float32).eps) for x in (p, q))
+    kl = (p.exp() * (p - q)).sum(-1)
+    if engine_ids.shape[-1] < learner_logps.shape[-1]:
+        kl = kl + rest_p * (rest_p.log() - rest_q.log())
+    agreement = (learner_logps.argmax(-1) == engine_ids[:, 0]).double()
+    return {"mismatch/probe_kl": kl.mean().item(), "mismatch/probe_top1_agreement": agreement.mean().item()}

@@ -451,6 +451,30 @@ def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
     assert "None: every line could be read, and every value is finite." in text
 
 
+def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path / "run")
+    rows = [
+        {
+            "step": step,
+            "kind": kind,
+            "nats": nats,
+            "advantage": 1.0,
+            "prompt": "2 +\n<b>",
+            "completion": f"⟦{nats}⟧\x00",
+        }
+        for kind in ("mismatch", "improbable")
+        for step, nats in enumerate((1.25, 3.5, 2.75), 1)
+    ]
+    lines = [json.dumps(row) for row in rows] + ['{"step": 4, "kind": "mismatch", "nats": "NaN"}', '{"step"']
+    (path / "worst_completions.jsonl").write_text("\n".join(lines))
+    report(tmp_path / "report.html", path)
+    text = read_page(tmp_path / "report.html")
+    assert text.count("⟦3.5⟧") == text.count("⟦2.75⟧") == 2 and "⟦1.25⟧" not in text
+    assert "2 +⏎&lt;b&gt;" in text and "\x00" not in text
+    assert "worst_completions.jsonl: 1 unreadable lines" in text and "The last line of worst_completions.jsonl" in text
+
+
 def test_one_seed_per_group_leaves_noise_unjudged(tmp_path):
     pytest.importorskip("matplotlib")
     runs = [write_run(tmp_path / name, scheme=name) for name in ("fp8", "bf16")]

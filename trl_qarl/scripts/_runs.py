@@ -49,6 +49,7 @@ class Run:
     rows: dict[int, dict[str, float | None]]
     distributions: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, dict[str, int]] = field(default_factory=dict)
+    worst: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -183,6 +184,9 @@ def read_run(path: str | Path) -> Run:
             last = row["step"]
             kept[row["step"], row["name"], row["sign"]] = row
         run.distributions = list(kept.values())
+    if (path / "worst_completions.jsonl").is_file():
+        run.worst, broken = _read_jsonl(path / "worst_completions.jsonl", _is_worst)
+        run.notes += _describe_broken("worst_completions.jsonl", broken)
     if (path / "evaluation.json").is_file():
         try:
             run.evaluation = json.loads((path / "evaluation.json").read_text(encoding="utf-8"))
@@ -425,6 +429,11 @@ def _is_distribution(row: dict[str, Any]) -> bool:
         and len(bounds) == 2
         and all(bound is None or _is_finite(bound) for bound in bounds)
     )
+
+
+def _is_worst(row: dict[str, Any]) -> bool:
+    texts = (row.get(name) for name in ("kind", "prompt", "completion"))
+    return _is_metrics_row(row) and _is_finite(row.get("nats")) and all(isinstance(text, str) for text in texts)
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, float | None]:

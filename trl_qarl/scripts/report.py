@@ -194,6 +194,7 @@ def make_page(groups: list[Group], figures: list[tuple[str, Path, str]], notes: 
             f'<figure><img alt="{escape(heading)}" src="data:image/png;base64,{data}" />',
             f"<figcaption>{escape(caption)}</figcaption></figure>",
         ]
+    parts += _worst_completions(groups)
     parts.append("<h2>Configurations</h2>")
     for group in groups:
         text = json.dumps(group.config, indent=2, ensure_ascii=False)
@@ -326,6 +327,25 @@ def _run_table(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
                 ]
             )
     return _table(["run", "group", "seed", "last step", "final reward", *scores], rows)
+
+
+def _worst_completions(groups: list[Group], number: int = 2) -> list[str]:
+    rows = []
+    for group in groups:
+        found = [(row, run) for run in group.runs for row in run.worst]
+        for kind in dict.fromkeys(row["kind"] for row, _ in found):
+            worst = sorted((pair for pair in found if pair[0]["kind"] == kind), key=lambda pair: -pair[0]["nats"])
+            for row, run in worst[:number]:
+                texts = [row[name].replace("\n", "⏎") for name in ("prompt", "completion")]
+                rows.append([group.label, run.name, str(row["step"]), kind, _number(row["nats"]), *texts])
+    if not rows:
+        return []
+    caption = (
+        "Of each group the completions where learner and sampler differ most on a token (mismatch), and those with the token "
+        "least likely under both (improbable, by its negative log-prob). The span is between ⟦ and ⟧."
+    )
+    header = ["group", "run", "step", "kind", "nats", "prompt", "completion"]
+    return ["<h2>Worst completions</h2>", f"<p>{caption}</p>", _table(header, rows)]
 
 
 def _notes(runs: list[Run], notes: list[str]) -> list[str]:

@@ -310,3 +310,13 @@ def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
         path = tmp_path / "grid.yaml"
         path.write_text(example)
         assert expand_grid(load_grid(path))
+
+
+def test_the_study_in_examples_is_a_grid():
+    root = Path(__file__).parent.parent
+    cells = expand_grid(load_grid(root / "examples" / "addition.yaml"))
+    assert len(cells) == 15 and {cell["seed"] for cell in cells} == {0, 1, 2}
+    assert {(cell["alignment"], cell["objective"]) for cell in cells} == {
+        ("none", "grpo-tis"),
+        *((alignment, objective) for alignment in ("rollout-only", "aligned") for objective in ("grpo-tis", "tbpo")),
+    }

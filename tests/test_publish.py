@@ -1,9 +1,14 @@
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
+import requests
 import torch
 from torch import nn
 
 from trl_qarl.rollout.audit import fingerprint
-from trl_qarl.rollout.publish import Publisher
+from trl_qarl.rollout.client import QaRLClient, ServerLost
+from trl_qarl.rollout.publish import Publisher, PublishError
 
 
 class Recorder:
@@ -25,6 +30,39 @@ class Recorder:
     @property
     def names(self):
         return [name for chunk in self.chunks for name in chunk]
+
+
+@pytest.fixture
+def dead_engine():
+    """Address of an HTTP server that answers as vLLM's does when the engine behind it has died."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(500)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "EngineCore encountered an issue."}}')
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_whose_engine_has_died_is_a_lost_server(dead_engine):
+    """Lost servers are recovered from; any other error would end the training."""
+    client = QaRLClient.__new__(QaRLClient)
+    client.session, client.base_url = requests.Session(), dead_engine
+    with pytest.raises(ServerLost, match="status 500: EngineCore encountered"):
+        client._post(f"{dead_engine}/v1/completions", json={})
+    with pytest.raises(PublishError, match="status 500"):
+        client.control("/start_weight_update")
 
 
 def make_model():

@@ -149,6 +149,25 @@ class TestColocated:
         # The engine goes on as before.
         assert trainer.evaluate(trainer.train_dataset)["eval_mismatch/abs_logp_max"] < 1e-5
 
+    def test_weights_of_the_best_checkpoint_are_published(self, tmp_path):
+        saving = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        trainer = make_vllm_trainer(
+            tmp_path,
+            vllm_mode="colocate",
+            max_steps=3,
+            load_best_model_at_end=True,
+            # The first one.
+            metric_for_best_model="eval_rollout/weight_version",
+            greater_is_better=False,
+            **saving,
+        )
+        trainer.train()
+        assert trainer.state.best_global_step == 1
+        before = trainer.vllm_generation.published_version
+        metrics = trainer.evaluate()
+        assert metrics["eval_mismatch/abs_logp_max"] < 1e-5
+        assert trainer.vllm_generation.published_version != before
+
     def test_probe_finds_no_difference_where_learner_and_engine_are_aligned(self, tmp_path):
         trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", mismatch_probe_steps=1, temperature=0.7)
         trainer.train()

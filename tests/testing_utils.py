@@ -132,11 +132,13 @@ def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, **argument
         "report_to": "none",
         "model_init_kwargs": {"dtype": "float32"},
     }
+    dataset = load_dataset(make_tiny_dataset(directory))
     return QaRLTrainer(
         model=make_tiny_model(directory, arch),
         reward_funcs=count_digits,
         args=QaRLConfig(str(Path(directory) / "output"), **(defaults | arguments)),
-        train_dataset=load_dataset(make_tiny_dataset(directory))["train"],
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["test"].select(range(2)),
         callbacks=callbacks,
     )
 

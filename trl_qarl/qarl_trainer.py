@@ -468,7 +468,8 @@ class QaRLTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
         With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely. A vLLM server that
-        was started here ends with training, however that ends.
+        was started here ends with training, however that ends. The next rollout publishes whatever the step count says, as
+        `load_best_model_at_end` may have changed the weights.
         """
         try:
             return super().train(resume_from_checkpoint=self.find_checkpoint(resume_from_checkpoint), **kwargs)
@@ -476,12 +477,6 @@ class QaRLTrainer(GRPOTrainer):
             if self.use_vllm:
                 self._last_loaded_step = -1
                 self.vllm_generation.stop_server()
-
-    @override
-    def _load_best_model(self):
-        """Also has the best weights published before the next rollout: the step count does not show that they changed."""
-        super()._load_best_model()
-        self._last_loaded_step = -1
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """

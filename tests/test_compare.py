@@ -293,12 +293,43 @@ def test_interrupted_command_ends_its_cell_and_continues_later(project, number):
 
 def test_progress_estimates_only_from_cells_that_finished():
     assert (
-        progress_line(0, 4, "a", 5.4, []) == "[0/4 done] a | elapsed 0:00:05 | left: unknown until a cell has finished"
+        progress_line(0, 4, {"a": 5.4}, 5.4, [])
+        == "[0/4 done] a | elapsed 0:00:05 | left: unknown until a cell has finished"
     )
     # Two cells of 60 s are done, the third has run for 20 s.
-    line = progress_line(2, 4, "c", 140, [60.0, 60.0])
+    line = progress_line(2, 4, {"c": 20}, 140, [60.0, 60.0])
     assert line == "[2/4 done] c | elapsed 0:02:20 | left: about 0:01:40"
-    assert progress_line(3, 4, "d", 4000, [60.0]).endswith("left: about 0:00:00")
+    assert progress_line(3, 4, {"d": 3940}, 4000, [60.0]).endswith("left: about 0:00:00")
+    # Six cells on two devices, two of which have run for 20 s.
+    line = progress_line(2, 8, {"c": 20, "d": 20}, 80, [60.0, 60.0], 2)
+    assert line == "[2/8 done] c, d | elapsed 0:01:20 | left: about 0:02:40"
+
+
+def test_cells_run_side_by_side_on_the_devices_that_are_given(project, tmp_path):
+    code = """
+import os, pathlib, sys, time
+out = pathlib.Path(sys.argv[1])
+(out / "device").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+deadline = time.monotonic() + 60
+while len(list(out.parent.glob("*/device"))) < 2 and time.monotonic() < deadline:  # waits for the other device's first cell
+    time.sleep(0.05)
+(out / "met").write_text(str(len(list(out.parent.glob("*/device")))))
+"""
+    (tmp_path / "meet.py").write_text(code)
+    path = project(command=["{python}", "meet.py", "{output_dir}", "{scheme}", "{seed}"])
+    assert main(["compare", str(path), "--output_dir", str(project.out), "--devices", "0,1", "2"]) == 0
+    cells = [project.out / f"{scheme}-seed{seed}" for scheme in ("w4a16", "bf16") for seed in (0, 1)]
+    assert all((cell / "finished").exists() and int((cell / "met").read_text()) >= 2 for cell in cells)
+    devices = [(cell / "device").read_text() for cell in cells]
+    assert set(devices) == {"0,1", "2"} and set(devices[:2]) == {"0,1", "2"}
+
+
+@pytest.mark.parametrize("devices", [["0", "0"], ["0", ""], ["0,"], ["cuda:0"]])
+def test_devices_that_are_none_are_one_line(project, capsys, devices):
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", str(project()), "--output_dir", str(project.out), "--devices", *devices])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl-qarl: error: --devices") and "`0 1`" in line
 
 
 def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):

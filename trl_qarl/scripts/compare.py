@@ -1,8 +1,8 @@
 """
 `trl-qarl compare`: one training run per cell of a grid of alignments, objectives, schemes and seeds.
 
-Cells run one after the other, each as a process of its own in a directory named after its coordinates. The directory
-says how far its cell got, so the same command continues after an interruption: `finished` marks a cell that is done, a
+Cells run one after the other, or one per device at a time, each as a process of its own in a directory named after its
+coordinates. The directory says how far its cell got, so the same command continues after an interruption: `finished` marks a cell that is done, a
 complete checkpoint one that resumes.
 """
 
@@ -16,9 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,12 +54,19 @@ LOG_FILE = "log.txt"
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Train every cell of a grid of alignments, objectives, schemes and seeds, one after the other. The "
+        description="Train every cell of a grid of alignments, objectives, schemes and seeds. The "
         "same command continues after an interruption: finished cells are skipped, killed ones resume from their last "
         "checkpoint.",
     )
     parser.add_argument("grid", metavar="GRID.yaml", help="what to train, and the values of each axis")
     parser.add_argument("--output_dir", metavar="DIR", help="one directory per cell goes here; default: outputs/GRID")
+    parser.add_argument(
+        "--devices",
+        nargs="+",
+        metavar="GPUS",
+        help="run one cell at a time on each of these, values of CUDA_VISIBLE_DEVICES: `0 1` or `0,1 2,3`; default: one "
+        "cell at a time, which sees all GPUs",
+    )
     parser.add_argument("--dry_run", action="store_true", help="print the command of every cell and exit")
     return parser
 
@@ -64,6 +74,12 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 def main(args: Namespace) -> int:
     """Run the grid. Returns 0, 1 if a cell failed, or 130 if interrupted."""
     with configuration_errors():
+        for device in args.devices or ():
+            if args.devices.count(device) > 1 or not re.fullmatch(r"[\w-]+(,[\w-]+)*", device):
+                raise ValueError(
+                    f"--devices {' '.join(args.devices)}: {device!r} is given twice or is no list of GPUs; give values of "
+                    "CUDA_VISIBLE_DEVICES such as `0 1` or `0,1 2,3`."
+                )
         config = load_grid(args.grid)
         cells = expand_grid(config)
         output_dir = Path(args.output_dir or Path("outputs") / Path(args.grid).stem)
@@ -79,7 +95,7 @@ def main(args: Namespace) -> int:
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with lock:
-            failures = _run_cells(config, cells, states, output_dir, lock.fileno())
+            failures = _run_cells(config, cells, states, output_dir, lock.fileno(), args.devices or [None])
     except KeyboardInterrupt:
         print("\nInterrupted. The same command continues.", file=sys.stderr)
         return 130
@@ -232,7 +248,9 @@ def build_command(
     return [re.sub(r"\{(\w+)\}", fill, str(word)) for word in config[key]]
 
 
-def progress_line(done: int, total: int, name: str, elapsed: float, durations: list[float]) -> str:
+def progress_line(
+    done: int, total: int, running: dict[str, float], elapsed: float, durations: list[float], num_devices: int = 1
+) -> str:
     """
     State of a grid in one line.
 
@@ -241,19 +259,21 @@ def progress_line(done: int, total: int, name: str, elapsed: float, durations: l
             Cells that are finished, skipped or failed.
         total (`int`):
             All cells.
-        name (`str`):
-            Cell that is running.
+        running (`dict[str, float]`):
+            Cells that are running, and for how many seconds.
         elapsed (`float`):
             Seconds since the command started.
         durations (`list[float]`):
             Seconds of the cells that this command has finished; their mean makes the estimate.
+        num_devices (`int`, *optional*, defaults to `1`):
+            Cells that run at the same time.
     """
     left = "unknown until a cell has finished"
     if durations:
         mean = sum(durations) / len(durations)
-        remaining = mean * (total - done) - (elapsed - sum(durations))
-        left = f"about {_clock(max(remaining, 0))}"
-    return f"[{done}/{total} done] {name} | elapsed {_clock(elapsed)} | left: {left}"
+        remaining = mean * (total - done) - sum(min(seconds, mean) for seconds in running.values())
+        left = f"about {_clock(remaining / num_devices)}"
+    return f"[{done}/{total} done] {', '.join(running)} | elapsed {_clock(elapsed)} | left: {left}"
 
 
 def check_evaluation(text: str) -> dict[str, dict[str, int]]:
@@ -276,50 +296,81 @@ def check_evaluation(text: str) -> dict[str, dict[str, int]]:
 
 
 def _run_cells(
-    config: dict[str, Any], cells: list[dict], states: list[str], output_dir: Path, lock: int
+    config: dict[str, Any],
+    cells: list[dict],
+    states: list[str],
+    output_dir: Path,
+    lock: int,
+    devices: list[str | None],
 ) -> dict[str, str]:
-    """Run what is not finished, and return the reasons of the failures by cell."""
+    """Run what is not finished, one cell per device at a time, and return the reasons of the failures by cell."""
     start = time.monotonic()
     failures: dict[str, str] = {}
     durations: list[float] = []
-    for done, (cell, state) in enumerate(zip(cells, states, strict=True)):
-        name = cell_name(cell)
-        position = f"[{done + 1}/{len(cells)}] {name}:"
-        if state == "finished":
-            _show(f"{position} finished before, skipped", end="\n")
-            continue
-        cell_start = time.monotonic()
+    running: dict[str, float] = {}
+    stop = threading.Event()
+    waiting = deque(enumerate(zip(cells, states, strict=True), 1))
 
-        def show_progress(done: int = done, name: str = name) -> None:
-            if sys.stderr.isatty():
-                _show(progress_line(done, len(cells), name, time.monotonic() - start, durations))
+    def work(device: str | None) -> None:
+        while not stop.is_set():
+            try:
+                index, (cell, state) = waiting.popleft()
+            except IndexError:
+                return
+            name = cell_name(cell)
+            position = f"[{index}/{len(cells)}] {name}:"
+            if state == "finished":
+                _show(f"{position} finished before, skipped", end="\n")
+                continue
+            running[name] = time.monotonic()
+            reason = _run_cell(config, cell, output_dir / name, state == "resumes", lock, device, stop)
+            seconds = time.monotonic() - running.pop(name)
+            if stop.is_set():
+                return
+            if reason is None:
+                durations.append(seconds)
+                _show(f"{position} finished in {_clock(seconds)}", end="\n")
+            else:
+                failures[name] = reason
+                _show(f"{position} failed after {_clock(seconds)}", end="\n")
 
-        reason = _run_cell(config, cell, output_dir / name, state == "resumes", lock, show_progress)
-        seconds = time.monotonic() - cell_start
-        if reason is None:
-            durations.append(seconds)
-            _show(f"{position} finished in {_clock(seconds)}", end="\n")
-        else:
-            failures[name] = reason
-            _show(f"{position} failed after {_clock(seconds)}", end="\n")
+    with ThreadPoolExecutor(len(devices)) as pool:
+        workers = [pool.submit(work, device) for device in devices]
+        try:
+            while wait(workers, timeout=1).not_done:
+                if sys.stderr.isatty():
+                    now = time.monotonic()
+                    seconds = {name: now - since for name, since in list(running.items())}
+                    done = len(cells) - len(waiting) - len(seconds)
+                    _show(progress_line(done, len(cells), seconds, now - start, list(durations), len(devices)))
+        finally:
+            stop.set()
+    for worker in workers:
+        worker.result()
     return failures
 
 
 def _run_cell(
-    config: dict[str, Any], cell: dict, cell_dir: Path, resume: bool, lock: int, show_progress: Callable[[], None]
+    config: dict[str, Any],
+    cell: dict,
+    cell_dir: Path,
+    resume: bool,
+    lock: int,
+    device: str | None,
+    stop: threading.Event,
 ) -> str | None:
     """Train and evaluate one cell. Returns why it failed, `None` if it did not."""
     cell_dir.mkdir(exist_ok=True)
     _write(cell_dir / CELL_FILE, json.dumps(_cell_record(config, cell), indent=2) + "\n")
     with open(cell_dir / LOG_FILE, "a", encoding="utf-8") as log:
         command = build_command(config, cell, cell_dir, resume=resume)
-        code = _run(command, log, log, lock, show_progress)
+        code = _run(command, log, log, lock, device, stop)
         if code:
             return _describe_exit(code)
         if "evaluate" in config:
             answer = cell_dir / "evaluation.txt"
             with open(answer, "w", encoding="utf-8") as out:
-                code = _run(build_command(config, cell, cell_dir, key="evaluate"), out, log, lock, show_progress)
+                code = _run(build_command(config, cell, cell_dir, key="evaluate"), out, log, lock, device, stop)
             if code:
                 return f"evaluation: {_describe_exit(code)}"
             try:
@@ -331,21 +382,24 @@ def _run_cell(
     return None
 
 
-def _run(command: list[str], out: TextIO, log: TextIO, lock: int, show_progress: Callable[[], None]) -> int:
-    """Exit code of `command`, which ends with this process unless this process is killed."""
+def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | None, stop: threading.Event) -> int:
+    """Exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None` all."""
     log.write(f"$ {shlex.join(command)}\n")
     log.flush()
     # The lock lives as long as the process does, even when this one is killed: a second command then waits its turn.
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True, pass_fds=[lock]
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=log,
+        start_new_session=True,
+        pass_fds=[lock],
+        env=None if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device},
     )
     try:
-        while True:
-            show_progress()
-            try:
-                return process.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                continue
+        while process.poll() is None and not stop.is_set():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -355,6 +409,7 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, show_progress:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    return process.returncode
 
 
 def _cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:

@@ -451,6 +451,25 @@ def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
     assert "None: every line could be read, and every value is finite." in text
 
 
+def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = []
+    for alignment, solved in (("aligned", (80, 82, 81)), ("rollout-only", (20, 25, 30)), ("none", (79, 83, 80))):
+        for seed, correct in enumerate(solved):
+            path = write_run(tmp_path / f"{alignment}-{seed}", alignment=alignment, seed=seed)
+            (path / "evaluation.json").write_text(json.dumps({"greedy": {"correct": correct, "total": 100}}))
+            paths.append(path)
+    report(tmp_path / "report.html", *paths)
+    text = Page(read_page(tmp_path / "report.html")).text
+    assert "Differences of the greedy evaluation" in text and "Differences of the sampled evaluation" not in text
+    # s = sqrt((1 + 25) / 2) points, times 2.776 sqrt(2 / 3).
+    assert (
+        "aligned tbpo w4a16 has a greedy score of 0.81, rollout-only tbpo w4a16 of 0.25: the difference of 0.56 exceeds the seed "
+        "noise of 0.0817." in text
+    )
+    assert "has a greedy score of 0.81, alignment=none tbpo w4a16 of 0.807: the difference of 0.00333 does not" in text
+
+
 def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
     pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run")

@@ -248,9 +248,10 @@ def make_groups(runs: list[Run]) -> list[Group]:
     return ordered
 
 
-def summarize(groups: list[Group]) -> list[dict[str, Any]]:
+def summarize(groups: list[Group], score: str | None = None) -> list[dict[str, Any]]:
     """
-    Final reward of each group: the mean of `reward` over the logged steps in the last quarter.
+    Final reward of each group: the mean of `reward` over the logged steps in the last quarter. With `score`, the name of an
+    evaluation, instead of it the share that was solved.
 
     The last quarter ends at the largest step that any run with the same `max_steps` has reached, so runs that ended
     before it have no final reward.
@@ -270,10 +271,15 @@ def summarize(groups: list[Group]) -> list[dict[str, Any]]:
         by_run = {}
         by_seed: dict[Any, list[float]] = {}
         for run in group.runs:
-            rewards = [value for step, value in run.values("reward").items() if step > start]
-            by_run[run.name] = statistics.fmean(rewards) if rewards else None
-            if rewards:
-                by_seed.setdefault(run.config.get("seed"), []).append(statistics.fmean(rewards))
+            if score is None:
+                rewards = [value for step, value in run.values("reward").items() if step > start]
+                final = statistics.fmean(rewards) if rewards else None
+            else:
+                solved = run.evaluation.get(score)
+                final = solved["correct"] / solved["total"] if solved else None
+            by_run[run.name] = final
+            if final is not None:
+                by_seed.setdefault(run.config.get("seed"), []).append(final)
         seeds = {seed: statistics.fmean(values) for seed, values in by_seed.items()}
         finals = list(seeds.values())
         summaries.append(

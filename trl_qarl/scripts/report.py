@@ -102,12 +102,14 @@ def main(args: Namespace) -> None:
     print(f"{output}: {_count(len(runs), 'run')} in {_count(len(groups), 'group')}, {_count(len(figures), 'figure')}")
 
 
-def describe_differences(groups: list[Group]) -> dict[str, list[str]]:
+def describe_differences(groups: list[Group], score: str | None = None) -> dict[str, list[str]]:
     """
     One sentence per pair of groups that train the same model, under `"exceeds"`, `"within"` and `"unknown"` as
-    [`compare_groups`] judges it. Pairs that differ in the fewest settings come first, then larger differences.
+    [`compare_groups`] judges it: of final rewards, or of the evaluation `score`. Pairs that differ in the fewest settings come
+    first, then larger differences.
     """
-    summaries = summarize(groups)
+    what, ends_at = ("final reward", "ends at") if score is None else (f"{score} score", f"has a {score} score of")
+    summaries = summarize(groups, score)
     found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
     for (a, of_a), (b, of_b) in itertools.combinations(zip(groups, summaries, strict=True), 2):
         if a.config.get("model") != b.config.get("model"):
@@ -116,13 +118,15 @@ def describe_differences(groups: list[Group]) -> dict[str, list[str]]:
         distance = sum(a.config.get(name) != b.config.get(name) for name in a.config.keys() | b.config.keys())
         if result["difference"] is None:
             without = [group.label for group, summary in ((a, of_a), (b, of_b)) if summary["mean"] is None]
-            sentence = f"{a.label} and {b.label}: no final reward of {' and '.join(without)}."
+            sentence = f"{a.label} and {b.label}: no {what} of {' and '.join(without)}."
             found["unknown"].append((distance, 0.0, sentence))
             continue
         if result["difference"] < 0:
             (a, of_a), (b, of_b) = (b, of_b), (a, of_a)
         size = abs(result["difference"])
-        sentence = f"{a.label} ends at {_number(of_a['mean'])}, {b.label} at {_number(of_b['mean'])}: "
+        sentence = (
+            f"{a.label} {ends_at} {_number(of_a['mean'])}, {b.label} {ends_at.split()[-1]} {_number(of_b['mean'])}: "
+        )
         if result["verdict"] == "unknown":
             single = [group.label for group, of in ((a, of_a), (b, of_b)) if of["sd"] is None]
             sentence += (
@@ -183,6 +187,13 @@ def make_page(groups: list[Group], figures: list[tuple[str, Path, str]], notes: 
             "by side and not compared with each other.</p>"
         )
     parts += ["<h2>Differences and seed noise</h2>", *_differences(groups), f"<p>{escape(RULE)}</p>"]
+    for score in ("greedy", "sampled"):
+        if any(score in run.evaluation for run in runs):
+            parts += [
+                f"<h2>Differences of the {score} evaluation and seed noise</h2>",
+                *_differences(groups, score),
+                "<p>The same rule, on the share of problems solved after training.</p>",
+            ]
     summaries = summarize(groups)
     parts += ["<h2>Groups</h2>", _group_table(groups, summaries)]
     parts += ["<h2>Runs</h2>", _run_table(groups, summaries)]
@@ -270,8 +281,8 @@ def _draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Pa
     return figures, notes
 
 
-def _differences(groups: list[Group]) -> list[str]:
-    found = describe_differences(groups)
+def _differences(groups: list[Group], score: str | None = None) -> list[str]:
+    found = describe_differences(groups, score)
     if not any(found.values()):
         return ["<p>There are no two groups of the same model to compare.</p>"]
     parts = []

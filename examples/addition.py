@@ -120,13 +120,14 @@ def _score(masters: Path, scheme: str) -> dict[str, dict[str, int]]:
 
     _, problems = make_problems(masters)
     model = AutoModelForCausalLM.from_pretrained(masters, dtype=torch.float32)
-    prepare_model(model, get_scheme(scheme), scale_dtype=torch.bfloat16)
+    dtype = getattr(torch, json.loads((masters / "qarl.json").read_text())["scale_dtype"])
+    prepare_model(model, get_scheme(scheme), scale_dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
-        export_checkpoint(model, folder, AutoTokenizer.from_pretrained(masters), torch.bfloat16)
+        export_checkpoint(model, folder, AutoTokenizer.from_pretrained(masters), dtype)
         engine = in_process_engine(
             on_cpu=not torch.cuda.is_available(),
             model=folder,
-            dtype="bfloat16",
+            dtype=dtype,
             max_model_len=128,
             # Chooses the kernels that made the rollouts.
             weight_transfer_config={"backend": FILE_BACKEND},

@@ -79,3 +79,14 @@ def test_bad_option_is_one_line(options, message, tiny_model, capsys):
     error = capsys.readouterr().err
     assert "trl-qarl: error: " in error
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--num_layers", "2"), ("--group_size", "32"), ("--dtype", "float32"), ("--autocast", None)]
+)
+def test_option_that_a_mode_does_not_use_is_refused(monkeypatch, capsys, option, value):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "rollout", option, *([value] if value else [])])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"`{option}` is for `bench learner`" in line

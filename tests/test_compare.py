@@ -351,3 +351,38 @@ def test_the_study_in_examples_is_a_grid():
         ("none", "grpo-tis"),
         *((alignment, objective) for alignment in ("rollout-only", "aligned") for objective in ("grpo-tis", "tbpo")),
     }
+
+
+def test_devices_with_one_port_for_all_servers_are_refused(project, capsys):
+    path = project(command=None, train={"vllm_server_autostart": True, "use_vllm": True})
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", str(path), "--output_dir", str(project.out), "--devices", "0", "1"])
+    assert "every cell would start its server on the same port" in capsys.readouterr().err
+
+
+def test_another_evaluation_is_run_without_training_again(project):
+    def evaluate(correct):
+        scores = json.dumps({"greedy": {"correct": correct, "total": 4}})
+        return project(grid={"scheme": ["bf16"], "seed": [0]}, evaluate=["{python}", "-c", f"print('{scores}')"])
+
+    cell = project.out / "bf16-seed0"
+    for correct in (3, 4, 4):
+        assert compare(evaluate(correct), project.out) == 0
+        assert json.loads((cell / "evaluation.json").read_text())["greedy"]["correct"] == correct
+    assert steps(cell) == [1, 2, 3, 4]
+
+
+def test_a_program_that_ends_well_when_asked_to_end_has_not_finished(project, tmp_path):
+    code = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: sys.exit(0)); "
+    code += "pathlib.Path(sys.argv[1], 'begun').touch(); time.sleep(600)"
+    (tmp_path / "patient.py").write_text(code)
+    path = project(command=["{python}", "patient.py", "{output_dir}", "{seed}"], grid={"seed": [0]})
+    command = [sys.executable, "-m", "trl_qarl.cli", "compare", str(path), "--output_dir", str(project.out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+    deadline = time.monotonic() + 60
+    while not (project.out / "seed0" / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert (project.out / "seed0" / "begun").exists() and not (project.out / "seed0" / "finished").exists()

@@ -3,12 +3,19 @@ import math
 import pytest
 import torch
 
-from trl_qarl.probe import likeliest, probe_metrics, top_log_probs
+from trl_qarl.probe import compare_positions, likeliest, probe_metrics, top_log_probs
 
 
 def random_log_probs(seed, shape=(6, 50)):
     generator = torch.Generator().manual_seed(seed)
     return torch.log_softmax(3 * torch.randn(*shape, generator=generator), dim=-1)
+
+
+def measure(p, q, k):
+    """Of two parts, as of two sequences."""
+    return probe_metrics(
+        [compare_positions(*top_log_probs(p[part], k), q[part]) for part in (slice(2), slice(2, None))]
+    )
 
 
 def naive_kl(p, q):
@@ -20,7 +27,7 @@ def naive_kl(p, q):
 @pytest.mark.parametrize("seed", range(5))
 def test_divergence_over_all_tokens_is_the_naive_one(seed):
     p, q = random_log_probs(seed), random_log_probs(seed + 100)
-    metrics = probe_metrics(*top_log_probs(p, 50), q)
+    metrics = measure(p, q, 50)
     assert metrics["mismatch/probe_kl"] == pytest.approx(naive_kl(p, q), rel=1e-5)
     same = sum(a.argmax() == b.argmax() for a, b in zip(p, q, strict=True)) / len(p)
     assert metrics["mismatch/probe_top1_agreement"] == pytest.approx(float(same))
@@ -28,21 +35,21 @@ def test_divergence_over_all_tokens_is_the_naive_one(seed):
 
 def test_divergence_of_the_likeliest_is_a_bound_that_rises_with_their_number():
     p, q = random_log_probs(1), random_log_probs(2)
-    values = [probe_metrics(*top_log_probs(p, k), q)["mismatch/probe_kl"] for k in (1, 5, 20, 50)]
+    values = [measure(p, q, k)["mismatch/probe_kl"] for k in (1, 5, 20, 50)]
     assert 0 < values[0] < values[1] < values[2] < values[3]
     assert values[3] == pytest.approx(naive_kl(p, q), rel=1e-5)
 
 
 def test_equal_policies_agree():
     p = random_log_probs(3)
-    metrics = probe_metrics(*top_log_probs(p, 20), p)
+    metrics = measure(p, p, 20)
     assert metrics == {"mismatch/probe_kl": pytest.approx(0, abs=1e-7), "mismatch/probe_top1_agreement": 1.0}
 
 
 def test_a_distribution_on_few_tokens_has_no_rest():
     """Where the rest of the vocabulary has no probability at all, rounding must not make a divergence of it."""
     p = torch.log_softmax(torch.tensor([[50.0, 49.0] + [-50.0] * 40]), -1)
-    metrics = probe_metrics(*top_log_probs(p, 2), p)
+    metrics = probe_metrics([compare_positions(*top_log_probs(p, 2), p)])
     assert metrics["mismatch/probe_kl"] == pytest.approx(0, abs=1e-6)
 
 

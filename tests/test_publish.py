@@ -6,9 +6,11 @@ import requests
 import torch
 from torch import nn
 
+from trl_qarl.export import quantization_config
 from trl_qarl.rollout.audit import fingerprint
 from trl_qarl.rollout.client import QaRLClient, ServerLost
 from trl_qarl.rollout.publish import Publisher, PublishError
+from trl_qarl.swap import prepare_model
 
 
 class Recorder:
@@ -63,6 +65,25 @@ def test_a_server_whose_engine_has_died_is_a_lost_server(dead_engine):
         client._post(f"{dead_engine}/v1/completions", json={})
     with pytest.raises(PublishError, match="status 500"):
         client.control("/start_weight_update")
+
+
+def test_w4a8_is_refused_in_an_engine_of_several_shards():
+    """vLLM takes the scales of a shard apart by the largest of the shard, the learner by that of the row."""
+    model = nn.Sequential(nn.Linear(128, 128))
+    prepare_model(model, "w4a8", scale_dtype=torch.bfloat16)
+    transport = Recorder()
+    engine = {
+        "quantization_config": quantization_config(model),
+        "dtype": "bfloat16",
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": 1,
+    }
+    transport.describe = lambda: engine
+    publisher = Publisher(model, torch.bfloat16, transport)
+    assert publisher.check_engine() == engine
+    engine["tensor_parallel_size"] = 2
+    with pytest.raises(ValueError, match="scheme 'w4a8' needs tensor_parallel_size=1, the engine has 2"):
+        publisher.check_engine()
 
 
 def make_model():

@@ -448,6 +448,8 @@ def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
     assert "Differences that do not exceed the seed noise: 1" in text
     assert "These runs train 2 models: org/model, org/other." in text
     assert "Student's distribution" in text
+    assert re.search(r"w4a16\s*INT4\s*128 input features\s*16-bit\s*4\.125\b", text)
+    assert re.search(r"bf16\s*16-bit\s*-\s*16-bit\s*16\b", text)
     assert "None: every line could be read, and every value is finite." in text
 
 
@@ -482,8 +484,8 @@ def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
             "prompt": "2 +\n<b>",
             "completion": f"⟦{nats}⟧\x00",
         }
-        for kind in ("mismatch", "improbable")
         for step, nats in enumerate((1.25, 3.5, 2.75), 1)
+        for kind in ("mismatch", "improbable")
     ]
     lines = [json.dumps(row) for row in rows] + ['{"step": 4, "kind": "mismatch", "nats": "NaN"}', '{"step"']
     (path / "worst_completions.jsonl").write_text("\n".join(lines))

@@ -75,10 +75,25 @@ def test_every_logged_row_is_in_the_file(tiny_model, tmp_path):
     assert sorted(row["time"] for row in rows) == [row["time"] for row in rows]
 
 
+def test_parts_of_a_step_are_timed(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=4, gradient_accumulation_steps=2, steps_per_generation=4).train()
+    rows = [row for row in read(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert len(rows) == 4
+    for row in rows:
+        parts = [row["step/forward_backward_seconds"]]
+        if row["step"] % 2:
+            parts += [row["rollout/seconds"], row["step/scoring_seconds"]]
+        assert min(parts) > 0 and row["step/optimizer_seconds"] > 0
+        # TRL's own time of the step, which is without the optimizer.
+        assert sum(parts) == pytest.approx(row["step_time"], rel=0.05, abs=0.02)
+
+
 def test_run_file_says_what_was_run(tiny_model, tmp_path):
     make(tiny_model, tmp_path, objective="gspo", alignment="rollout-only", seed=7, max_steps=1).train()
     run = json.loads((tmp_path / "run.json").read_text())
-    versions = run.pop("versions")
+    versions, options = run.pop("versions"), run.pop("options")
+    assert options["num_generations"] == 4 and options["max_completion_length"] == 8 and "save_strategy" not in options
+    assert not options.keys() & run.keys() and not any("seed" in name or "dir" in name for name in options)
     assert run == {
         "objective": "gspo",
         "alignment": "rollout-only",

@@ -22,6 +22,7 @@ from trl_qarl.telemetry import (
     split_sums,
     sqnr,
     update_to_step,
+    weight_metrics,
     worst_examples,
     worst_span,
 )
@@ -187,6 +188,8 @@ def test_worst_examples_mark_the_offending_span():
     assert mismatch == {"kind": "mismatch", "nats": 3.0, "advantage": -0.5, "prompt": "B", "completion": "e⟦f⟧g"}
     assert improbable == {"kind": "improbable", "nats": 9.0, "advantage": 0.5, "prompt": "A", "completion": "abc⟦d⟧"}
     assert find(mask=torch.zeros_like(mask)) == []
+    diverged = torch.full_like(old, math.nan)
+    assert worst_examples(diverged, sampling, mask, advantages, prompts, completions, bytes) == []
     unknown = sampling.clone()
     unknown[1] = math.nan
     assert [example["prompt"] for example in find(sampling_per_token_logps=unknown)] == ["A", "A"]
@@ -204,10 +207,15 @@ def naive_splits(old, sampling, advantages, mask):
             if math.isnan(s):
                 continue
             if advantage:
-                found["positive" if advantage > 0 else "negative"].append(abs(o - s))
-            found[f"q{4 * rank // len(tokens) + 1}"].append(abs(o - s))
+                found["positive" if advantage > 0 else "negative"].append(o - s)
+            found[f"q{4 * rank // len(tokens) + 1}"].append(o - s)
             errors.append(math.exp(o) < 1e-3 and math.exp(s) < 1e-3)
-    metrics = {f"mismatch/abs_logp_mean/{name}": sum(d) / len(d) for name, d in found.items()}
+    metrics = {}
+    for name, d in found.items():
+        metrics[f"mismatch/abs_logp_mean/{name}"] = sum(map(abs, d)) / len(d)
+        metrics[f"mismatch/abs_logp_max/{name}"] = max(map(abs, d))
+        metrics[f"mismatch/k1/{name}"] = -sum(d) / len(d)
+        metrics[f"mismatch/k3/{name}"] = sum(math.exp(x) - 1 - x for x in d) / len(d)
     return {**metrics, "rollout/error_token_share": sum(errors) / len(errors)}
 
 
@@ -223,24 +231,43 @@ def test_splits_of_the_mismatch_equal_a_naive_loop_and_add_up_over_processes(see
     advantages = torch.randn(8)
     advantages[3] = 0
     expected = naive_splits(old, sampling, advantages, mask)
-    assert split_metrics(split_sums(old, sampling, advantages, mask)) == pytest.approx(expected, rel=1e-12)
+    assert split_metrics(*split_sums(old, sampling, advantages, mask)) == pytest.approx(expected, rel=1e-12)
     assert 0 < expected["rollout/error_token_share"] < 1
     parts = [slice(0, 5), slice(5, 8)]
-    sums = sum(split_sums(old[part], sampling[part], advantages[part], mask[part]) for part in parts)
-    assert split_metrics(sums) == pytest.approx(expected, rel=1e-12)
+    sums, maxima = zip(
+        *(split_sums(old[part], sampling[part], advantages[part], mask[part]) for part in parts), strict=True
+    )
+    assert split_metrics(sum(sums), torch.maximum(*maxima)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_split_without_a_token_is_nan_and_only_that():
     old = torch.full((1, 8), -1.0)
-    metrics = split_metrics(split_sums(old, old - 0.5, torch.ones(1), torch.ones(1, 8)))
-    assert math.isnan(metrics.pop("mismatch/abs_logp_mean/negative"))
-    assert metrics.pop("rollout/error_token_share") == 0 and set(metrics.values()) == {0.5}
+    metrics = split_metrics(*split_sums(old, old - 0.5, torch.ones(1), torch.ones(1, 8)))
+    assert metrics.pop("rollout/error_token_share") == 0
+    for kind, value in (("abs_logp_mean", 0.5), ("abs_logp_max", 0.5), ("k1", -0.5), ("k3", math.exp(0.5) - 1.5)):
+        assert math.isnan(metrics.pop(f"mismatch/{kind}/negative"))
+        assert [metrics.pop(f"mismatch/{kind}/{name}") for name in ("positive", "q1", "q2", "q3", "q4")] == [
+            pytest.approx(value)
+        ] * 5
+    assert metrics == {}
+
+
+def test_weights_by_sign_of_the_advantage():
+    weights, advantages = torch.tensor([1.0, 2.0, 0.5, 0.5, 1.5]), torch.tensor([1.0, 0.2, -1.0, -0.1, 0.0])
+    metrics = weight_metrics(weights, advantages)
+    assert metrics == {
+        "mismatch/weight_mean/positive": 1.5,
+        "mismatch/effective_sample_size/positive": pytest.approx(9 / 5 / 2),
+        "mismatch/weight_mean/negative": 0.5,
+        "mismatch/effective_sample_size/negative": 1.0,
+    }
+    assert math.isnan(weight_metrics(weights, advantages.abs())["mismatch/weight_mean/negative"])
 
 
 def test_an_error_token_is_improbable_under_both_policies():
     old, sampling = torch.tensor([[1e-4, 1e-4, 0.5]]).log(), torch.tensor([[1e-4, 0.5, 1e-4]]).log()
-    sums = split_sums(old, sampling, torch.ones(1), torch.ones(1, 3))
-    assert split_metrics(sums)["rollout/error_token_share"] == pytest.approx(1 / 3)
+    metrics = split_metrics(*split_sums(old, sampling, torch.ones(1), torch.ones(1, 3)))
+    assert metrics["rollout/error_token_share"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,8 @@ def sequence_bounds(config: Any) -> dict[str, dict[str, Bounds]] | None:
     if config.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
         epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
         positive, negative = (None, 1 + epsilon_high), (1 - config.epsilon, config.delta)
+    elif config.loss_type == "cispo":
+        positive = negative = (None, config.epsilon if config.epsilon_high is None else config.epsilon_high)
     weight: Bounds = (None, None)
     if rejects_by_product(config):
         weight = (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
@@ -205,7 +207,7 @@ def token_bounds(config: Any) -> dict[str, dict[str, Bounds]]:
     weight: Bounds = (None, None)
     if config.objective != "tbpo" and config.importance_sampling_level == "token":
         epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-        if config.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
+        if config.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
             positive, negative = (None, 1 + epsilon_high), (1 - config.epsilon, config.delta)
         elif config.loss_type == "cispo":
             positive = negative = (None, epsilon_high)

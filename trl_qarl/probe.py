@@ -15,10 +15,22 @@ import torch
 from torch import nn
 
 
-__all__ = ["NUM_PROBES", "TOP_K", "learner_log_probs", "likeliest", "probe_metrics", "top_log_probs"]
+__all__ = [
+    "MAX_SCORED",
+    "NUM_PROBES",
+    "TOP_K",
+    "compare_positions",
+    "learner_log_probs",
+    "likeliest",
+    "probe_metrics",
+    "top_log_probs",
+]
 
 NUM_PROBES = 4
 """Sequences of each process that a probe scores."""
+
+MAX_SCORED = 1024
+"""Tokens of each completion that a probe scores, from its start: log-probs over a large vocabulary take room."""
 
 TOP_K = 20
 """Likeliest tokens that the engine is asked for at each position; vLLM's own limit unless told otherwise."""
@@ -39,16 +51,15 @@ def likeliest(positions: Sequence[Mapping[int, float]], k: int = TOP_K) -> tuple
 @torch.no_grad()
 def learner_log_probs(model: nn.Module, token_ids: torch.Tensor, num_scored: int) -> torch.Tensor:
     """Log-probs `(num_scored, V)`, float32, of what `model` expects at the last positions of `token_ids`, `(T,)`."""
-    logits = model(input_ids=token_ids.unsqueeze(0)).logits[0, -num_scored - 1 : -1]
+    logits = model(input_ids=token_ids.unsqueeze(0), logits_to_keep=num_scored + 1, use_cache=False).logits[0, :-1]
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def probe_metrics(
+def compare_positions(
     engine_ids: torch.Tensor, engine_logps: torch.Tensor, learner_logps: torch.Tensor
-) -> dict[str, float]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    `mismatch/probe_kl` in nats, and `mismatch/probe_top1_agreement`, the share of positions whose likeliest token is the same:
-    one minus the argmax-flip rate. Means over positions.
+    `KL_k` in nats and whether the likeliest token is the same, both `(N,)` float64, at `N` positions.
 
     Args:
         engine_ids (`torch.Tensor` of shape `(N, k)`):
@@ -58,11 +69,19 @@ def probe_metrics(
         learner_logps (`torch.Tensor` of shape `(N, V)`):
             The learner's log-probs over the vocabulary at the same positions.
     """
-    p, q = engine_logps.double(), learner_logps.double().gather(-1, engine_ids)
+    p, q = engine_logps.double(), learner_logps.gather(-1, engine_ids).double()
     # A sum of float32 probabilities says nothing about a rest below their rounding.
     rest_p, rest_q = ((1 - x.exp().sum(-1)).clamp(min=torch.finfo(torch.float32).eps) for x in (p, q))
     kl = (p.exp() * (p - q)).sum(-1)
     if engine_ids.shape[-1] < learner_logps.shape[-1]:
         kl = kl + rest_p * (rest_p.log() - rest_q.log())
-    agreement = (learner_logps.argmax(-1) == engine_ids[:, 0]).double()
-    return {"mismatch/probe_kl": kl.mean().item(), "mismatch/probe_top1_agreement": agreement.mean().item()}
+    return kl, (learner_logps.argmax(-1) == engine_ids[:, 0]).double()
+
+
+def probe_metrics(positions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+    """
+    `mismatch/probe_kl` in nats, and `mismatch/probe_top1_agreement`, the share of positions whose likeliest token is the same:
+    one minus the argmax-flip rate. Means over the positions of all results of [`compare_positions`].
+    """
+    kl, agreement = (torch.cat(part).mean().item() for part in zip(*positions, strict=True))
+    return {"mismatch/probe_kl": kl, "mismatch/probe_top1_agreement": agreement}

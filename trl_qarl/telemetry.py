@@ -32,6 +32,7 @@ __all__ = [
     "split_sums",
     "sqnr",
     "update_to_step",
+    "weight_metrics",
     "worst_examples",
     "worst_span",
 ]
@@ -108,39 +109,61 @@ def split_sums(
     sampling_per_token_logps: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Sums for [`split_metrics`], which add up over processes.
+    Sums for [`split_metrics`], which add up over processes, and maxima.
 
     Arguments as in [`mismatch_sums`], and `advantages` of shape `(B,)`. A token's quarter is that of its rank among the
     tokens of its completion that count, `floor(4 rank / L)`.
 
     Returns:
-        `(2, 7)` float64. First row: `|d|` summed over tokens of positive and negative advantage and of each quarter, then the
-        number of error tokens. Second row: the tokens summed over.
+        `(4, 7)` float64 sums: of `|d|`, `-d`, `exp(d) - 1 - d` and of tokens, over those of positive and of negative advantage,
+        of each quarter, and of error tokens, whose last row counts all tokens. And `(6,)` maxima of `|d|` over the same tokens
+        but the last, 0 where there is none.
     """
     mask = mask.bool()
     known = mask & ~sampling_per_token_logps.isnan()
-    d = torch.where(known, old_per_token_logps.double() - sampling_per_token_logps.double(), 0.0).abs()  # (B, T)
+    d = torch.where(known, old_per_token_logps.double() - sampling_per_token_logps.double(), 0.0)  # (B, T)
     rank = mask.cumsum(-1) - 1
     quarter = (4 * rank).div(mask.sum(-1, keepdim=True).clamp(min=1), rounding_mode="floor")
     sign = advantages.sign().unsqueeze(1)
     chosen = [known & (sign == 1), known & (sign == -1), *(known & (quarter == i) for i in range(4))]
     likelier = torch.maximum(old_per_token_logps, sampling_per_token_logps)
     errors = known & (likelier < math.log(ERROR_PROBABILITY))
-    sums = [d[tokens].sum() for tokens in chosen] + [errors.sum().double()]
-    counts = [tokens.sum().double() for tokens in [*chosen, known]]
-    return torch.stack([torch.stack(sums), torch.stack(counts)])
+    values = (d.abs(), -d, d.exp() - 1 - d, torch.ones_like(d))
+    sums = torch.stack([torch.stack([(value * tokens).sum() for tokens in chosen]) for value in values])  # (4, 6)
+    of_errors = torch.stack([errors.sum().double()] * 3 + [known.sum().double()])
+    maxima = torch.stack([(d.abs() * tokens).amax() if d.numel() else sums.new_zeros(()) for tokens in chosen])
+    return torch.cat([sums, of_errors.unsqueeze(1)], dim=1), maxima
 
 
-def split_metrics(sums: torch.Tensor) -> dict[str, float]:
+def split_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
     """
-    Mean `|d|` by sign of the advantage and by quarter of the completion, and the share of error tokens, from [`split_sums`]
-    added over processes. NaN where there is no token, which TRL's logging leaves out.
+    Mean and maximum of `|d|`, k1 and k3 by sign of the advantage and by quarter of the completion, and the share of error
+    tokens, from [`split_sums`] added over processes and its maxima over them. NaN where there is no token, which TRL's logging
+    leaves out.
     """
-    *means, errors = (sums[0] / sums[1]).tolist()
-    metrics = {f"mismatch/abs_logp_mean/{name}": mean for name, mean in zip(_SPLITS, means, strict=True)}
-    return {**metrics, "rollout/error_token_share": errors}
+    means = sums[:3] / sums[3]
+    metrics = {}
+    for index, name in enumerate(_SPLITS):
+        for kind, value in zip(("abs_logp_mean", "k1", "k3"), means[:, index].tolist(), strict=True):
+            metrics[f"mismatch/{kind}/{name}"] = value
+        metrics[f"mismatch/abs_logp_max/{name}"] = maxima[index].item() if sums[3, index] > 0 else math.nan
+    return {**metrics, "rollout/error_token_share": means[0, -1].item()}
+
+
+def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
+    """
+    Mean and effective sample size (a share of the sequences) of the mismatch weights `(B,)` of all sequences by the sign of their
+    advantage, `(B,)`; NaN where there is no sequence.
+    """
+    metrics = {}
+    for name, sign in (("positive", 1), ("negative", -1)):
+        chosen = weights.double()[advantages.sign() == sign]
+        size = chosen.sum().square() / chosen.square().sum() / max(len(chosen), 1)
+        metrics[f"mismatch/weight_mean/{name}"] = chosen.mean().item()
+        metrics[f"mismatch/effective_sample_size/{name}"] = size.item()
+    return metrics
 
 
 def worst_span(scores: Sequence[float]) -> tuple[int, int]:
@@ -180,7 +203,7 @@ def worst_examples(
 
     Returns:
         `{"kind", "nats", "advantage", "prompt", "completion"}`, texts cut to the last 200 characters of the prompt and about 300
-        around the span; none if no token counts.
+        around the span; none if no token counts or no score is finite.
     """
     known = mask.bool() & ~sampling_per_token_logps.isnan()
     examples = []
@@ -188,10 +211,10 @@ def worst_examples(
         ("mismatch", (old_per_token_logps - sampling_per_token_logps).abs()),
         ("improbable", -torch.maximum(old_per_token_logps, sampling_per_token_logps)),
     ):
-        scores = scores.float().masked_fill(~known, math.nan)
+        scores = scores.float().masked_fill(~known | ~scores.isfinite(), math.nan)
         worst = scores.nan_to_num(nan=-math.inf).amax(-1)  # (B,)
         row = int(worst.argmax())
-        if not known[row].any():
+        if not worst[row].isfinite():
             continue
         ids = list(completion_ids[row])
         start, stop = worst_span(scores[row, : len(ids)].tolist())

@@ -6,6 +6,7 @@ comes out at the other end. It starts a second engine and is meant for a new vLL
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,7 +28,8 @@ __all__ = ["deep_audit", "prompt_log_probs"]
 
 def deep_audit(generation: "QaRLVLLMGeneration", sequences: list[list[int]]) -> float:
     """
-    Largest difference, in nats, between the log-probs of `sequences` in the engine and in one that loads the export.
+    Largest difference, in nats, between the log-probs of `sequences` in the engine and in one that loads the export; infinite
+    where either is not a number.
 
     Args:
         generation ([`QaRLVLLMGeneration`]):
@@ -43,7 +45,8 @@ def deep_audit(generation: "QaRLVLLMGeneration", sequences: list[list[int]]) -> 
     generation.sync_weights()
     live = _of_tokens(prompt_log_probs(generation, sequences), sequences)
     fresh = _score_export(generation, sequences)
-    return max(abs(a - b) for row, other in zip(live, fresh, strict=True) for a, b in zip(row, other, strict=True))
+    differences = [abs(a - b) for row, other in zip(live, fresh, strict=True) for a, b in zip(row, other, strict=True)]
+    return math.inf if any(map(math.isnan, differences)) else max(differences)
 
 
 def prompt_log_probs(

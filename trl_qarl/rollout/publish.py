@@ -104,6 +104,12 @@ class Publisher:
         ):
             if engine[name] != value:
                 problems.append(f"{name}: learner {value!r}, engine {engine[name]!r}")
+        has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in quantized_layers(self.model).values())
+        if has_fp8_scales and engine["tensor_parallel_size"] != 1:
+            problems.append(
+                f"scheme 'w4a8' needs tensor_parallel_size=1, the engine has {engine['tensor_parallel_size']}: vLLM would round the "
+                "scales of each shard on its own"
+            )
         if problems:
             raise ValueError(
                 "The engine was not started for this learner:\n  "

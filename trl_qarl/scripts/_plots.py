@@ -107,10 +107,19 @@ def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, pa
         axes_row[0].set_ylabel(f"share of {unit}\nin a bin")
     # A redistributed histogram has bins with a fraction of a sequence.
     grid[0, 0].set_ylim(bottom=0.5 / largest)
-    margin = 0.03 * (max(limits) - min(limits))
-    grid[0, 0].set_xlim(min(limits) - margin, max(limits) + margin)
+    low, high = min(limits), max(limits)
+    is_wide = low > 0 and high / low > 5
+    if is_wide:
+        grid[0, 0].set_xscale("log")
+        grid[0, 0].set_xlim(low / 1.1, high * 1.1)
+    else:
+        margin = 0.03 * (high - low)
+        grid[0, 0].set_xlim(low - margin, high + margin)
     for axes in grid[-1]:
         axes.set_xlabel(xlabel)
+        if is_wide:
+            axes.xaxis.set_major_formatter("{x:g}")
+            continue
         axes.xaxis.set_major_locator(plt.MaxNLocator(5))
         axes.ticklabel_format(axis="x", useOffset=False)
     handles = [plt.Line2D([], [], color="black", ls="--", lw=1, label="clip bound")]

@@ -185,7 +185,11 @@ def read_run(path: str | Path) -> Run:
             kept[row["step"], row["name"], row["sign"]] = row
         run.distributions = list(kept.values())
     if (path / "worst_completions.jsonl").is_file():
-        run.worst, broken = _read_jsonl(path / "worst_completions.jsonl", _is_worst)
+        rows, broken = _read_jsonl(path / "worst_completions.jsonl", _is_worst)
+        for row in rows:
+            if run.worst and row["step"] < run.worst[-1]["step"]:
+                run.worst = [known for known in run.worst if known["step"] < row["step"]]
+            run.worst.append(row)
         run.notes += _describe_broken("worst_completions.jsonl", broken)
     if (path / "evaluation.json").is_file():
         try:

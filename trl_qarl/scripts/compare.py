@@ -81,6 +81,11 @@ def main(args: Namespace) -> int:
                     "CUDA_VISIBLE_DEVICES such as `0 1` or `0,1 2,3`."
                 )
         config = load_grid(args.grid)
+        if len(args.devices or ()) > 1 and config.get("train", {}).get("vllm_server_autostart"):
+            raise ValueError(
+                "`vllm_server_autostart` with several --devices: every cell would start its server on the same port. Use "
+                "`vllm_mode: colocate`, or a `command` that chooses a free port."
+            )
         cells = expand_grid(config)
         output_dir = Path(args.output_dir or Path("outputs") / Path(args.grid).stem)
         states = [_cell_state(config, cell, output_dir / cell_name(cell)) for cell in cells]
@@ -323,7 +328,10 @@ def _run_cells(
                 _show(f"{position} finished before, skipped", end="\n")
                 continue
             running[name] = time.monotonic()
-            reason = _run_cell(config, cell, output_dir / name, state == "resumes", lock, device, stop)
+            try:
+                reason = _run_cell(config, cell, output_dir / name, state, lock, device, stop)
+            except OSError as error:
+                reason = str(error)
             seconds = time.monotonic() - running.pop(name)
             if stop.is_set():
                 return
@@ -354,7 +362,7 @@ def _run_cell(
     config: dict[str, Any],
     cell: dict,
     cell_dir: Path,
-    resume: bool,
+    state: str,
     lock: int,
     device: str | None,
     stop: threading.Event,
@@ -363,10 +371,11 @@ def _run_cell(
     cell_dir.mkdir(exist_ok=True)
     _write(cell_dir / CELL_FILE, json.dumps(_cell_record(config, cell), indent=2) + "\n")
     with open(cell_dir / LOG_FILE, "a", encoding="utf-8") as log:
-        command = build_command(config, cell, cell_dir, resume=resume)
-        code = _run(command, log, log, lock, device, stop)
-        if code:
-            return _describe_exit(code)
+        if state != "evaluates":
+            command = build_command(config, cell, cell_dir, resume=state == "resumes")
+            code = _run(command, log, log, lock, device, stop)
+            if code:
+                return _describe_exit(code)
         if "evaluate" in config:
             answer = cell_dir / "evaluation.txt"
             with open(answer, "w", encoding="utf-8") as out:
@@ -378,7 +387,10 @@ def _run_cell(
             except ValueError as error:
                 return f"evaluation: {error}"
             _write(cell_dir / EVALUATION_FILE, json.dumps(scores) + "\n")
-    _write(cell_dir / FINISHED_FILE, "")
+    if stop.is_set():
+        # A program that is asked to end may do so with code 0.
+        return "interrupted"
+    _write(cell_dir / FINISHED_FILE, json.dumps(config.get("evaluate")) + "\n")
     return None
 
 
@@ -414,7 +426,7 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
 
 def _cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
     """
-    `"finished"`, `"resumes"` or `"new"`.
+    `"finished"`, `"evaluates"` (finished, but evaluated in another way than the file has now), `"resumes"` or `"new"`.
 
     Raises:
         ValueError: if the directory holds results of other options than the file has now.
@@ -433,7 +445,10 @@ def _cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
             f"{cell_dir} holds results of other options than this file gives; choose another `--output_dir`, or remove "
             "that directory to train the cell again."
         )
-    return "finished" if finished else "resumes"
+    if not finished:
+        return "resumes"
+    evaluated = (cell_dir / FINISHED_FILE).read_text(encoding="utf-8").strip()
+    return "finished" if evaluated == json.dumps(config.get("evaluate")) else "evaluates"
 
 
 def _cell_record(config: dict[str, Any], cell: dict) -> dict[str, Any]:

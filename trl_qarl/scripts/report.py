@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import configuration_errors
+from ..schemes import SCHEMES
 from ._runs import Group, Run, compare_groups, make_groups, printable, read_runs, summarize
 
 
@@ -52,9 +53,12 @@ MISMATCH = (
     ("mismatch/k3", "KL estimate k3\n(nats per token)", True),
 )
 TIMES = (
-    ("step_time", "seconds per update, its rollout included"),
+    ("step_time", "seconds per update but the optimizer, its rollout included"),
     ("rollout/seconds", "seconds per rollout"),
     ("publish/seconds", "seconds per publication of the weights"),
+    ("step/scoring_seconds", "seconds per rollout for rewards, log-probs and measurements"),
+    ("step/forward_backward_seconds", "seconds per update for forward and backward"),
+    ("step/optimizer_seconds", "seconds per update for the optimizer and quantizing the masters"),
     ("rollout/tokens_per_second", "tokens per second of a rollout"),
 )
 
@@ -197,6 +201,7 @@ def make_page(groups: list[Group], figures: list[tuple[str, Path, str]], notes: 
     summaries = summarize(groups)
     parts += ["<h2>Groups</h2>", _group_table(groups, summaries)]
     parts += ["<h2>Runs</h2>", _run_table(groups, summaries)]
+    parts += ["<h2>Schemes</h2>", _scheme_table(groups)]
     parts += ["<h2>Gaps and irregularities</h2>", *_notes(runs, notes)]
     for heading, path, caption in figures:
         data = base64.b64encode(path.read_bytes()).decode()
@@ -271,7 +276,7 @@ def _draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Pa
     notes += [
         f"No run has a value of {metric}."
         for metric, _ in TIMES
-        if metric not in drawn and metric != "rollout/seconds"
+        if metric not in drawn and metric != "rollout/seconds" and not metric.startswith("step/")
     ]
     if drawn:
         caption = (
@@ -338,6 +343,27 @@ def _run_table(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
                 ]
             )
     return _table(["run", "group", "seed", "last step", "final reward", *scores], rows)
+
+
+def _scheme_table(groups: list[Group]) -> str:
+    rows = []
+    for name, group_size in dict.fromkeys((str(g.config.get("scheme")), g.config.get("group_size")) for g in groups):
+        scheme = SCHEMES.get(name)
+        if scheme is None:
+            rows.append([name, *["-"] * 4])
+            continue
+        weights = (
+            f"{'FP8 E4M3' if scheme.weight_type == 'float' else f'INT{scheme.num_bits}'}"
+            if scheme.is_quantized
+            else "16-bit"
+        )
+        shared = f"{group_size} input features" if group_size else "output channel" if scheme.is_quantized else "-"
+        activations = {"int": "INT8, per token", "float": "FP8 E4M3, per token", None: "16-bit"}[
+            scheme.activation_type
+        ]
+        bits = scheme.num_bits + 16 / group_size if group_size else scheme.num_bits
+        rows.append([name, weights, shared, activations, f"{bits:g}"])
+    return _table(["scheme", "weights", "one scale per", "activations", "bits per weight"], rows)
 
 
 def _worst_completions(groups: list[Group], number: int = 2) -> list[str]:

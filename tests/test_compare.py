@@ -66,6 +66,11 @@ def compare(path, out):
     return main(["compare", str(path), "--output_dir", str(out)])
 
 
+def heed_interrupts():
+    """For a child to call: shells have commands in the background ignore interrupts, which children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def steps(cell):
     return [json.loads(line)["step"] for line in (cell / "metrics.jsonl").read_text().splitlines()]
 
@@ -278,7 +283,7 @@ def test_interrupted_command_ends_its_cell_and_continues_later(project, number):
     path = project({"w4a16-seed0": "wait"}, grid={"scheme": ["w4a16"], "seed": [0]})
     command = [sys.executable, "-m", "trl_qarl.cli", "compare", str(path), "--output_dir", str(project.out)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed_interrupts)
     cell = project.out / "w4a16-seed0"
     deadline = time.monotonic() + 60
     while not (cell / "checkpoint-2" / "trainer_state.json").exists() and time.monotonic() < deadline:
@@ -379,7 +384,7 @@ def test_a_program_that_ends_well_when_asked_to_end_has_not_finished(project, tm
     path = project(command=["{python}", "patient.py", "{output_dir}", "{seed}"], grid={"seed": [0]})
     command = [sys.executable, "-m", "trl_qarl.cli", "compare", str(path), "--output_dir", str(project.out)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, preexec_fn=heed_interrupts)
     deadline = time.monotonic() + 60
     while not (project.out / "seed0" / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -651,10 +651,10 @@ class _Requantize(TrainerCallback):
         layers = quantized_layers(self.trainer.model)
         rate = code_flip_rate(layers.values())
         metrics = self.trainer._metrics["train"]
-        metrics["quant/code_flip_rate"].append(rate)
         metrics["step/optimizer_seconds"].append(time.perf_counter() - self._start)
         if not layers:
             return
+        metrics["quant/code_flip_rate"].append(rate)
         relative = update_to_step(self._masters, layers)
         metrics["quant/update_to_step"].append(relative)
         self._rates.append(rate)

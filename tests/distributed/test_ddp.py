@@ -38,7 +38,8 @@ def test_two_processes_train_the_same_masters_and_log_global_metrics(tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged if "loss" in row] == [1, 2, 3, 4]
     histograms = [json.loads(line) for line in (tmp_path / "out" / "distributions.jsonl").read_text().splitlines()]
-    assert len(histograms) == 4 * 4
+    # Ratio and weight, of tokens and of sequences, for both signs of the advantage.
+    assert len(histograms) == 4 * 8
     counted = [sum(row["counts"]) for row in histograms if row["name"] == "ratio"]
     # Two processes with two sequences each, of which only one with an advantage of 0 is not counted.
     assert [sum(counted[i : i + 2]) for i in range(0, 8, 2)] == [4, 4, 4, 4]

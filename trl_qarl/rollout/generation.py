@@ -4,6 +4,7 @@ Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend wi
 The seam is TRL's `VLLMGeneration`: the trainer calls `sync_weights()` when the optimizer step has changed and `generate()`.
 """
 
+import gc
 import logging
 import os
 import secrets
@@ -110,6 +111,8 @@ def in_process_engine(*, on_cpu: bool, **arguments):
         os.environ.update(cpu_environment())
     from vllm import LLM
 
+    # An engine that nothing refers to any more ends the process group that the next one shares when it is collected.
+    gc.collect()
     # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.
     return LLM(logprobs_mode="processed_logprobs", enforce_eager=on_cpu, **arguments)
 

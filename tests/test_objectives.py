@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reference.objectives_naive import naive_mismatch_ratio, naive_objective
-from trl_qarl.objectives import PRESETS, mismatch_ratio, weigh_advantages
+from trl_qarl.objectives import PRESETS, mismatch_ratio, sequence_bounds, token_bounds, weigh_advantages
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 
@@ -161,3 +161,35 @@ def test_advantages_stay_as_they_are_without_weights():
     assert weigh_advantages(advantages, None) is advantages
     assert weigh_advantages(advantages, None, is_positive_only=True).tolist() == [1.0, 0.0, 0.0]
     assert weigh_advantages(advantages, torch.full((3, 2), 0.5)).tolist() == [[0.5, 0.5], [-1.0, -1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "level", "positive", "negative"),
+    [
+        ("luspo", "token", (None, 1.3), (0.8, 4.0)),
+        ("luspo", "sequence", (None, 1.3), (0.8, 4.0)),
+        ("cispo", "token", (None, 0.3), (None, 0.3)),
+        ("cispo", "sequence", (None, 0.3), (None, 0.3)),
+        ("vespo", "token", (None, None), (None, None)),
+    ],
+)
+def test_bounds_of_trls_losses_stand_at_their_level(loss, level, positive, negative):
+    config = SimpleNamespace(
+        objective=loss,
+        loss_type=loss,
+        importance_sampling_level=level,
+        epsilon=0.2,
+        epsilon_high=0.3,
+        delta=4.0,
+        use_vllm=False,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="sequence_mask",
+    )
+    of_tokens = token_bounds(config)["token_ratio"]
+    of_sequences = sequence_bounds(config)
+    found = of_tokens if level == "token" else of_sequences["ratio"]
+    assert found == {"positive": positive, "negative": negative}
+    if level == "token":
+        assert of_sequences is None
+    else:
+        assert of_tokens == {"positive": (None, None), "negative": (None, None)}

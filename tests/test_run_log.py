@@ -231,3 +231,11 @@ def test_new_run_in_the_same_directory_starts_new_files_and_keeps_the_last_ones(
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl") if "loss" in row] == [1]
     assert (tmp_path / "metrics.previous.jsonl").read_text() == first
     assert len(read(tmp_path / "distributions.jsonl")) == 8
+
+
+@pytest.mark.parametrize(("bound", "share"), [(1e-3, 1.0), (3.0, 0.0)])
+def test_share_of_rejected_completions(tiny_model, tmp_path, bound, share):
+    """Learner and sampler agree, so that every weight is near 1."""
+    options = {"objective": "mis-gspo", "vllm_importance_sampling_clip_max": bound, "max_steps": 1}
+    make(tiny_model, tmp_path, **options).train()
+    assert read(tmp_path / "metrics.jsonl")[0]["mismatch/rejected_share"] == share

@@ -15,6 +15,9 @@ from trl_qarl.cli import main
 from trl_qarl.scripts.compare import build_command, cell_name, check_evaluation, expand_grid, load_grid, progress_line
 
 
+ROOT = Path(__file__).parent.parent
+
+
 # Stands in for a trainer: 4 steps, a checkpoint after each, and the files that a run writes.
 TRAINER = """
 import json, os, pathlib, sys, time
@@ -339,7 +342,7 @@ def test_devices_that_are_none_are_one_line(project, capsys, devices):
 
 def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name)
-    page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text()
+    page = (ROOT / "docs" / "compare.md").read_text()
     examples = re.findall(r"```yaml\n(.*?)```", page, re.S)
     assert examples
     for example in examples:
@@ -348,14 +351,13 @@ def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
         assert expand_grid(load_grid(path))
 
 
-def test_the_study_in_examples_is_a_grid():
-    root = Path(__file__).parent.parent
-    cells = expand_grid(load_grid(root / "examples" / "addition.yaml"))
-    assert len(cells) == 15 and {cell["seed"] for cell in cells} == {0, 1, 2}
-    assert {(cell["alignment"], cell["objective"]) for cell in cells} == {
-        ("none", "grpo-tis"),
-        *((alignment, objective) for alignment in ("rollout-only", "aligned") for objective in ("grpo-tis", "tbpo")),
-    }
+@pytest.mark.parametrize("name, num_cells", [("addition", 15), ("addition_w8a8", 9), ("counting", 12)])
+def test_the_studies_in_examples_are_grids_of_three_seeds(name, num_cells):
+    config = load_grid(ROOT / "examples" / f"{name}.yaml")
+    cells = expand_grid(config)
+    settings = {tuple(value for axis, value in cell.items() if axis != "seed") for cell in cells}
+    assert len(cells) == num_cells == 3 * len(settings) and {cell["seed"] for cell in cells} == {0, 1, 2}
+    assert ROOT.joinpath(config["command"][config["command"].index("{python}") + 1]).is_file()
 
 
 def test_devices_with_one_port_for_all_servers_are_refused(project, capsys):

@@ -670,7 +670,7 @@ def test_browser_shows_text_and_figures_without_script_or_network(grid_page, tmp
         return result.stdout
 
     page = Page(browse("--dump-dom"))
-    assert len(page.images) == 7 and "Differences that exceed the seed noise: 2" in page.text
+    assert len(page.images) == 9 and "Differences that exceed the seed noise: 2" in page.text
     browse(f"--screenshot={tmp_path / 'page.png'}")
     picture = imread(tmp_path / "page.png")[..., :3]
     # The first group's line in the first figure, which its band leaves in the pure colour of the palette.

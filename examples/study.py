@@ -19,41 +19,35 @@ from pathlib import Path
 from trl_qarl.scripts import quickstart
 
 
-NUM_HELD_OUT, NUM_SAMPLES, SAMPLING_TEMPERATURE = 100, 4, 0.6
+NUM_SAMPLES, SAMPLING_TEMPERATURE = 400, 0.6
 
 
 def share_in_place(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """Reward the numbers before the first wrong one, as a share of those asked for or, if they are more, of those given."""
+    """Reward the numbers before the first wrong one, as a share of those asked for; nothing if more are given than asked for."""
     rewards = []
     for text, expected in zip(completions, answer, strict=True):
         given, asked = text.split(), expected.split()
         wrong = (i for i, (x, y) in enumerate(zip(given, asked, strict=False)) if x != y)
-        rewards.append(next(wrong, min(len(given), len(asked))) / max(len(given), len(asked)))
+        rewards.append(next(wrong, len(given)) / len(asked) if len(given) <= len(asked) else 0.0)
     return rewards
 
 
-def make_counts(eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """`46 to 52:`, after two worked examples: all starts of 10..89, five to eight numbers to write."""
-    ranges = [range(start, start + length) for start in range(10, 90) for length in range(5, 9)]
-    random.Random(0).shuffle(ranges)
-
-    def question(numbers: range) -> str:
-        return f"{numbers[0]} to {numbers[-1]}:"
-
-    def answer(numbers: range) -> str:
-        return " ".join(map(str, numbers))
-
-    examples = "".join(f"{question(shown)} {answer(shown)}{eos_token}\n" for shown in (range(5, 10), range(91, 97)))
-    problems = [{"prompt": examples + question(numbers), "answer": answer(numbers)} for numbers in ranges]
-    return problems[NUM_HELD_OUT:], problems[:NUM_HELD_OUT]
+def make_counts(num_held_out: int, eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Training and held-out problems: `46 to 51:`, after two worked examples, for every other start from 10 to 94."""
+    counts = {start: " ".join(map(str, range(start, start + 6))) for start in range(10, 95)}
+    examples = "".join(f"{start} to {start + 5}: {counts.pop(start)}{eos_token}\n" for start in (23, 91))
+    problems = [{"prompt": f"{examples}{start} to {start + 5}:", "answer": answer} for start, answer in counts.items()]
+    random.Random(0).shuffle(problems)
+    return problems[num_held_out:], problems[:num_held_out]
 
 
 @dataclass(frozen=True)
 class Task:
     """What is learned: problems to train on and held-out ones, the same for every seed of the training, and the reward."""
 
-    make_problems: Callable[[str], tuple[list[dict[str, str]], list[dict[str, str]]]]
+    make_problems: Callable[[int, str], tuple[list[dict[str, str]], list[dict[str, str]]]]
     reward: Callable[..., list[float]]
+    num_held_out: int
     max_new_tokens: int
     num_prompts: int
     # TBPO's: a geometric mean over 4 or 20 tokens moves far more per update than one over the paper's thousands, whose
@@ -63,18 +57,20 @@ class Task:
 
 TASKS = {
     "addition": Task(
-        lambda eos_token: quickstart.make_problems(NUM_HELD_OUT, 0, eos_token),
-        quickstart.exact_sum,
-        6,
-        6,
-        {"epsilon_high": 0.1, "negative_epsilon_low": 0.1, "negative_epsilon_high": 0.15},
+        make_problems=lambda num_held_out, eos_token: quickstart.make_problems(num_held_out, 0, eos_token),
+        reward=quickstart.exact_sum,
+        num_held_out=100,
+        max_new_tokens=6,
+        num_prompts=6,
+        bands={"epsilon_high": 0.1, "negative_epsilon_low": 0.1, "negative_epsilon_high": 0.15},
     ),
     "counting": Task(
-        make_counts,
-        share_in_place,
-        28,
-        4,
-        {"epsilon_high": 0.05, "negative_epsilon_low": 0.05, "negative_epsilon_high": 0.075},
+        make_problems=make_counts,
+        reward=share_in_place,
+        num_held_out=40,
+        max_new_tokens=26,
+        num_prompts=4,
+        bands={"epsilon_high": 0.05, "negative_epsilon_low": 0.05, "negative_epsilon_high": 0.075},
     ),
 }
 
@@ -144,7 +140,7 @@ def train(args: Namespace) -> None:
 def make_problems(task: Task, model: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     from transformers import AutoTokenizer
 
-    return task.make_problems(AutoTokenizer.from_pretrained(model).eos_token)
+    return task.make_problems(task.num_held_out, AutoTokenizer.from_pretrained(model).eos_token)
 
 
 def evaluate(output_dir: Path, task: Task) -> None:
@@ -189,7 +185,8 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
             weight_transfer_config={"backend": FILE_BACKEND},
         )
     scores = {}
-    for name, temperature, num_samples in (("greedy", 0.0, 1), ("sampled", SAMPLING_TEMPERATURE, NUM_SAMPLES)):
+    samples = NUM_SAMPLES // len(problems)
+    for name, temperature, num_samples in (("greedy", 0.0, 1), ("sampled", SAMPLING_TEMPERATURE, samples)):
         parameters = SamplingParams(n=num_samples, temperature=temperature, max_tokens=task.max_new_tokens)
         outputs = engine.generate([problem["prompt"] for problem in problems], parameters, use_tqdm=False)
         texts = [completion.text for output in outputs for completion in output.outputs]

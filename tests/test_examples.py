@@ -18,15 +18,15 @@ def study():
 
 @pytest.mark.parametrize("task", ["addition", "counting"])
 def test_held_out_problems_are_not_trained_on_nor_shown(study, task):
-    train, held_out = study.TASKS[task].make_problems("<eos>")
+    train, held_out = study.TASKS[task].make_problems(40, "<eos>")
     questions = [problem["prompt"].splitlines()[-1] for problem in (*train, *held_out)]
-    assert len(held_out) == 100 and len(set(questions)) == len(questions)
+    assert len(held_out) == 40 and len(set(questions)) == len(questions)
     assert not any(question in held_out[0]["prompt"].split("\n")[:-1] for question in questions)
 
 
 @pytest.mark.parametrize("task", ["addition", "counting"])
 def test_only_the_answer_earns_the_full_reward(study, task):
-    (problem, *_), _ = study.TASKS[task].make_problems("<eos>")
+    (problem, *_), _ = study.TASKS[task].make_problems(40, "<eos>")
     answer = problem["answer"]
     right, *wrong = study.TASKS[task].reward(
         [f" {answer}", f" {answer} 7", f" {answer}\nList", " 1", "", answer[:-1]], [answer] * 6
@@ -40,8 +40,8 @@ def test_only_the_answer_earns_the_full_reward(study, task):
         (" 46 47 48 49", 1),
         (" 46 47 48", 3 / 4),
         (" 46 47 8 49", 2 / 4),
-        (" 46 47 48 49 50", 4 / 5),
-        (" 46 47 48 49\nList the digits of", 4 / 8),
+        (" 46 47 48 49 50", 0),
+        (" 46 47 48 49\nList the digits of", 0),
         (" 45 46 47 48", 0),
         ("", 0),
     ],

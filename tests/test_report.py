@@ -204,6 +204,14 @@ def test_gaps_are_told_as_ranges_of_logged_steps():
     assert find_gaps(Run("run", {}, rows)) == ["a is not finite at 4 steps: 2 to 4, 8, 12."]
 
 
+def test_gaps_at_the_same_steps_are_told_once():
+    rows = {step: {"a": None, "b": None if step == 2 else 0.0, "c": None} for step in (1, 2)}
+    assert find_gaps(Run("run", {}, rows)) == [
+        "a, c are not finite at 2 steps: 1 to 2.",
+        "b is not finite at 1 step: 2.",
+    ]
+
+
 def test_run_that_ended_early_is_noted(tmp_path):
     assert read_run(write_run(tmp_path / "run", num_steps=12)).notes == ["The run ended at step 12 of 40."]
 

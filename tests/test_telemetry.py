@@ -240,12 +240,11 @@ def test_splits_of_the_mismatch_equal_a_naive_loop_and_add_up_over_processes(see
     assert split_metrics(sum(sums), torch.maximum(*maxima)) == pytest.approx(expected, rel=1e-12)
 
 
-def test_split_without_a_token_is_nan_and_only_that():
+def test_split_without_a_token_is_left_out_and_only_that():
     old = torch.full((1, 8), -1.0)
     metrics = split_metrics(*split_sums(old, old - 0.5, torch.ones(1), torch.ones(1, 8)))
     assert metrics.pop("rollout/error_token_share") == 0
     for kind, value in (("abs_logp_mean", 0.5), ("abs_logp_max", 0.5), ("k1", -0.5), ("k3", math.exp(0.5) - 1.5)):
-        assert math.isnan(metrics.pop(f"mismatch/{kind}/negative"))
         assert [metrics.pop(f"mismatch/{kind}/{name}") for name in ("positive", "q1", "q2", "q3", "q4")] == [
             pytest.approx(value)
         ] * 5
@@ -261,7 +260,16 @@ def test_weights_by_sign_of_the_advantage():
         "mismatch/weight_mean/negative": 0.5,
         "mismatch/effective_sample_size/negative": 1.0,
     }
-    assert math.isnan(weight_metrics(weights, advantages.abs())["mismatch/weight_mean/negative"])
+    assert weight_metrics(weights, advantages.abs()).keys() == {
+        "mismatch/weight_mean/positive",
+        "mismatch/effective_sample_size/positive",
+    }
+
+
+def test_a_logprob_that_is_not_a_number_is_not_hidden():
+    old = torch.tensor([[math.nan, -1.0]])
+    metrics = split_metrics(*split_sums(old, torch.full((1, 2), -1.0), torch.ones(1), torch.ones(1, 2)))
+    assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
 
 
 def test_an_error_token_is_improbable_under_both_policies():

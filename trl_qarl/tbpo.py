@@ -188,11 +188,12 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
 def reduce_tbpo_metrics(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     """
     Reduce gathered [`tbpo_metrics`] over the sequences that count: names in `/min` and `/max` by minimum and maximum,
-    all others by mean. NaN if no sequence counts, which TRL's logging leaves out.
+    all others by mean. A metric for which no sequence counts is left out.
     """
     reduced = {}
     for name, values in metrics.items():
         values = values[~torch.isnan(values)]
         reduce = torch.min if name.endswith("/min") else torch.max if name.endswith("/max") else torch.mean
-        reduced[name] = reduce(values).item() if values.numel() else math.nan
+        if values.numel():
+            reduced[name] = reduce(values).item()
     return reduced

@@ -140,29 +140,33 @@ def split_sums(
 def split_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
     """
     Mean and maximum of `|d|`, k1 and k3 by sign of the advantage and by quarter of the completion, and the share of error
-    tokens, from [`split_sums`] added over processes and its maxima over them. NaN where there is no token, which TRL's logging
-    leaves out.
+    tokens, from [`split_sums`] added over processes and its maxima over them. A split without tokens is left out.
     """
     means = sums[:3] / sums[3]
     metrics = {}
     for index, name in enumerate(_SPLITS):
+        if sums[3, index] == 0:
+            continue
         for kind, value in zip(("abs_logp_mean", "k1", "k3"), means[:, index].tolist(), strict=True):
             metrics[f"mismatch/{kind}/{name}"] = value
-        metrics[f"mismatch/abs_logp_max/{name}"] = maxima[index].item() if sums[3, index] > 0 else math.nan
-    return {**metrics, "rollout/error_token_share": means[0, -1].item()}
+        metrics[f"mismatch/abs_logp_max/{name}"] = maxima[index].item()
+    if sums[3, -1] > 0:
+        metrics["rollout/error_token_share"] = means[0, -1].item()
+    return metrics
 
 
 def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
     """
     Mean and effective sample size (a share of the sequences) of the mismatch weights `(B,)` of all sequences by the sign of their
-    advantage, `(B,)`; NaN where there is no sequence.
+    advantage, `(B,)`. A sign without sequences is left out.
     """
     metrics = {}
     for name, sign in (("positive", 1), ("negative", -1)):
         chosen = weights.double()[advantages.sign() == sign]
-        size = chosen.sum().square() / chosen.square().sum() / max(len(chosen), 1)
-        metrics[f"mismatch/weight_mean/{name}"] = chosen.mean().item()
-        metrics[f"mismatch/effective_sample_size/{name}"] = size.item()
+        if len(chosen):
+            size = chosen.sum().square() / chosen.square().sum() / len(chosen)
+            metrics[f"mismatch/weight_mean/{name}"] = chosen.mean().item()
+            metrics[f"mismatch/effective_sample_size/{name}"] = size.item()
     return metrics
 
 

@@ -145,17 +145,22 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
 
 
 def find_gaps(run: Run) -> list[str]:
-    """A sentence for each metric with values that are not finite, or not positive where an axis is logarithmic."""
+    """
+    Sentences about values that are not finite, or not positive where an axis is logarithmic: one for all metrics that have them
+    at the same steps.
+    """
     logarithmic = [metric for metric, _, is_log in MISMATCH if is_log]
-    lines = []
+    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for metric in dict.fromkeys(metric for row in run.rows.values() for metric in row):
         zeros = [step for step, value in run.values(metric).items() if value <= 0] if metric in logarithmic else []
         for steps, problem in ((run.gaps(metric), "not finite"), (zeros, "0 or below")):
             if steps:
-                lines.append(
-                    f"{metric} is {problem} at {_count(len(steps), 'step')}: {_ranges(steps, list(run.rows))}."
-                )
-    return lines
+                found.setdefault((problem, tuple(steps)), []).append(metric)
+    return [
+        f"{', '.join(metrics)} {'is' if len(metrics) == 1 else 'are'} {problem} at {_count(len(steps), 'step')}: "
+        f"{_ranges(list(steps), list(run.rows))}."
+        for (problem, steps), metrics in found.items()
+    ]
 
 
 def make_page(groups: list[Group], figures: list[tuple[str, Path, str]], notes: list[str]) -> str:

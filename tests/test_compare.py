@@ -2,10 +2,12 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,23 @@ def test_command_fills_placeholders_and_leaves_other_braces(tmp_path):
         ({"train": {"scheme": "fp8"}, "command": None}, "`scheme` is both an axis and an option"),
         ({"train": {"output_dir": "x"}, "command": None}, "`train` sets `output_dir`"),
         ({"train": ["a"], "command": None}, "`train` must map options"),
+        (
+            {"train": {"run_name": date(2026, 1, 1)}, "command": None},
+            "`train` sets `run_name` to datetime.date(2026, 1, 1)",
+        ),
+        ({"train": {"datasets": [{"path": "x"}]}, "command": None}, "`train` sets `datasets` to [{'path': 'x'}]"),
+        (
+            {"train": {}, "command": None, "grid": {"scheme": ["w5a16"]}},
+            "`scheme` has the value 'w5a16'; it can be w4a16",
+        ),
+        (
+            {"train": {}, "command": None, "grid": {"objective": ["ppo"]}},
+            "`objective` has the value 'ppo'; it can be tbpo",
+        ),
+        (
+            {"train": {}, "command": None, "grid": {"alignment": ["off"]}},
+            "`alignment` has the value 'off'; it can be aligned",
+        ),
         ({"train": {}}, "`train` and `command`"),
         ({"command": None}, "neither `train` nor `command`"),
         ({"command": []}, "`command` must be a list of words"),
@@ -259,6 +278,12 @@ def test_evaluation_is_written_for_finished_cells(project, capsys, code, failure
     assert compare(path, project.out) == int(failure is not None)
     if failure:
         assert failure in capsys.readouterr().err and not (cell / "finished").exists()
+        # What is trained is only evaluated again, whether or not it left a checkpoint.
+        shutil.rmtree(cell / "checkpoint-4")
+        assert compare(path, project.out) == 1 and steps(cell) == [1, 2, 3, 4]
+        good = 'print(\'{"greedy": {"correct": 3, "total": 4}}\')'
+        changed = project(grid={"scheme": ["bf16"], "seed": [0]}, evaluate=["{python}", "-c", good])
+        assert compare(changed, project.out) == 0 and (cell / "finished").exists() and steps(cell) == [1, 2, 3, 4]
     else:
         assert json.loads((cell / "evaluation.json").read_text()) == {"greedy": {"correct": 3, "total": 4}}
 
@@ -360,11 +385,15 @@ def test_the_studies_in_examples_are_grids_of_three_seeds(name, num_cells):
     assert ROOT.joinpath(config["command"][config["command"].index("{python}") + 1]).is_file()
 
 
-def test_devices_with_one_port_for_all_servers_are_refused(project, capsys):
-    path = project(command=None, train={"vllm_server_autostart": True, "use_vllm": True})
-    with pytest.raises(SystemExit, match="2"):
-        main(["compare", str(path), "--output_dir", str(project.out), "--devices", "0", "1"])
-    assert "every cell would start its server on the same port" in capsys.readouterr().err
+def test_devices_with_one_server_for_all_cells_are_refused(project, capsys):
+    for option, problem in (
+        ({"vllm_server_autostart": True}, "every cell would start its server on the same port"),
+        ({"vllm_mode": "server"}, "the cells would publish their weights to the same server"),
+    ):
+        path = project(command=None, train={"use_vllm": True, **option})
+        with pytest.raises(SystemExit, match="2"):
+            main(["compare", str(path), "--output_dir", str(project.out), "--devices", "0", "1"])
+        assert problem in capsys.readouterr().err
 
 
 def test_another_evaluation_is_run_without_training_again(project):

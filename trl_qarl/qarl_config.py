@@ -8,16 +8,13 @@ from typing import Any
 from trl import GRPOConfig
 
 from .objectives import OBJECTIVES, PRESETS
-from .schemes import SCHEMES, get_scheme
+from .schemes import ALIGNMENTS, SCHEMES, get_scheme
 from .vllm_kernels import LEARNER_KERNELS
 
 
-__all__ = ["ALIGNMENTS", "OBJECTIVES", "QaRLConfig"]
+__all__ = ["QaRLConfig"]
 
 logger = logging.getLogger(__name__)
-
-ALIGNMENTS = ("aligned", "rollout-only", "none")
-"""Who runs the low-bit weights: rollout and learner, the rollout alone, nobody."""
 
 _GENERATION_KWARGS_THAT_RESHAPE = frozenset(
     [

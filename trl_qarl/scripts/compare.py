@@ -2,8 +2,8 @@
 `trl-qarl compare`: one training run per cell of a grid of alignments, objectives, schemes and seeds.
 
 Cells run one after the other, or one per device at a time, each as a process of its own in a directory named after its
-coordinates. The directory says how far its cell got, so the same command continues after an interruption: `finished` marks a cell that is done, a
-complete checkpoint one that resumes.
+coordinates. The directory says how far its cell got, so the same command continues after an interruption: `finished` marks a cell that is done,
+`trained` one that is still to be evaluated, a complete checkpoint one that resumes.
 """
 
 import fcntl
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..cli import configuration_errors
+from ..schemes import ALIGNMENTS, SCHEMES
 from ._runs import is_evaluation
 
 
@@ -48,6 +49,7 @@ KEYS = ("command", "train", "grid", "cells", "evaluate")
 CELL_FILE = "cell.json"
 EVALUATION_FILE = "evaluation.json"
 FINISHED_FILE = "finished"
+TRAINED_FILE = "trained"
 LOG_FILE = "log.txt"
 
 
@@ -81,11 +83,8 @@ def main(args: Namespace) -> int:
                     "CUDA_VISIBLE_DEVICES such as `0 1` or `0,1 2,3`."
                 )
         config = load_grid(args.grid)
-        if len(args.devices or ()) > 1 and config.get("train", {}).get("vllm_server_autostart"):
-            raise ValueError(
-                "`vllm_server_autostart` with several --devices: every cell would start its server on the same port. Use "
-                "`vllm_mode: colocate`, or a `command` that chooses a free port."
-            )
+        if len(args.devices or ()) > 1:
+            _check_side_by_side(config.get("train", {}))
         cells = expand_grid(config)
         output_dir = Path(args.output_dir or Path("outputs") / Path(args.grid).stem)
         states = [_cell_state(config, cell, output_dir / cell_name(cell)) for cell in cells]
@@ -140,6 +139,14 @@ def load_grid(path: str | Path) -> dict[str, Any]:
         for name in ("output_dir", "resume_from_checkpoint"):
             if name in train:
                 raise ValueError(f"`train` sets `{name}`, which compare sets for every cell; remove it from the file.")
+        for name, value in train.items():
+            values = value if isinstance(value, list) else [value]
+            is_mapping = isinstance(value, dict) and all(map(_is_plain, value.values()))
+            if not (is_mapping or all(map(_is_plain, values))):
+                raise ValueError(
+                    f"`train` sets `{name}` to {value!r}, which no option of a command line can hold: give text, numbers, true, "
+                    f"false, a list or a mapping of them (a date in quotes), or write it to a file for `trl-qarl train --config`."
+                )
     for key in ("command", "evaluate"):
         command = config.get(key)
         if key in config and not (
@@ -190,6 +197,8 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     for cell in cells:
         for axis, value in cell.items():
             _check_value(axis, value)
+            if "train" in config and axis != "seed":
+                _check_choice(axis, value)
             if axis in config.get("train", ()):
                 raise ValueError(f"`{axis}` is both an axis and an option under `train`; remove it from `train`.")
         if cell_name(cell) in names:
@@ -376,6 +385,8 @@ def _run_cell(
             code = _run(command, log, log, lock, device, stop)
             if code:
                 return _describe_exit(code)
+            if not stop.is_set():
+                _write(cell_dir / TRAINED_FILE, "")
         if "evaluate" in config:
             answer = cell_dir / "evaluation.txt"
             with open(answer, "w", encoding="utf-8") as out:
@@ -426,15 +437,16 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
 
 def _cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
     """
-    `"finished"`, `"evaluates"` (finished, but evaluated in another way than the file has now), `"resumes"` or `"new"`.
+    `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or `"new"`.
 
     Raises:
         ValueError: if the directory holds results of other options than the file has now.
     """
     finished = (cell_dir / FINISHED_FILE).is_file()
+    trained = finished or (cell_dir / TRAINED_FILE).is_file()
     # Without its trainer state a checkpoint is incomplete.
     has_checkpoint = any(cell_dir.glob("checkpoint-*/trainer_state.json"))
-    if not (finished or has_checkpoint):
+    if not (trained or has_checkpoint):
         return "new"
     try:
         record = json.loads((cell_dir / CELL_FILE).read_text(encoding="utf-8"))
@@ -445,8 +457,10 @@ def _cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
             f"{cell_dir} holds results of other options than this file gives; choose another `--output_dir`, or remove "
             "that directory to train the cell again."
         )
-    if not finished:
+    if not trained:
         return "resumes"
+    if not finished:
+        return "evaluates"
     evaluated = (cell_dir / FINISHED_FILE).read_text(encoding="utf-8").strip()
     return "finished" if evaluated == json.dumps(config.get("evaluate")) else "evaluates"
 
@@ -482,6 +496,31 @@ def _check_value(axis: str, value: Any) -> None:
         raise ValueError(
             f"`{axis}` must be names of letters, digits, '_', '-' and '.', not {value!r}; quote it in YAML."
         )
+
+
+def _check_choice(axis: str, value: str) -> None:
+    # Imports torch, which a grid with a `command` of its own does without.
+    from ..objectives import OBJECTIVES
+
+    choices = {"alignment": ALIGNMENTS, "objective": OBJECTIVES, "scheme": tuple(SCHEMES)}[axis]
+    if value not in choices:
+        raise ValueError(f"`{axis}` has the value {value!r}; it can be {', '.join(choices)}.")
+
+
+def _check_side_by_side(train: dict[str, Any]) -> None:
+    if train.get("vllm_server_autostart"):
+        problem = "`vllm_server_autostart` with several --devices: every cell would start its server on the same port."
+    elif train.get("use_vllm") and train.get("vllm_mode") == "server":
+        problem = (
+            "`vllm_mode: server` with several --devices: the cells would publish their weights to the same server."
+        )
+    else:
+        return
+    raise ValueError(f"{problem} Use `vllm_mode: colocate`, or a `command` that chooses a free port.")
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
 
 
 def _check_placeholders(config: dict[str, Any], cells: list[dict]) -> None:

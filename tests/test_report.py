@@ -1,4 +1,5 @@
 import base64
+import bisect
 import itertools
 import json
 import math
@@ -12,10 +13,12 @@ from xml.etree import ElementTree
 import pytest
 
 from trl_qarl.cli import main
+from trl_qarl.scripts._plots import _scale_around_one, _ticks_around_one
 from trl_qarl.scripts._runs import (
     STUDENT_95,
     Run,
     compare_groups,
+    find_holes,
     make_groups,
     merge_histograms,
     read_run,
@@ -23,6 +26,7 @@ from trl_qarl.scripts._runs import (
     summarize,
 )
 from trl_qarl.scripts.report import describe_differences, find_gaps
+from trl_qarl.telemetry import HISTOGRAM_EDGES
 
 
 CONFIG = {
@@ -84,11 +88,11 @@ def make_distributions(draw, mismatch, num_steps):
             ("token_ratio", 0.1, {"positive": [None, None], "negative": [None, None]}),
             ("token_mismatch_weight", 10 * mismatch, {"positive": [None, None], "negative": [None, None]}),
         ):
-            edges = [1 + (index - 30) * width / 5 for index in range(61)]
+            edges = HISTOGRAM_EDGES
             for sign in ("positive", "negative"):
-                counts = [0] * 60
+                counts = [0] * (len(edges) - 1)
                 for _ in range(32):
-                    counts[min(max(int(draw.gauss(30, 8 if sign == "negative" else 5)), 0), 59)] += 1
+                    counts[bisect.bisect(edges, math.exp(draw.gauss(0, width))) - 1] += 1
                 yield {
                     "step": step,
                     "name": name,
@@ -210,6 +214,86 @@ def test_gaps_at_the_same_steps_are_told_once():
         "a, c are not finite at 2 steps: 1 to 2.",
         "b is not finite at 1 step: 2.",
     ]
+
+
+def test_steps_further_apart_than_usual_are_a_hole():
+    assert find_holes([1, 3, 5, 7, 31, 33]) == [(7, 31)]
+    assert find_holes([1, 10, 20, 30, 35]) == find_holes([1, 40]) == find_holes([]) == []
+
+
+@pytest.mark.parametrize("metrics", [("reward",), ("reward", "entropy")])
+def test_missing_values_are_a_gap(tmp_path, metrics):
+    path = write_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[9:30]:
+        for metric in metrics:
+            del row[metric]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert find_gaps(read_run(path)) == [f"{', '.join(metrics)}: nothing logged between steps 9 and 31."]
+
+
+def test_resumed_run_that_repeats_one_step_forgets_what_the_killed_one_logged_there(tmp_path):
+    rows = [{"step": 1, "loss": 0.0, "reward": 0.1}, {"step": 1, "loss": 0.0, "entropy": 0.5}]
+    run = read_run(write_run(tmp_path / "run", rows=rows, max_steps=1))
+    assert run.rows == {1: {"loss": 0.0, "entropy": 0.5}}
+    assert run.notes == ["The run was resumed: 1 logged steps were trained again, the later values are used."]
+
+
+def test_summary_and_evaluation_of_a_step_join_its_row(tmp_path):
+    rows = [{"step": 1, "loss": 0.0, "reward": 0.1}, {"step": 1, "eval_reward": 0.2}, {"step": 1, "train_loss": 0.0}]
+    run = read_run(write_run(tmp_path / "run", rows=rows, max_steps=1))
+    assert run.rows == {1: {"loss": 0.0, "reward": 0.1, "eval_reward": 0.2, "train_loss": 0.0}} and not run.notes
+
+
+@pytest.mark.parametrize(
+    "config", ['{"group_size": [128]}', '{"group_size": "128"}', '{"group_size": 0}', '{"a":' * 20_000]
+)
+def test_configuration_of_another_form_is_one_line(tmp_path, capsys, config):
+    path = write_run(tmp_path / "run")
+    (path / "run.json").write_text(config)
+    with pytest.raises(SystemExit, match="2"):
+        report(tmp_path / "report.html", path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "run.json" in line
+
+
+def test_numbers_too_large_to_compute_with_are_not_finite(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / f"run{seed}", rows=[{"step": 1, "reward": 1e200 * (1 + seed)}], seed=seed, max_steps=1)
+    (tmp_path / "run0" / "evaluation.json").write_text('{"a":' * 20_000)
+    with open(tmp_path / "run0" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1' + "0" * 400 + "}\n")
+    runs, _ = read_runs([tmp_path])
+    assert runs[0].last_step == 1 and runs[0].gaps("reward") == [1] and not runs[0].evaluation
+    assert describe_differences(make_groups(runs)) == {"exceeds": [], "within": [], "unknown": []}
+
+
+def test_runs_of_equal_names_keep_their_own_results(tmp_path):
+    rows = [{"step": step, "reward": 0.5} for step in (1, 2)]
+    paths = [write_run(tmp_path / a / "out" / "s", rows=rows, seed=seed) for seed, a in enumerate("ab")]
+    runs, _ = read_runs(paths)
+    assert [run.name for run in runs] == ["a/out/s", "b/out/s"]
+
+
+def test_groups_of_different_rewards_are_not_compared():
+    runs = [rewards_run(seed, [0.1 * seed], reward_funcs=[name]) for name in "ab" for seed in (0, 1)]
+    assert describe_differences(make_groups(runs)) == {"exceeds": [], "within": [], "unknown": []}
+
+
+def test_axis_of_a_distribution_shows_what_lies_around_one_and_what_lies_far_out():
+    counts = [0] * (len(HISTOGRAM_EDGES) - 1)
+    draw = random.Random(0)
+    for index in range(3000):
+        ratio = math.exp(draw.gauss(0, 5e-4 if index % 100 else 0.3))
+        counts[bisect.bisect(HISTOGRAM_EDGES, ratio) - 1] += 1
+    forward, inverse = _scale_around_one([{"edges": HISTOGRAM_EDGES, "counts": counts}])
+    low, high = forward(0.5), forward(2.0)
+    places = [float((forward(x) - low) / (high - low)) for x in (0.5, 0.9997, 1, 1.0007, 2)]
+    assert places[0] == 0 and places[4] == 1 and places[2] == pytest.approx(0.5)
+    assert 0.25 < places[1] < 0.45 and 0.55 < places[3] < 0.75
+    assert [float(inverse(forward(x))) for x in (0.5, 0.9997, 1.0007, 2)] == pytest.approx([0.5, 0.9997, 1.0007, 2])
+    ticks = _ticks_around_one(0.5, 2.0, forward)
+    assert {0.5, 1.0, 2.0} <= set(ticks) and any(abs(tick - 1) <= 1e-3 for tick in ticks if tick != 1)
 
 
 def test_run_that_ended_early_is_noted(tmp_path):
@@ -529,7 +613,7 @@ def test_gaps_zeros_broken_lines_and_missing_metrics_are_on_the_page(tmp_path):
         "run: The last line of metrics.jsonl is incomplete",
         "No run has a value of entropy.",
         "No run has a distribution of ratio.",
-        "There are no two groups of the same model to compare.",
+        "There are no two groups of the same model and reward to compare.",
         "mismatch/k3 is 0 or below at 40 steps: 1 to 40.",
     ):
         assert line in text, line

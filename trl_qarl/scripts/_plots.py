@@ -1,10 +1,12 @@
 """Figures of `trl-qarl report`: one colour per group of runs, bands over seeds, nothing left out without a mark."""
 
+import itertools
+import math
 import statistics
 import textwrap
 from pathlib import Path
 
-from ._runs import Group, merge_histograms, printable
+from ._runs import EVERY_BATCH, Group, find_holes, merge_histograms, printable
 
 
 __all__ = ["plot_bars", "plot_distribution", "plot_lines"]
@@ -83,6 +85,7 @@ def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, pa
         len(groups_rows), 2, figsize=size, sharex=True, sharey=True, layout="constrained", squeeze=False
     )
     limits, largest = [], 1
+    scale = _scale_around_one([row for _, rows in groups_rows for row in rows])
     for axes_row, (group, rows) in zip(grid, groups_rows, strict=True):
         color = COLORS[groups.index(group) % len(COLORS)]
         for axes, sign, title in zip(axes_row, ("positive", "negative"), ("A > 0", "A < 0"), strict=True):
@@ -108,23 +111,66 @@ def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, pa
     # A redistributed histogram has bins with a fraction of a sequence.
     grid[0, 0].set_ylim(bottom=0.5 / largest)
     low, high = min(limits), max(limits)
-    is_wide = low > 0 and high / low > 5
-    if is_wide:
-        grid[0, 0].set_xscale("log")
-        grid[0, 0].set_xlim(low / 1.1, high * 1.1)
-    else:
-        margin = 0.03 * (high - low)
-        grid[0, 0].set_xlim(low - margin, high + margin)
+    grid[0, 0].set_xscale("function", functions=scale)
+    grid[0, 0].set_xlim(low, high)
+    ticks = _ticks_around_one(low, high, scale[0])
     for axes in grid[-1]:
         axes.set_xlabel(xlabel)
-        if is_wide:
-            axes.xaxis.set_major_formatter("{x:g}")
-            continue
-        axes.xaxis.set_major_locator(plt.MaxNLocator(5))
-        axes.ticklabel_format(axis="x", useOffset=False)
+        axes.set_xticks(ticks, [f"{tick:.10g}" for tick in ticks], rotation=45, ha="right", fontsize="small")
+        axes.minorticks_off()
     handles = [plt.Line2D([], [], color="black", ls="--", lw=1, label="clip bound")]
     _save(figure, handles, path)
     return True
+
+
+def _scale_around_one(rows: list[dict]):
+    """
+    A scale for positive values around 1, and its inverse: linear in `log x` where the middle fifth of the counts lies, logarithmic in
+    its distance from 0 beyond. Ratios concentrate around 1 within 1e-4, and some lie far out: no ordinary axis shows both.
+    """
+    import numpy as np
+
+    edges, counts = merge_histograms(rows)
+    middle = sorted(
+        (max(abs(math.log(max(edge, 1e-30))) for edge in pair), count)
+        for pair, count in zip(itertools.pairwise(edges), counts, strict=True)
+    )
+    seen = itertools.accumulate(count for _, count in middle)
+    width = next(distance for (distance, _), so_far in zip(middle, seen, strict=True) if so_far >= 0.2 * sum(counts))
+    width = min(max(width, 1e-5), 0.1)
+
+    def forward(x):
+        distance = np.log(np.maximum(x, 1e-30))
+        return np.sign(distance) * np.log1p(np.abs(distance) / width)
+
+    def inverse(y):
+        return np.exp(np.sign(y) * width * np.expm1(np.minimum(np.abs(y), 20.0)))
+
+    return forward, inverse
+
+
+def _ticks_around_one(low: float, high: float, forward) -> list[float]:
+    """Round values within the limits that are not too near to each other on the axis, those next to the limits first."""
+    small = [10.0**-k for k in range(1, 7)]
+    values = [
+        1.0,
+        *(1 + x for x in small),
+        *(1 - x for x in small),
+        1.5,
+        2.0,
+        5.0,
+        0.5,
+        0.2,
+        *(10.0**k for k in (-4, -3, -2, -1)),
+    ]
+    values += [10.0**k for k in range(1, 5)]
+    inside = sorted((x for x in values if low <= x <= high), key=lambda x: (x != 1, -abs(forward(x))))
+    span = forward(high) - forward(low)
+    ticks: list[float] = []
+    for x in inside:
+        if all(abs(forward(x) - forward(tick)) > 0.06 * span for tick in ticks):
+            ticks.append(x)
+    return sorted(ticks)
 
 
 def plot_bars(groups: list[Group], panels: list[tuple[str, str]], path: Path) -> list[str]:
@@ -166,13 +212,16 @@ def _draw(axes, index: int, group: Group, metric: str, is_log: bool, marked: int
     Draw one group, its marks above those of the `marked` groups that have some already. Returns whether it has values that
     are not finite, and values that a logarithmic axis cannot show.
     """
-    values: dict[int, list[float]] = {}
+    values: dict[float, list[float]] = {}
     for run in group.runs:
         for step, value in run.values(metric).items():
             values.setdefault(step, []).append(value)
     gaps = {step for run in group.runs for step in run.gaps(metric)}
     zeros = {step for step, seeds in values.items() if is_log and min(seeds) <= 0}
     steps = sorted(values.keys() | gaps)
+    # A line across steps that were not logged would pass for their values.
+    if metric in EVERY_BATCH:
+        steps = sorted([*steps, *((a + b) / 2 for a, b in find_holes(steps))])
     nan = float("nan")
 
     def series(reduce) -> list[float]:

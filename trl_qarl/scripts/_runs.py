@@ -6,6 +6,7 @@ A run's directory holds `run.json` (its configuration), `metrics.jsonl` (a row p
 twice: what can be read is used, and everything else becomes a note of the run.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -17,9 +18,11 @@ from typing import Any
 
 
 __all__ = [
+    "EVERY_BATCH",
     "Group",
     "Run",
     "compare_groups",
+    "find_holes",
     "is_evaluation",
     "make_groups",
     "merge_histograms",
@@ -31,6 +34,9 @@ __all__ = [
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "run.json"
+
+# What a run logs at equal distances; other metrics are left out of a row where there is nothing to count.
+EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
 
 # Two-sided 95 % quantiles of Student's distribution with 1, 2, ... degrees of freedom. Beyond the table its last entry
 # holds, which is larger than the true one, 1.96 in the limit.
@@ -118,10 +124,9 @@ def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
         for key in runs.keys() & found.keys():
             raise ValueError(f"{key.name} is given twice; name each run once.")
         found |= runs
-    names = [path.name for path in found]
     for path, run in found.items():
-        if names.count(path.name) > 1:
-            run.name = f"{path.parent.name}/{path.name}"
+        parts = next(n for n in itertools.count(1) if sum(p.parts[-n:] == path.parts[-n:] for p in found) == 1)
+        run.name = str(Path(*path.parts[-parts:]))
     return list(found.values()), notes
 
 
@@ -139,13 +144,15 @@ def read_run(path: str | Path) -> Run:
         config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{path} has no {CONFIG_FILE}, which holds the configuration of the run.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path / CONFIG_FILE} is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path / CONFIG_FILE} must hold a mapping, not {str(config)[:40]!r}.")
     for name in ("seed", "max_steps"):
         if isinstance(config.get(name), dict | list):
             raise ValueError(f"{path / CONFIG_FILE}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
+    if type(config.get("group_size", None)) not in (int, type(None)) or config.get("group_size") == 0:
+        raise ValueError(f"{path / CONFIG_FILE}: `group_size` must be a number or null, not {config['group_size']!r}.")
     run = Run(path.resolve().name, config, {})
 
     rows, broken = _read_jsonl(path / METRICS_FILE, _is_metrics_row)
@@ -154,8 +161,9 @@ def read_run(path: str | Path) -> Run:
     last = -1
     for row in rows:
         step = row["step"]
-        # A step that goes back is the first one after a resume: what the killed process had logged from there on is void.
-        if step < last:
+        # A step that goes back, or is trained twice, is the first one after a resume: what the killed process had logged from
+        # there on is void.
+        if step < last or (step == last and "loss" in row and "loss" in run.rows[step]):
             void = [known for known in run.rows if known >= step]
             repeated += len(void)
             for known in void:
@@ -170,7 +178,7 @@ def read_run(path: str | Path) -> Run:
             f"The run was resumed: {repeated} logged steps were trained again, the later values are used."
         )
     max_steps = config.get("max_steps")
-    if _is_number(max_steps) and 0 < run.last_step < max_steps:
+    if _is_number(max_steps) and 0 < max_steps != run.last_step > 0:
         run.notes.append(f"The run ended at step {run.last_step} of {max_steps}.")
 
     if (path / "distributions.jsonl").is_file():
@@ -194,12 +202,24 @@ def read_run(path: str | Path) -> Run:
     if (path / "evaluation.json").is_file():
         try:
             run.evaluation = json.loads((path / "evaluation.json").read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             run.evaluation = {}
         if not is_evaluation(run.evaluation):
             run.evaluation = {}
             run.notes.append("evaluation.json has another form than {name: {correct, total}} and is not used.")
     return run
+
+
+def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
+    """
+    Neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among 1, 3, ..., 9, 31, ...
+    Fewer than three steps have no usual distance.
+    """
+    pairs = list(itertools.pairwise(steps))
+    if len(pairs) < 2:
+        return []
+    usual = statistics.mode(sorted(b - a for a, b in pairs))
+    return [(a, b) for a, b in pairs if b - a > usual]
 
 
 def is_evaluation(scores: Any) -> bool:
@@ -416,11 +436,12 @@ def _is_number(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     # An integer beyond the range of floats cannot be converted.
-    return _is_number(value) and abs(value) < 1e300
+    # Squares of what is finite must be, too.
+    return _is_number(value) and abs(value) < 1e100
 
 
 def _is_metrics_row(row: dict[str, Any]) -> bool:
-    return type(row.get("step")) is int and row["step"] >= 0
+    return type(row.get("step")) is int and 0 <= row["step"] < 2**53
 
 
 def _is_distribution(row: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..cli import configuration_errors
 from ..schemes import SCHEMES
-from ._runs import Group, Run, compare_groups, make_groups, printable, read_runs, summarize
+from ._runs import EVERY_BATCH, Group, Run, compare_groups, find_holes, make_groups, printable, read_runs, summarize
 
 
 __all__ = ["describe_differences", "find_gaps", "main", "make_page", "make_parser"]
@@ -46,6 +46,7 @@ DROPPED = (
     ("tbpo/dropped/negative_low", "A < 0, ratio below\nits band (share)", False),
     ("tbpo/dropped/negative_high", "A < 0, ratio above\nits band (share)", False),
     ("tbpo/dropped/total", "all with A other\nthan 0 (share)", False),
+    ("mismatch/rejected_share", "rejected for their\nmismatch (share)", False),
 )
 MISMATCH = (
     ("mismatch/abs_logp_mean", "mean over tokens of\n|log-prob difference| (nats)", True),
@@ -108,7 +109,7 @@ def main(args: Namespace) -> None:
 
 def describe_differences(groups: list[Group], score: str | None = None) -> dict[str, list[str]]:
     """
-    One sentence per pair of groups that train the same model, under `"exceeds"`, `"within"` and `"unknown"` as
+    One sentence per pair of groups that train the same model for the same reward, under `"exceeds"`, `"within"` and `"unknown"` as
     [`compare_groups`] judges it: of final rewards, or of the evaluation `score`. Pairs that differ in the fewest settings come
     first, then larger differences.
     """
@@ -116,7 +117,7 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
     summaries = summarize(groups, score)
     found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
     for (a, of_a), (b, of_b) in itertools.combinations(zip(groups, summaries, strict=True), 2):
-        if a.config.get("model") != b.config.get("model"):
+        if any(a.config.get(name) != b.config.get(name) for name in ("model", "reward_funcs")):
             continue
         result = compare_groups(of_a, of_b)
         distance = sum(a.config.get(name) != b.config.get(name) for name in a.config.keys() | b.config.keys())
@@ -146,8 +147,8 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
 
 def find_gaps(run: Run) -> list[str]:
     """
-    Sentences about values that are not finite, or not positive where an axis is logarithmic: one for all metrics that have them
-    at the same steps.
+    Sentences about values that are not finite, or not positive where an axis is logarithmic, or missing where others of the run
+    would have them expected: one for all metrics that have the same.
     """
     logarithmic = [metric for metric, _, is_log in MISMATCH if is_log]
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
@@ -156,11 +157,15 @@ def find_gaps(run: Run) -> list[str]:
         for steps, problem in ((run.gaps(metric), "not finite"), (zeros, "0 or below")):
             if steps:
                 found.setdefault((problem, tuple(steps)), []).append(metric)
+    holes: dict[tuple[int, int], list[str]] = {}
+    for metric in EVERY_BATCH:
+        for hole in find_holes(sorted(run.values(metric).keys() | set(run.gaps(metric)))):
+            holes.setdefault(hole, []).append(metric)
     return [
         f"{', '.join(metrics)} {'is' if len(metrics) == 1 else 'are'} {problem} at {_count(len(steps), 'step')}: "
         f"{_ranges(list(steps), list(run.rows))}."
         for (problem, steps), metrics in found.items()
-    ]
+    ] + [f"{', '.join(metrics)}: nothing logged between steps {a} and {b}." for (a, b), metrics in holes.items()]
 
 
 def make_page(groups: list[Group], figures: list[tuple[str, Path, str]], notes: list[str]) -> str:
@@ -194,6 +199,12 @@ def make_page(groups: list[Group], figures: list[tuple[str, Path, str]], notes: 
         parts.append(
             f'<p class="warn">These runs train {len(models)} models: {escape(", ".join(models))}. Their groups are shown side '
             "by side and not compared with each other.</p>"
+        )
+    rewards = list(dict.fromkeys(str(group.config.get("reward_funcs", "not recorded")) for group in groups))
+    if len(rewards) > 1:
+        parts.append(
+            f'<p class="warn">These runs are trained for {len(rewards)} different rewards: {escape(", ".join(rewards))}. Their '
+            "groups are shown side by side and not compared with each other.</p>"
         )
     parts += ["<h2>Differences and seed noise</h2>", *_differences(groups), f"<p>{escape(RULE)}</p>"]
     for score in ("greedy", "sampled"):
@@ -251,18 +262,24 @@ def _draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Pa
             "Share of dropped sequences",
             "dropped",
             DROPPED,
-            " Shares are of the sequences with that sign of the advantage.",
+            " Shares are of the sequences with that sign of the advantage. Updates without such a sequence have none. What "
+            "a mask rejects is a share of all sequences, or of all tokens where it looks at tokens.",
         ),
     )
     for heading, name, panels, more in lines:
         path = target(name)
         drawn = plot_lines(groups, list(panels), path)
-        notes += [f"No run has a value of {metric}." for metric, _, _ in panels if metric not in drawn]
+        notes += [
+            f"No run has a value of {metric}."
+            for metric, _, _ in panels
+            if metric not in (*drawn, "mismatch/rejected_share")
+        ]
         if drawn:
             figures.append((heading, path, f"{bands} {marks}{more}"))
+    scale = " The axis is logarithmic in the distance from 1, and so are the bins: fewer in a bin next to 1 are not fewer near 1."
     ratio, weight = "ratio r, learner now / learner at rollout", "mismatch weight w, learner at rollout / sampler"
     of_sequences, together = (
-        "Geometric means over the tokens of a sequence",
+        "Geometric means over the tokens of a sequence (products where the objective is bounded by them)",
         "all logged steps and seeds of a group together.",
     )
     for heading, name, unit, xlabel, caption in (
@@ -273,7 +290,7 @@ def _draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Pa
     ):
         path = target(name)
         if plot_distribution(groups, name, unit, xlabel, path):
-            figures.append((heading, path, f"{caption}, {together}"))
+            figures.append((heading, path, f"{caption}, {together}{scale}"))
         else:
             notes.append(f"No run has a distribution of {name}.")
     path = target("time")
@@ -294,7 +311,7 @@ def _draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Pa
 def _differences(groups: list[Group], score: str | None = None) -> list[str]:
     found = describe_differences(groups, score)
     if not any(found.values()):
-        return ["<p>There are no two groups of the same model to compare.</p>"]
+        return ["<p>There are no two groups of the same model and reward to compare.</p>"]
     parts = []
     for verdict, heading in (
         ("exceeds", "Differences that exceed the seed noise"),
@@ -343,11 +360,17 @@ def _run_table(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
                     group.label,
                     str(run.config.get("seed", "-")),
                     f"{run.last_step} of {max_steps}" if max_steps else str(run.last_step),
-                    "ended before the last quarter" if final is None else _number(final),
+                    _number(final) if final is not None else _why_no_reward(run),
                     *(_score(run.evaluation.get(name)) for name in scores),
                 ]
             )
     return _table(["run", "group", "seed", "last step", "final reward", *scores], rows)
+
+
+def _why_no_reward(run: Run) -> str:
+    max_steps = run.config.get("max_steps")
+    has_last_quarter = isinstance(max_steps, int) and run.last_step > 0.75 * max_steps
+    return "no finite reward in the last quarter" if has_last_quarter else "ended before the last quarter"
 
 
 def _scheme_table(groups: list[Group]) -> str:

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reference.objectives_naive import naive_mismatch_ratio, naive_objective
+from reference.objectives_naive import TEMPERATURES, naive_mismatch_ratio, naive_objective
 from trl_qarl.objectives import PRESETS, mismatch_ratio, sequence_bounds, token_bounds, weigh_advantages
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+SAPO_TEMPERATURES = {"sapo_temperature_pos": TEMPERATURES[0], "sapo_temperature_neg": TEMPERATURES[1]}
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 3.0, "clip_max": 2.0}
 
 
@@ -35,7 +36,7 @@ def make_batch(seed, num_sequences=24, num_tokens=7):
 def make_trainer(objective, use_vllm, per_token_logps):
     """A trainer without model and data: what TRL's `_compute_loss` reads, with log-probs that are given."""
     trainer = QaRLTrainer.__new__(QaRLTrainer)
-    preset = PRESETS[objective]
+    preset = PRESETS.get(objective)
     entropies = torch.zeros_like(per_token_logps)
     vars(trainer).update(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (per_token_logps, entropies, None),
@@ -44,16 +45,18 @@ def make_trainer(objective, use_vllm, per_token_logps):
         _histograms=None,
         _forward_logps=per_token_logps.detach(),
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(objective=objective, delta=CLIP["delta"] if objective == "dual-clip" else None),
+        args=SimpleNamespace(
+            objective=objective, delta=CLIP["delta"] if objective == "dual-clip" else None, **SAPO_TEMPERATURES
+        ),
         epsilon_low=CLIP["epsilon"],
         epsilon_high=CLIP["epsilon_high"],
-        importance_sampling_level=preset.options["importance_sampling_level"],
-        loss_type="grpo",
+        importance_sampling_level=preset.options["importance_sampling_level"] if preset else "token",
+        loss_type="grpo" if preset else objective,
         beta=0.0,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         use_vllm=use_vllm,
-        vllm_importance_sampling_correction=preset.corrects_mismatch,
+        vllm_importance_sampling_correction=preset is not None and preset.corrects_mismatch,
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1,
@@ -76,7 +79,7 @@ def loss_and_gradient(objective, batch, use_vllm=False):
         "old_per_token_logps": batch["old"],
         "sampling_per_token_logps": batch["sampling"],
     }
-    if trainer._preset.corrects_mismatch:
+    if trainer.vllm_importance_sampling_correction:
         mode = trainer._preset.options["vllm_importance_sampling_mode"]
         inputs["importance_sampling_ratio"] = mismatch_ratio(
             batch["old"], batch["sampling"], batch["mask"], mode, None, CLIP["clip_max"]
@@ -87,7 +90,7 @@ def loss_and_gradient(objective, batch, use_vllm=False):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("objective", PRESETS)
+@pytest.mark.parametrize("objective", [*PRESETS, "sapo"])
 @pytest.mark.parametrize("use_vllm", [True, False])
 def test_value_and_gradient_equal_the_naive_objective_whoever_applies_the_weight(objective, use_vllm, seed):
     batch = make_batch(seed)

@@ -88,6 +88,21 @@ def test_parts_of_a_step_are_timed(tiny_model, tmp_path):
         assert sum(parts) == pytest.approx(row["step_time"], rel=0.05, abs=0.02)
 
 
+def test_every_generation_batch_has_a_row_whatever_is_logged(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, max_steps=4, logging_steps=4)
+    trainer.evaluate()
+    trainer.train()
+    batches = read(tmp_path / "batches.jsonl")
+    # Two generation batches of two updates each.
+    assert [batch["step"] for batch in batches] == [1, 3]
+    (row,) = [row for row in read(tmp_path / "metrics.jsonl") if "loss" in row]
+    for name in ("reward", "mismatch/abs_logp_mean", "mismatch/abs_logp_max", "mismatch/k3/q1", "quant/sqnr"):
+        values = [batch[name] for batch in batches]
+        assert row[name] == pytest.approx(sum(values) / 2) and values[0] != values[1]
+    make(tiny_model, tmp_path, max_steps=1).train()
+    assert len(read(tmp_path / "batches.jsonl")) == 1 and len(read(tmp_path / "batches.previous.jsonl")) == 2
+
+
 def test_run_file_says_what_was_run(tiny_model, tmp_path):
     make(tiny_model, tmp_path, objective="gspo", alignment="rollout-only", seed=7, max_steps=1).train()
     run = json.loads((tmp_path / "run.json").read_text())
@@ -101,6 +116,9 @@ def test_run_file_says_what_was_run(tiny_model, tmp_path):
         "group_size": 128,
         "seed": 7,
         "model": tiny_model,
+        "reward_funcs": ["spread"],
+        "num_problems": 16,
+        "num_processes": 1,
         "use_vllm": False,
         "learning_rate": 1e-3,
         "max_steps": 1,

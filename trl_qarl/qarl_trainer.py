@@ -147,6 +147,7 @@ class QaRLTrainer(GRPOTrainer):
         self.histogram_bounds = [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
         self._histograms: torch.Tensor | None = None
         self._worst_examples: list[dict[str, Any]] = []
+        self._batch_metrics: list[dict[str, float]] = []
         self._next_probe = 0
         self._rollout_seconds = self._batch_seconds = self._forward_backward_seconds = 0.0
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
@@ -321,23 +322,23 @@ class QaRLTrainer(GRPOTrainer):
         sums = self.accelerator.reduce(sums, reduction="sum")
         splits = self.accelerator.reduce(splits, reduction="sum")
         maximum = self.accelerator.gather(maximum).max()
-        for name, value in {
+        of_batch = {
             **mismatch_metrics(sums, maximum, weights),
             **split_metrics(splits, maxima),
             **weight_metrics(weights, advantages),
-        }.items():
-            metrics[name].append(value)
+            **sqnr(quantized_layers(self.model)),
+        }
         ratio = output.get("importance_sampling_ratio")
         if ratio is not None and self.vllm_importance_sampling_mode.endswith("mask"):
             counts = mask.bool() if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
-            metrics["mismatch/rejected_share"].append(self._masked_mean((ratio == 0).float(), counts))
+            of_batch["mismatch/rejected_share"] = self._masked_mean((ratio == 0).float(), counts)
         if self.use_vllm:
-            for name, value in self.vllm_generation.take_publication().items():
-                metrics[name].append(value)
-            metrics["rollout/weight_version"].append(self._checked_weight_version())
-        for name, value in sqnr(quantized_layers(self.model)).items():
+            of_batch |= self.vllm_generation.take_publication()
+            of_batch["rollout/weight_version"] = self._checked_weight_version()
+        for name, value in of_batch.items():
             metrics[name].append(value)
         if self.model.training:
+            self._batch_metrics.append({"reward": metrics["reward"][-1], **of_batch})
             self._note_worst_examples(output)
             self._probe_mismatch(output)
 
@@ -357,6 +358,11 @@ class QaRLTrainer(GRPOTrainer):
         """What [`~trl_qarl.telemetry.worst_examples`] found in the generation batches since the last call, on this process."""
         examples, self._worst_examples = self._worst_examples, []
         return examples
+
+    def take_batch_metrics(self) -> list[dict[str, float]]:
+        """Reward, mismatch and publication of each generation batch since the last call."""
+        batches, self._batch_metrics = self._batch_metrics, []
+        return batches
 
     def _probe_mismatch(self, output: dict[str, Any]) -> None:
         """Compares learner and engine over the whole vocabulary on the first few completions, where it is time to."""
@@ -412,12 +418,18 @@ class QaRLTrainer(GRPOTrainer):
         """Measures forward and backward alone; TRL's `step_time` includes what happens once per generation batch."""
         start, self._batch_seconds = time.perf_counter(), 0.0
         loss = super().training_step(*args, **kwargs)
+        self._synchronize()
         self._forward_backward_seconds += time.perf_counter() - start - self._batch_seconds
         # TRL has closed the step.
         if self._current_train_step_time == 0.0:
             self._metrics["train"]["step/forward_backward_seconds"].append(self._forward_backward_seconds)
             self._forward_backward_seconds = 0.0
         return loss
+
+    def _synchronize(self) -> None:
+        """A device that computes in the background would otherwise be timed with whoever waits for it first."""
+        if self.accelerator.device.type != "cpu":
+            torch.accelerator.synchronize(self.accelerator.device)
 
     @override
     def _compute_loss(self, model, inputs):
@@ -651,6 +663,7 @@ class _Requantize(TrainerCallback):
         layers = quantized_layers(self.trainer.model)
         rate = code_flip_rate(layers.values())
         metrics = self.trainer._metrics["train"]
+        self.trainer._synchronize()
         metrics["step/optimizer_seconds"].append(time.perf_counter() - self._start)
         if not layers:
             return

@@ -1,8 +1,10 @@
 """
-What a run leaves in its output directory to be read without a tracker: four files of JSON, written by the main process.
+What a run leaves in its output directory to be read without a tracker: five files of JSON, written by the main process.
 
 - `metrics.jsonl`: one line per logged row, `{"step", "time", **metrics}`; `time` in seconds since the epoch, NaN and
   infinity as `null`.
+- `batches.jsonl`: one line per generation batch with its reward, mismatch, publication and quantization error, `{"step", "time",
+  **metrics}`, whatever `logging_steps` is: a row of `metrics.jsonl` holds means over the batches since the last one.
 - `run.json`: what was run, written when training begins.
 - `distributions.jsonl`: after each update, one histogram of ratio and mismatch weight per sign of the advantage, of tokens and
   for sequence-level objectives of sequences, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
@@ -17,6 +19,7 @@ import json
 import math
 import platform
 import time
+from collections.abc import Sized
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,9 +37,10 @@ if TYPE_CHECKING:
     from .qarl_trainer import QaRLTrainer
 
 
-__all__ = ["DISTRIBUTIONS_FILE", "METRICS_FILE", "RUN_FILE", "WORST_FILE", "RunLog", "to_row"]
+__all__ = ["BATCHES_FILE", "DISTRIBUTIONS_FILE", "METRICS_FILE", "RUN_FILE", "WORST_FILE", "RunLog", "to_row"]
 
 METRICS_FILE = "metrics.jsonl"
+BATCHES_FILE = "batches.jsonl"
 RUN_FILE = "run.json"
 DISTRIBUTIONS_FILE = "distributions.jsonl"
 WORST_FILE = "worst_completions.jsonl"
@@ -108,7 +112,7 @@ class RunLog(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if state.global_step == 0:
-            for name in {METRICS_FILE, DISTRIBUTIONS_FILE, WORST_FILE} - self._written:
+            for name in {METRICS_FILE, BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE} - self._written:
                 path = self.folder / name
                 if path.exists():
                     path.replace(path.with_suffix(f".previous{path.suffix}"))
@@ -123,11 +127,13 @@ class RunLog(TrainerCallback):
 
     @override
     def on_step_end(self, args, state, control, **kwargs):
-        worst = self.trainer.take_worst_examples()
+        worst, batches = self.trainer.take_worst_examples(), self.trainer.take_batch_metrics()
         # On every process: the counts are added up over them.
         counts = self.trainer.take_histograms()
         for example in worst if state.is_world_process_zero else ():
             self._append(WORST_FILE, {"step": state.global_step, **example})
+        for batch in batches if state.is_world_process_zero else ():
+            self._append(BATCHES_FILE, to_row(state.global_step, time.time(), batch))
         if counts is None or not state.is_world_process_zero:
             return
         for (name, sign, bounds), row in zip(self.trainer.histogram_bounds, counts.tolist(), strict=True):
@@ -164,6 +170,9 @@ class RunLog(TrainerCallback):
             "group_size": get_scheme(args.scheme, args.group_size).group_size,
             "seed": args.seed,
             "model": self.trainer.model.name_or_path,
+            "reward_funcs": self.trainer.reward_func_names,
+            "num_problems": len(self.trainer.train_dataset) if isinstance(self.trainer.train_dataset, Sized) else None,
+            "num_processes": args.world_size,
             "use_vllm": args.use_vllm,
             "learning_rate": args.learning_rate,
             "max_steps": max_steps,

@@ -6,6 +6,10 @@ and gradient by hand. Dual clip is written as in https://arxiv.org/abs/1912.0972
 import math
 
 
+TEMPERATURES = (1.0, 1.25)
+"""Of SAPO, for positive and other advantages; exact in float32, in which TRL has them."""
+
+
 def naive_mismatch_ratio(old_logps, sampling_logps, mask, mode, clip_min=None, clip_max=None):
     """One ratio per token (`token_*`) or per completion (`sequence_*`), as lists of lists."""
     level, bound = mode.split("_")
@@ -59,6 +63,14 @@ def naive_objective(name, logps, old_logps, sampling_logps, advantages, mask, ep
             loss -= weight * value / batch_size
             for t in tokens:
                 gradient[i][t] = -weight * slope * ratio / len(tokens) / batch_size
+        elif name == "sapo":
+            # https://arxiv.org/abs/2511.20347, without a weight of the mismatch.
+            temperature = TEMPERATURES[0] if advantage > 0 else TEMPERATURES[1]
+            for t in tokens:
+                ratio = math.exp(logps[i][t] - old_logps[i][t])
+                gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
+                loss -= 4 / temperature * gate * advantage / len(tokens) / batch_size
+                gradient[i][t] = -4 * gate * (1 - gate) * ratio * advantage / len(tokens) / batch_size
         else:
             for t in tokens:
                 ratio = math.exp(logps[i][t] - old_logps[i][t])

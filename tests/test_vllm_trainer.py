@@ -88,6 +88,8 @@ class TestColocated:
         assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
         assert logged(trainer, "mismatch/unknown_tokens") == [0, 0]
         assert logged(trainer, "rollout/weight_version") == [0, 2]
+        # TRL's losses reject whole completions by their mismatch, TBPO does not.
+        assert logged(trainer, "mismatch/rejected_share") == ([] if trainer.args.objective == "tbpo" else [0, 0])
         assert all(value > 0 for value in logged(trainer, "publish/tensors"))
         assert trainer.vllm_generation.llm.get_weight_version().startswith("2-")
         if scheme != "bf16":

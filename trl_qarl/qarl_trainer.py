@@ -328,7 +328,8 @@ class QaRLTrainer(GRPOTrainer):
             **weight_metrics(weights, advantages),
             **sqnr(quantized_layers(self.model)),
         }
-        ratio = output.get("importance_sampling_ratio")
+        # TRL computes it for every vLLM rollout; TBPO has a weight of its own.
+        ratio = None if self.args.objective == "tbpo" else output.get("importance_sampling_ratio")
         if ratio is not None and self.vllm_importance_sampling_mode.endswith("mask"):
             counts = mask.bool() if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
             of_batch["mismatch/rejected_share"] = self._masked_mean((ratio == 0).float(), counts)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
 from .kernels import int4_kernel_operands, low_bit_linear, uses_int4_kernel
@@ -38,10 +40,10 @@ class QuantizedLinear(nn.Linear):
     `nn.Linear` with a quantized forward and a straight-through gradient to its master weight.
 
     Made by [`~QuantizedLinear.from_linear`]; `weight` and `bias` stay the high-precision masters. The low-bit weight is
-    computed once per version of the master and cached. In-place updates that PyTorch counts, `step()` of any optimizer,
-    `load_state_dict` and `.to` invalidate the cache; code that writes through `.data` outside an optimizer must call
-    [`~QuantizedLinear.invalidate`] afterwards. The cache is not part of the `state_dict`, nor of a pickle or copy of the
-    module.
+    computed once per version of the master and cached. Another tensor or storage in the master's place, in-place updates that
+    PyTorch counts, `step()` of any optimizer, `load_state_dict` and `.to` invalidate the cache; code that writes through
+    `.data`, numpy or dlpack outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards. The cache is not part
+    of the `state_dict`, nor of a pickle or copy of the module.
 
     Attributes:
         scheme ([`QuantScheme`]): the scheme.
@@ -80,7 +82,8 @@ class QuantizedLinear(nn.Linear):
 
         Raises:
             TypeError: if `linear` is not a plain `nn.Linear`.
-            ValueError: if the scheme has no quantized weight or no group size divides `in_features`.
+            ValueError: if the scheme has no quantized weight, if the layer has no weights or was made in inference mode, or
+                if the scheme cannot quantize `in_features`.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
@@ -93,6 +96,10 @@ class QuantizedLinear(nn.Linear):
             )
         if not scheme.is_quantized:
             raise ValueError(f"Scheme {scheme.name!r} leaves weights in high precision; there is nothing to convert.")
+        if linear.weight.numel() == 0:
+            raise ValueError(f"The layer has no weights to quantize: shape {tuple(linear.weight.shape)}.")
+        if linear.weight.is_inference():
+            raise ValueError(MADE_IN_INFERENCE_MODE)
         linear.group_size = scheme.group_size_for(linear.in_features)
         linear.scheme = scheme
         linear.scale_dtype = scale_dtype or linear.weight.dtype
@@ -123,13 +130,18 @@ class QuantizedLinear(nn.Linear):
     def low_bit_weight(self) -> LowBitWeight:
         """
         The low-bit weight of the current master. The same object is returned until its value changes.
+
+        Raises:
+            ValueError: if the master was made in inference mode, where PyTorch does not count updates.
         """
-        version = self._weight_version()
-        if version == self._low_bit_version:
+        # Read once: a parametrization computes a new tensor each time.
+        weight = self.weight
+        version = _weight_version(weight)
+        if version is not None and version == self._low_bit_version:
             return self._low_bit
         # Tensors made in inference mode could not be saved for backward later.
         with torch.inference_mode(False):
-            low_bit = quantize_weight(self.weight.detach(), self.scheme, self.scale_dtype)
+            low_bit = quantize_weight(weight.detach(), self.scheme, self.scale_dtype)
             if self._low_bit is not None:
                 self.num_flipped_codes = count_code_flips(self._low_bit, low_bit)
                 if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):
@@ -188,10 +200,6 @@ class QuantizedLinear(nn.Linear):
         active = "" if self.is_active else ", is_active=False"
         return f"{super().extra_repr()}, scheme={self.scheme.name}{group}, kernel={self.kernel}{active}"
 
-    def _weight_version(self) -> tuple[Any, ...]:
-        weight = self.weight
-        return weight._version, weight.data_ptr(), weight.dtype, weight.device, _num_optimizer_steps
-
     def _drop_cache(self) -> None:
         for name in _CACHE_ATTRIBUTES:
             setattr(self, name, None)
@@ -214,8 +222,35 @@ class QuantizedLinear(nn.Linear):
 
 _CACHE_ATTRIBUTES = ("_low_bit", "_low_bit_version", "_int4_operands", "_vllm_operands")
 
+MADE_IN_INFERENCE_MODE = (
+    "The weight was made inside `torch.inference_mode()`, where PyTorch does not count updates, so a changed weight could "
+    "not be told from the one that was quantized. Make or load the model outside of it; `torch.no_grad()` does as well."
+)
+
 # Fused and 8-bit optimizers write to parameters without raising their version, so each step of any optimizer counts.
 _num_optimizer_steps = 0
+
+
+def _weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
+    """
+    Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not kept.
+
+    Addresses are no identity: a new tensor may lie where an old one was. As long as a weak reference to a storage exists, no
+    other storage compares equal to it.
+    """
+    if weight.is_inference():
+        if isinstance(weight, nn.Parameter):
+            raise ValueError(MADE_IN_INFERENCE_MODE)
+        return None
+    return (
+        WeakIdRef(weight),
+        StorageWeakRef(weight.untyped_storage()),
+        weight.storage_offset(),
+        weight.stride(),
+        weight._version,
+        weight.dtype,
+        _num_optimizer_steps,
+    )
 
 
 def _count_optimizer_step(*args, **kwargs):

@@ -16,8 +16,16 @@ one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies
 conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest at 56. Their product has eight
 bits, as bf16 does. [`product_weight`] is what the engine multiplies by.
 
-Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors: `amax / 127` for INT8
-and `max(amax / 448, 1 / (448 * 512))` for FP8.
+Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors: `scale = amax / 127` for
+INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
+
+| | CPU | CUDA |
+|---|---|---|
+| INT8 | `x * (1 / scale)` | `x * (127 / amax)` |
+| FP8 | `x * (1 / scale)` | `x / scale` |
+
+in float32, as vLLM's kernels do (`QuantFP8.forward_native`, `csrc/cpu/dnnl_kernels.cpp`, `csrc/quantization/w8a8`). In bf16 the
+quotient often lies half way between two codes, and one rounding more or less decides.
 
 Storage of the codes:
 
@@ -79,9 +87,11 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torc
             scheme fixes its own scale dtype.
 
     Raises:
-        ValueError: if no group size divides `K`.
+        ValueError: if no group size divides `K`, or if the codes of a row do not fill words of the checkpoint.
     """
     out_features, in_features = weight.shape
+    # Quotients would inherit the strides of a transposed or sliced master, and codes are packed along rows.
+    weight = weight.contiguous()
     group_size = scheme.group_size_for(in_features) or in_features
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
@@ -138,14 +148,18 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
             A scheme with `activation_type` set.
 
     Returns:
-        Codes `(M, K)` in int8 or float8_e4m3fn and float32 scales `(M, 1)`. An all-zero token gets zero codes.
+        Codes `(M, K)` in int8 or float8_e4m3fn and float32 scales `(M, 1)`. A token of zeros or denormal numbers gets zero
+        codes.
     """
     amax = x.abs().amax(dim=-1, keepdim=True).float()
     if scheme.activation_type == "float":
         scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
-        return (x / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
-    scale = torch.where(amax == 0, 1.0, amax / 127.0)
-    return (x / scale).round_().to(torch.int8), scale
+        scaled = x.float() / scale if x.is_cuda else x.float() * scale.reciprocal()
+        return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+    # Below the smallest normal number the reciprocal would overflow.
+    amax = torch.where(amax / 127.0 < torch.finfo(torch.float32).tiny, 127.0, amax)
+    scale = amax / 127.0
+    return (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8), scale
 
 
 def checkpoint_tensors(low_bit: LowBitWeight, scheme: QuantScheme) -> dict[str, torch.Tensor]:

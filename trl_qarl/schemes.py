@@ -98,9 +98,17 @@ class QuantScheme:
         It is `group_size` where that divides `in_features`, else the next smaller size of `group_sizes` that does.
 
         Raises:
-            ValueError: if no group size divides `in_features`.
+            ValueError: if no group size divides `in_features`, or if the checkpoint packs codes into words that
+                `in_features` codes do not fill.
         """
         if self.group_size is None:
+            codes_per_word = 32 // self.num_bits
+            if self.format == "pack-quantized" and in_features % codes_per_word:
+                raise ValueError(
+                    f"in_features={in_features} is not divisible by {codes_per_word}, the number of codes that the "
+                    f"checkpoint of scheme {self.name!r} packs into a word. Leave the layer out with `exclude_modules`, "
+                    "or use a scheme that does not pack codes (`w8a8`, `fp8`)."
+                )
             return None
         allowed = [size for size in self.group_sizes if size <= self.group_size]
         for size in allowed:

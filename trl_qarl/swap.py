@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .linear import QuantizedLinear
+from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
 from .schemes import QuantScheme, get_scheme
 from .vllm_kernels import LEARNER_KERNELS, check_vllm_kernel
 
@@ -104,8 +104,9 @@ def prepare_model(
             Whose forward products to use: `"torch"`, `"vllm"`, or `"auto"` for the better measured one.
 
     Raises:
-        ValueError: for a kernel that is unknown or cannot run here, a model that is quantized already or has been prepared already, when nothing matched, when an
-            exclude pattern matches no linear layer, or when no group size divides a layer.
+        ValueError: for a kernel that is unknown or cannot run here, a model that is quantized already, has been prepared
+            already or was made in inference mode, when nothing matched, when an exclude pattern matches no linear layer, or
+            when the scheme cannot quantize a layer's number of input features.
     """
     scheme = get_scheme(scheme)
     if kernel not in LEARNER_KERNELS:
@@ -129,6 +130,8 @@ def prepare_model(
             converted[name] = scheme.group_size_for(module.in_features)
         except ValueError as error:
             raise ValueError(f"Layer {name!r}: {error}") from None
+    if any(module.weight.is_inference() for module in chosen.values()):
+        raise ValueError(MADE_IN_INFERENCE_MODE)
     if kernel == "vllm":
         for module in chosen.values():
             check_vllm_kernel(scheme, scale_dtype or module.weight.dtype, module.weight.device, module.weight.shape)
@@ -215,6 +218,8 @@ def _reasons_to_skip(
             reasons[name] = "exclude_modules"
         elif type(module) is not nn.Linear:
             reasons[name] = f"{type(module).__name__} has a forward of its own"
+        elif module.weight.numel() == 0:
+            reasons[name] = "no weights"
     return reasons
 
 

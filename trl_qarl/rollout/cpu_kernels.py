@@ -9,7 +9,8 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.rollout.engine`]. Calling
 [`~trl_qarl.kernels.low_bit_linear`] on the tensors of the checkpoint makes rollout and learner the same arithmetic; the tensors
-are used as they arrive, so a reload has no layout to get wrong.
+are used as they arrive, so a reload has no layout to get wrong. A layer has one kernel, whatever the number of rows: prefill
+and decode of the engine give the same bits.
 """
 
 import torch
@@ -91,9 +92,9 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
             else:
                 self._scheme, self._low_bit = get_scheme("w8a16"), LowBitWeight(unpack_int8(packed), scale)
         rows = x.reshape(-1, x.shape[-1])
-        if self._operands is None and uses_int4_kernel(rows, self._low_bit, self._scheme):
+        if self._operands is None and uses_int4_kernel(rows, self._low_bit, self._scheme, row_invariant=True):
             self._operands = int4_kernel_operands(self._low_bit)
-        y, _, _ = low_bit_linear(rows, self._low_bit, bias, self._scheme, self._operands)
+        y, _, _ = low_bit_linear(rows, self._low_bit, bias, self._scheme, self._operands, row_invariant=True)
         return y.view(*x.shape[:-1], -1)
 
 

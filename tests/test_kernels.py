@@ -23,7 +23,7 @@ OUT_FEATURES = [1, 5, 16, 33, 48, 100]
 IN_FEATURES = {
     "w4a16": [32, 64, 96, 160, 384],
     "w8a16": [4, 8, 12, 16, 20, 36, 48, 100, 132, 240],
-    "w8a8": [1, 3, 8, 15, 16, 31, 64, 100, 241],
+    "w8a8": [1, 2, 3, 8, 15, 16, 31, 64, 100, 241],
     "fp8": [1, 3, 8, 15, 16, 31, 64, 100, 241],
     "w4a8": [128, 256, 384],
 }
@@ -35,7 +35,7 @@ KERNELS = {
     ("w4a16", False): {"aten::_weight_int4pack_mm_for_cpu", f"INT4 {EXPANDED['float32']}"},
     ("w8a16", True): {"aten::_weight_int8pack_mm", *(f"INT8 {name}" for name in EXPANDED.values())},
     ("w8a16", False): {"aten::_weight_int8pack_mm", f"INT8 {EXPANDED['float32']}"},
-    ("w8a8", True): {"aten::_int_mm"},
+    ("w8a8", True): {"aten::_int_mm", EXACT},
     ("w8a8", False): {"aten::_int_mm", EXACT},
     ("fp8", True): {FP8},
     ("fp8", False): {FP8},

@@ -181,6 +181,83 @@ def test_w4a8_loses_little_against_w4a16():
     assert noise("w4a16") < noise("w4a8") < 1.3 * noise("w4a16")
 
 
+@pytest.fixture(scope="module")
+def million_activations():
+    """A million values in tokens of very different size."""
+    torch.manual_seed(0)
+    return torch.randn(2048, 512) * torch.logspace(-4, 4, 2048)[torch.randperm(2048)].unsqueeze(1)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fp8_activations_equal_vllms_on_a_million_values(million_activations, dtype):
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    x = million_activations.to(dtype)
+    with set_current_vllm_config(VllmConfig()):
+        expected, expected_scale = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native(x)
+    codes, scale = quantize_activation(x, get_scheme("fp8"))
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_int8_activations_equal_vllms_on_a_million_values(million_activations, dtype):
+    pytest.importorskip("vllm")
+    ops = pytest.importorskip("vllm._custom_ops")
+
+    if not hasattr(torch.ops._C, "dynamic_scaled_int8_quant"):
+        pytest.skip("vLLM is not built for CPUs here")
+    x = million_activations.to(dtype)
+    expected, expected_scale, _ = ops.onednn_scaled_int8_quant(x)
+    codes, scale = quantize_activation(x, get_scheme("w8a8"))
+    assert torch.equal(scale, expected_scale) and torch.equal(codes, expected)
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-37, 1e-35])
+@pytest.mark.parametrize("name", ["w8a8", "fp8"])
+def test_tiny_activations_stay_finite_and_small(name, size):
+    codes, scale = quantize_activation(torch.randn(4, 64) * size, get_scheme(name))
+    assert (codes.double() * scale).abs().max() <= 6 * size + 1e-44
+    assert torch.isfinite(scale).all() and (scale > 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
+def test_a_master_of_any_strides_gives_the_codes_of_its_contiguous_copy(name):
+    scheme = get_scheme(name)
+    storage = torch.randn(300, 300)
+    for weight in (
+        storage[:128, :48].t(),
+        storage[:48, 8:136],
+        storage[:96:2, :256:2],
+        storage[3:4, :128].expand(48, -1),
+    ):
+        assert not weight.is_contiguous()
+        low_bit = quantize_weight(weight, scheme, torch.bfloat16)
+        expected = quantize_weight(weight.clone(memory_format=torch.contiguous_format), scheme, torch.bfloat16)
+        ours, theirs = checkpoint_tensors(low_bit, scheme), checkpoint_tensors(expected, scheme)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            assert tensor.is_contiguous() and torch.equal(tensor.view(torch.uint8), theirs[key].view(torch.uint8))
+
+
+@pytest.mark.parametrize("in_features", [1, 2, 6, 98, 101])
+def test_w8a16_that_does_not_fill_words_is_refused_and_schemes_that_do_not_pack_take_it(in_features):
+    with pytest.raises(
+        ValueError, match=rf"in_features={in_features} is not divisible by 4.*`exclude_modules`.*`fp8`"
+    ):
+        quantize_weight(torch.randn(8, in_features), get_scheme("w8a16"), torch.bfloat16)
+    for name in ("w8a8", "fp8"):
+        assert (
+            quantize_weight(torch.randn(8, in_features), get_scheme(name), torch.bfloat16).qdata.shape[1]
+            == in_features
+        )
+
+
 def test_int8_activations_follow_the_engines_rule():
     x = torch.randn(5, 64)
     x[2] = 0

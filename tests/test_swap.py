@@ -5,6 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
 from trl_qarl.linear import QuantizedLinear
+from trl_qarl.schemes import get_scheme
 from trl_qarl.swap import deactivate, kernels_run, low_bit_forward, prepare_model, quantized_layers, restore_model
 
 
@@ -105,6 +106,34 @@ def test_layer_that_no_group_size_divides_is_named_and_nothing_is_converted():
         prepare_model(model, "w4a16")
     assert not quantized_layers(model)
     assert list(prepare_model(model, "w4a16", exclude_modules=["1"]).converted) == ["0"]
+
+
+def test_layer_whose_codes_do_not_fill_words_is_named_when_prepared():
+    model = nn.Sequential(nn.Linear(128, 102), nn.Linear(102, 64))
+    with pytest.raises(ValueError, match=r"Layer '1': in_features=102 is not divisible by 4"):
+        prepare_model(model, "w8a16")
+    assert not quantized_layers(model)
+    assert list(prepare_model(model, "w8a16", exclude_modules=["1"]).converted) == ["0"]
+    for layer in quantized_layers(model).values():
+        layer.checkpoint_tensors()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(128, 0), (0, 128)])
+def test_layers_without_weights_are_left_alone_with_the_reason(shape):
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(*shape))
+    report = prepare_model(model, "w4a16")
+    assert list(report.converted) == ["0"] and report.skipped == {"1": "no weights"}
+    with pytest.raises(ValueError, match=rf"no weights to quantize: shape \({shape[1]}, {shape[0]}\)"):
+        QuantizedLinear.from_linear(nn.Linear(*shape), get_scheme("w4a16"))
+
+
+def test_model_made_in_inference_mode_is_refused_with_what_to_do():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(128, 128))
+    with pytest.raises(ValueError, match=r"inference_mode\(\)`.*Make or load the model outside of it"):
+        prepare_model(model, "w4a16")
+    assert not quantized_layers(model)
 
 
 def test_exclude_modules_takes_names_last_components_and_a_regular_expression():

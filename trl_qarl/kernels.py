@@ -17,8 +17,8 @@ On a CPU the thresholds below are where the measured times cross (`trl-qarl benc
 - Row-invariant: ATen's INT4 and INT8 kernels at any number of rows, as they compute each row by itself. Where they cannot
   run, the weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because BLAS
   chooses the order of summation by the number of rows. The other products are exact (INT8 x INT8) or not run by an engine.
-- INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, a float32 product of the integers, exact
-  within blocks of 1,024 input features.
+- INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, and for a single input feature, a float32
+  product of the integers, exact within blocks of 1,024 input features.
 - INT4 x FP8: the weight is expanded to FP8 as the engine's kernel does it in registers, then as FP8.
 - FP8: x86 processors have no FP8 arithmetic. ATen's CPU `_scaled_mm` converts as well and is slower at every size tried,
   so the codes go through a float32 product, exact in every product term.
@@ -40,7 +40,9 @@ INT8_WEIGHT_KERNEL_MAX_ROWS = 16
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
 INT8_WEIGHT_KERNEL_FEATURES = 16
 INT8_WEIGHT_KERNEL_ALIGNMENT = 32  # bytes: 16 activations in bf16, one aligned load
-ROW_INVARIANT_BLOCK = 48  # a multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest
+ROW_INVARIANT_BLOCK = (
+    48  # a multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest
+)
 EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
 
 
@@ -85,9 +87,7 @@ def low_bit_linear(
         return y, (x,), kernel
 
 
-def uses_int4_kernel(
-    x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme, row_invariant: bool = False
-) -> bool:
+def uses_int4_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme, row_invariant: bool = False) -> bool:
     """Whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs operands of its own layout."""
     return (
         scheme.num_bits == 4
@@ -186,16 +186,15 @@ def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Te
             # cuBLAS wants more than 16 rows.
             padded = F.pad(x_codes, (0, 0, 0, 32 - rows)) if rows <= 16 else x_codes
             return torch._int_mm(padded, w_codes.t())[:rows], "aten::_int_mm"
-    elif _has_vnni() or rows <= INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI:
+    # A weight `(N, 1)` has the strides of a transposed one, and `_int_mm` returns whatever lay in its output.
+    elif w_codes.shape[1] > 1 and (_has_vnni() or rows <= INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI):
         return torch._int_mm(x_codes, w_codes.t()), "aten::_int_mm"
     blocks = zip(x_codes.split(EXACT_FLOAT32_FEATURES, 1), w_codes.split(EXACT_FLOAT32_FEATURES, 1), strict=True)
     product = sum(F.linear(x.float(), w.float()).to(torch.int32) for x, w in blocks)
     return product, "float32 product of INT8 codes (exact)"
 
 
-def _uses_int8_weight_kernel(
-    x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme, row_invariant: bool
-) -> bool:
+def _uses_int8_weight_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme, row_invariant: bool) -> bool:
     return (
         scheme.num_bits == 8
         and (row_invariant or x.shape[0] <= INT8_WEIGHT_KERNEL_MAX_ROWS)

@@ -1,4 +1,6 @@
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model
+from trl_qarl.cli import main
 from trl_qarl.export import engine_precision, export_checkpoint
 from trl_qarl.quantize import dequantize_weight
 from trl_qarl.schemes import SCHEMES
@@ -171,3 +174,66 @@ def test_engine_precision_computes_what_the_export_computes_and_gives_the_master
         assert torch.equal(inside, loaded(tokens).logits) and not torch.equal(inside, outside)
         assert torch.equal(model(tokens).logits, outside)
     assert all(torch.equal(p, masters[name]) for name, p in model.state_dict().items())
+
+
+RECORD = {"scheme": "w4a16", "group_size": 128, "exclude_modules": None, "scale_dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory):
+    """A folder of masters with the record of their run."""
+    folder = Path(make_tiny_model(tmp_path_factory.mktemp("masters")))
+    (folder / "qarl.json").write_text(json.dumps(RECORD))
+    return folder
+
+
+def export_folder(folder, capsys):
+    """Exit code of `trl-qarl export` of `folder` and the lines on stderr that are not a progress bar's."""
+    argv = ["export", "--model_name_or_path", str(folder), "--output_dir", str(folder / "export")]
+    try:
+        code = main(argv)
+    except SystemExit as error:
+        code = error.code
+    lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    return code, [line for line in lines if line and "it/s" not in line and "Loading weights" not in line]
+
+
+def test_the_masters_of_the_next_tests_can_be_exported(masters, tmp_path, capsys):
+    folder = shutil.copytree(masters, tmp_path / "masters")
+    assert export_folder(folder, capsys)[0] == 0
+    assert (folder / "export" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "qarl.json is not JSON"),
+        (b"\xff\xfe", "qarl.json is not JSON"),
+        ("[1]", "qarl.json holds a list, not an object"),
+        (json.dumps({k: v for k, v in RECORD.items() if k != "scale_dtype"}), "qarl.json has no entry 'scale_dtype'"),
+        (json.dumps({"scheme": "w4a16"}), "qarl.json has no entry 'group_size'"),
+        (json.dumps({**RECORD, "scale_dtype": "int3"}), "scale_dtype='int3' is not one of ['bfloat16', "),
+        (json.dumps({**RECORD, "scale_dtype": ["bfloat16"]}), "scale_dtype=['bfloat16'] is not one of"),
+        (json.dumps({**RECORD, "scheme": "w3"}), "scheme='w3' is not one of ['w4a16', "),
+        (json.dumps({**RECORD, "group_size": "128"}), "group_size='128' is not a number or null"),
+        (json.dumps({**RECORD, "group_size": 100}), "group_size=100 is not supported"),
+        (json.dumps({**RECORD, "exclude_modules": [1]}), "exclude_modules=[1] is not a string, a list of strings"),
+    ],
+)
+def test_a_broken_record_is_one_line_and_exit_code_2(masters, tmp_path, capsys, content, message):
+    folder = shutil.copytree(masters, tmp_path / "masters")
+    (folder / "qarl.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, lines = export_folder(folder, capsys)
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith("trl-qarl: error: ") and message in lines[0]
+    assert not (folder / "export").exists()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 50, -1])
+def test_a_cut_off_weight_file_is_one_line_and_exit_code_2(masters, tmp_path, capsys, num_bytes):
+    folder = shutil.copytree(masters, tmp_path / "masters")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:num_bytes])
+    code, lines = export_folder(folder, capsys)
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith(f"trl-qarl: error: A weight file of {folder} is damaged or cut off")

@@ -18,8 +18,8 @@ from trl_qarl.schemes import SCHEMES, get_scheme
 
 
 # Both sides of every threshold and block.
-ROWS = [1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 257]
-OUT_FEATURES = [1, 5, 16, 33, 48, 100]
+ROWS = [1, 2, 15, 16, 17, 32, 33, 64, 257]
+OUT_FEATURES = [1, 5, 16, 33, 96]
 IN_FEATURES = {
     "w4a16": [32, 64, 96, 160, 384],
     "w8a16": [4, 8, 12, 16, 20, 36, 48, 100, 132, 240],

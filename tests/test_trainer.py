@@ -97,6 +97,30 @@ def test_constructor_takes_exactly_the_arguments_of_grpo_trainer():
     assert {name for name, p in ours.items() if p.default is not inspect.Parameter.empty} == optional
 
 
+@pytest.mark.parametrize("optim", ["muon", "adamw_torch"])
+@pytest.mark.parametrize("weight_decay", [0.01, 0.0])
+def test_a_batch_without_an_unmasked_completion_moves_weights_by_weight_decay_alone(
+    tiny_model, tmp_path, optim, weight_decay
+):
+    assert QaRLConfig(str(tmp_path), use_cpu=True).weight_decay == 0.01, "the documented default"
+    options = {"optim": optim, "weight_decay": weight_decay, "mask_truncated_completions": True}
+    trainer = make(tiny_model, tmp_path, max_steps=1, max_completion_length=2, **options)
+    before = parameters(trainer)
+    trainer.train()
+    (row,) = rows(trainer)
+    assert row["completions/clipped_ratio"] == 1 and row["grad_norm"] == 0
+    shrunk = set()
+    for name, p in trainer.model.named_parameters():
+        if weight_decay and not torch.equal(p, before[name]):
+            torch.testing.assert_close(p, before[name] * (1 - 1e-3 * weight_decay), rtol=2**-22, atol=0)
+            shrunk.add(name)
+        else:
+            assert torch.equal(p, before[name])
+    # As PyTorch's Muon and AdamW do with a gradient of zero: matrices shrink, biases and norms do not.
+    matrices = {name for name, p in trainer.model.named_parameters() if p.ndim == 2}
+    assert shrunk == (matrices if weight_decay else set())
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_training_updates_masters_and_logs_every_family(tiny_model, tmp_path, scheme):
     trainer = make(tiny_model, tmp_path, scheme=scheme)

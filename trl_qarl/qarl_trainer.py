@@ -812,15 +812,11 @@ def _problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
     experts = stacked_experts(model)
     if experts and args.is_quantized and (args.use_vllm or not args.allow_high_precision_experts):
         share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
-        allow = (
-            "Without vLLM, `allow_high_precision_experts=True` quantizes"
-            if args.use_vllm
-            else "`allow_high_precision_experts=True` quantizes"
-        )
         yield (
             f"{type(model).__name__} is a mixture of experts: its experts, {share:.0%} of the weights, are not linear layers "
             f"and stay in high precision under scheme={args.scheme!r}, and there is no low-bit export of it, which vLLM "
-            f"would need. Use scheme='bf16'. {allow} the other layers nevertheless."
+            "would need. Use scheme='bf16'; without vLLM, `allow_high_precision_experts=True` quantizes the other layers "
+            "nevertheless."
         )
 
 

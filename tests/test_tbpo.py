@@ -143,7 +143,7 @@ class TestAgainstStockTRL:
             model=SimpleNamespace(training=True),
             args=SimpleNamespace(delta=1.0007),
             epsilon_low=3e-4,
-            positive_epsilon_high=4e-4,
+            epsilon_high=4e-4,
             importance_sampling_level="sequence",
             loss_type="grpo",
             beta=0.0,

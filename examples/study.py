@@ -62,7 +62,7 @@ TASKS = {
         num_held_out=100,
         max_new_tokens=6,
         num_prompts=6,
-        bands={"epsilon_high": 0.1, "negative_epsilon_low": 0.1, "negative_epsilon_high": 0.15},
+        bands={"positive_epsilon_high": 0.1, "negative_epsilon_low": 0.1, "negative_epsilon_high": 0.15},
     ),
     "counting": Task(
         make_problems=make_counts,
@@ -70,7 +70,7 @@ TASKS = {
         num_held_out=40,
         max_new_tokens=26,
         num_prompts=4,
-        bands={"epsilon_high": 0.05, "negative_epsilon_low": 0.05, "negative_epsilon_high": 0.075},
+        bands={"positive_epsilon_high": 0.05, "negative_epsilon_low": 0.05, "negative_epsilon_high": 0.075},
     ),
 }
 

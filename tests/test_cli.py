@@ -164,6 +164,18 @@ def test_configuration_error_is_one_line_before_anything_is_launched(launched, t
     assert launched == []
 
 
+def test_without_an_accelerator_only_the_training_process_says_that_it_uses_the_cpu(
+    launched, train_argv, monkeypatch, caplog
+):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    index = train_argv.index("--use_cpu")
+    argv = train_argv[:index] + train_argv[index + 2 :]
+    assert main(["train", *argv]) == 0 and len(launched) == 1
+    assert not caplog.records
+    _, args, _, _ = train.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
+    assert args.use_cpu and [record.message[:24] for record in caplog.records] == ["No accelerator was found"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -178,6 +190,7 @@ def test_configuration_error_is_one_line_before_anything_is_launched(launched, t
             marks=pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),
         ),
         (["--load_in_4bit"], "quantization_config was given"),
+        (["--dtype", "bfloat16"], "masters are bfloat16"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

@@ -1,9 +1,9 @@
-import contextlib
 import dataclasses
 import logging
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
@@ -18,7 +18,8 @@ def config(tmp_path, **kwargs):
 def test_defaults_are_those_of_the_papers_table_2(tmp_path):
     c = config(tmp_path)
     assert (c.learning_rate, c.weight_decay, c.beta, c.temperature, c.top_p) == (1e-6, 0.01, 0.0, 1.0, 1.0)
-    assert (c.epsilon_high, c.negative_epsilon_low, c.negative_epsilon_high, c.mismatch_cap) == (4e-4, 3e-4, 7e-4, 2.0)
+    assert (c.positive_epsilon_high, c.negative_epsilon_low, c.negative_epsilon_high) == (4e-4, 3e-4, 7e-4)
+    assert (c.mismatch_cap, c.epsilon_high) == (2.0, None)
     assert (c.num_generations, c.num_iterations, c.optim, c.objective, c.scheme) == (8, 1, "muon", "tbpo", "w4a16")
     assert c.steps_per_generation == 8 * c.gradient_accumulation_steps
     assert config(tmp_path, gradient_accumulation_steps=3).steps_per_generation == 24
@@ -60,6 +61,7 @@ REFUSED_VALUES = {
     "label_smoothing_factor": 0.1,
     "enable_jit_checkpoint": True,
     "epsilon": 0.2,
+    "epsilon_high": 0.28,
     "delta": 1.5,
     "importance_sampling_level": "token",
     "sapo_temperature_neg": 2.0,
@@ -166,9 +168,10 @@ def test_unknown_scheme_and_objective_raise(tmp_path):
         ({"negative_epsilon_low": -1e-4}, "negative_epsilon_low"),
         ({"negative_epsilon_low": 1.5}, "between 0 and 1"),
         ({"negative_epsilon_high": -1e-4}, "negative_epsilon_high"),
-        ({"epsilon_high": float("nan")}, "epsilon_high"),
+        ({"positive_epsilon_high": float("nan")}, "positive_epsilon_high=nan must be at least 0"),
         ({"mismatch_cap": 1.0}, "greater than 1"),
-        ({"loss_type": "dapo"}, "contradicts objective='tbpo'"),
+        ({"loss_type": "dapo"}, "loss_type='dapo' is not honoured by objective='tbpo'"),
+        ({"objective": "grpo", "positive_epsilon_high": 0.1}, "belongs to objective='tbpo'"),
         ({"loss_type": "dapo", "objective": "grpo"}, "contradicts objective='grpo'"),
         ({"objective": "grpo", "mismatch_cap": 3.0}, "belongs to objective='tbpo'"),
         ({"objective": "grpo", "importance_sampling_level": "word"}, "'word'"),
@@ -259,11 +262,117 @@ def test_bounds_of_the_mismatch_keep_trls_defaults_under_tbpo(tmp_path):
     assert (c.vllm_importance_sampling_correction, c.vllm_importance_sampling_mode) == (True, "sequence_mask")
 
 
-def test_fp16_warns_with_the_reason(tmp_path, caplog, monkeypatch):
-    # transformers refuses fp16 on a CPU later; the warning comes first.
-    with caplog.at_level(logging.WARNING), contextlib.suppress(ValueError):
-        config(tmp_path, fp16=True)
-    assert "underflow to NaN" in caplog.text
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "fp16=True with scheme='w4a16'.*underflows to NaN.*bf16=True"),
+        ({"alignment": "none"}, "fp16=True with use_cpu=True.*computes in float32"),
+        ({"scheme": "bf16"}, "fp16=True with use_cpu=True"),
+    ],
+)
+def test_fp16_is_refused_where_it_is_not_what_it_says(tmp_path, options, match):
+    with pytest.raises(ValueError, match=match):
+        config(tmp_path, fp16=True, **options)
+
+
+@pytest.mark.parametrize("has_fast_bf16", [True, False])
+def test_without_an_accelerator_the_cpu_is_chosen_and_said(tmp_path, monkeypatch, caplog, has_fast_bf16):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("trl_qarl.qarl_config.has_fast_bf16", lambda: has_fast_bf16)
+    with caplog.at_level(logging.WARNING, "trl_qarl"):
+        c = QaRLConfig(str(tmp_path))
+    assert (c.use_cpu, c.bf16, c.device.type) == (True, has_fast_bf16, "cpu")
+    (record,) = [record for record in caplog.records if "accelerator" in record.message]
+    assert f"use_cpu=True) with bf16={has_fast_bf16}" in record.message
+    # What is given is kept.
+    assert QaRLConfig(str(tmp_path), bf16=True).bf16 is True
+    assert QaRLConfig(str(tmp_path), bf16=False).bf16 is False
+    caplog.clear()
+    assert QaRLConfig(str(tmp_path), use_cpu=True, bf16=True).bf16 is True
+    assert not caplog.records
+
+
+def test_an_accelerator_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("trl_qarl.qarl_config.has_fast_bf16", lambda: False)
+    c = QaRLConfig(str(tmp_path))
+    assert (c.use_cpu, c.bf16) == (False, True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_masters_below_float32_are_refused_unless_allowed(tmp_path, dtype):
+    options = {"model_init_kwargs": {"dtype": dtype}, "learning_rate": 3e-6}
+    with pytest.raises(
+        ValueError, match=r"masters are bfloat16.*0.02 moves in steps of 1.2e-04.*=3e-06.*leave out `dtype`"
+    ):
+        config(tmp_path, **options)
+    assert config(tmp_path, **options, allow_low_precision_masters=True).model_init_kwargs == {"dtype": dtype}
+
+
+def test_float16_masters_are_refused_for_every_quantized_scheme(tmp_path):
+    options = {"model_init_kwargs": {"dtype": "float16"}, "allow_low_precision_masters": True}
+    with pytest.raises(ValueError, match="float16.*NaN within a few updates of scheme='w8a8'"):
+        config(tmp_path, scheme="w8a8", **options)
+    assert config(tmp_path, scheme="bf16", **options).allow_low_precision_masters
+
+
+@pytest.mark.parametrize("dtype", ["auto", None, "float32", torch.float64])
+def test_a_dtype_that_may_be_float32_passes(tmp_path, dtype):
+    config(tmp_path, model_init_kwargs={"dtype": dtype})
+
+
+def test_all_refusals_come_in_one_message(tmp_path):
+    recipe = {
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "delta": 1.5,
+        "top_entropy_quantile": 0.2,
+        "importance_sampling_level": "token",
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_cap": 2.0,
+        "entropy_coef": 0.01,
+        "off_policy_mask_threshold": 0.5,
+    }
+    elsewhere = {"use_vllm": True, "top_p": 0.9, "torch_compile": True}
+    with pytest.raises(ValueError) as error:
+        config(tmp_path, **recipe, **elsewhere)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "10 options do not apply to objective='tbpo':"
+    assert {line.split("=")[0] for line in lines[1:11]} == {f"- {name}" for name in recipe}
+    assert all(_REFUSED_BY_TBPO[name] in str(error.value) for name in recipe if name != "loss_type")
+    assert lines[11] == "objective='dapo' takes them as TRL does."
+    assert lines[12] == "Apart from them:"
+    assert [line.split("=")[0] for line in lines[13:]] == ["- torch_compile", "- top_p"]
+    # As it says.
+    del recipe["loss_type"]
+    c = config(tmp_path, objective="dapo", **recipe)
+    assert {name: getattr(c, name) for name in recipe} == recipe
+
+
+def test_problems_of_every_kind_come_in_one_message(tmp_path):
+    with pytest.raises(ValueError) as error:
+        config(
+            tmp_path,
+            scheme="int4",
+            objective="ppo",
+            mismatch_probe_steps=-1,
+            fsdp="full_shard",
+            use_vllm=True,
+            top_k=5,
+        )
+    lines = str(error.value).splitlines()
+    assert lines[0] == "5 problems:" and len(lines) == 6
+    for line, text in zip(lines[1:], ["'int4'", "'ppo'", "fsdp=", "mismatch_probe_steps=-1", "top_k=5"], strict=True):
+        assert text in line
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo-tis"])
+def test_neutral_values_pass(tmp_path, objective):
+    c = config(tmp_path, objective=objective, min_p=0.0, generation_kwargs={"do_sample": True, "stop_strings": ["."]})
+    assert (c.min_p, c.generation_kwargs) == (0.0, {"stop_strings": ["."]})
+    assert config(tmp_path, generation_kwargs='{"do_sample": true}', use_vllm=True).generation_kwargs == {}
 
 
 def test_config_survives_a_round_trip_through_yaml_like_dicts(tmp_path):

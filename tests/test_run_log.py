@@ -162,7 +162,9 @@ def test_one_histogram_per_update_quantity_and_sign_counts_every_sequence(tiny_m
 def test_histogram_of_tbpo_agrees_with_the_sequences_it_dropped(tiny_model, tmp_path):
     # A bound that is an edge of the histogram.
     high = HISTOGRAM_EDGES[35] - 1
-    trainer = make(tiny_model, tmp_path, epsilon_high=high, negative_epsilon_low=1.0, negative_epsilon_high=1e3)
+    trainer = make(
+        tiny_model, tmp_path, positive_epsilon_high=high, negative_epsilon_low=1.0, negative_epsilon_high=1e3
+    )
     trainer.train()
     log = {row["step"]: row for row in read(tmp_path / "metrics.jsonl") if "tbpo/dropped/positive_high" in row}
     rows = [r for r in read(tmp_path / "distributions.jsonl") if (r["name"], r["sign"]) == ("ratio", "positive")]

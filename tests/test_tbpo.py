@@ -18,9 +18,9 @@ from trl_qarl.tbpo import (
 
 NAN, INF = math.nan, math.inf
 # Table 2 of the paper.
-BAND = {"epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
+BAND = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 # Offsets and bounds that float64 represents exactly, for tables made by hand.
-EXACT_BAND = {"epsilon_high": 0.25, "negative_epsilon_low": 0.25, "negative_epsilon_high": 0.5}
+EXACT_BAND = {"positive_epsilon_high": 0.25, "negative_epsilon_low": 0.25, "negative_epsilon_high": 0.5}
 REGIONS = {
     "positive inside",
     "positive high",
@@ -364,11 +364,11 @@ class TestRobustness:
         batch["per_token_logps"] = batch["old_per_token_logps"] + 0.05 * torch.sin(torch.arange(64.0))
         batch |= {name: batch[name].bfloat16() for name in names}
         batch["advantages"] = batch["advantages"].float()
-        loss, gradient, output = loss_and_gradient(batch, epsilon_high=0.1)
+        loss, gradient, output = loss_and_gradient(batch, positive_epsilon_high=0.1)
         assert loss.dtype == output.ratio.dtype == output.mismatch_weight.dtype == torch.float32
         assert gradient.dtype == torch.bfloat16 and gradient.any()
         widened = batch | {name: batch[name].float() for name in names}
-        expected_loss, expected_gradient, expected_output = loss_and_gradient(widened, epsilon_high=0.1)
+        expected_loss, expected_gradient, expected_output = loss_and_gradient(widened, positive_epsilon_high=0.1)
         assert torch.equal(loss, expected_loss)
         assert torch.equal(gradient, expected_gradient.bfloat16())
         assert all(torch.equal(a, b) for a, b in zip(output, expected_output, strict=True))

@@ -18,7 +18,7 @@ from testing_utils import CHAT_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from trl_qarl.export import export_checkpoint
 from trl_qarl.objectives import PRESETS
 from trl_qarl.qarl_config import QaRLConfig
-from trl_qarl.qarl_trainer import QaRLTrainer
+from trl_qarl.qarl_trainer import QaRLTrainer, _takes_positions
 from trl_qarl.rollout.embedded import record_sampling_logps
 from trl_qarl.schemes import SCHEMES
 from trl_qarl.swap import quantized_layers, restore_model
@@ -53,10 +53,10 @@ def arguments(output_dir, **kwargs):
         "disable_tqdm": True,
         "negative_epsilon_low": 0.1,
         "negative_epsilon_high": 0.1,
-        "epsilon_high": 0.1,
+        "positive_epsilon_high": 0.1,
     }
     if kwargs.get("objective", "tbpo") != "tbpo":
-        for name in ("negative_epsilon_low", "negative_epsilon_high", "epsilon_high"):
+        for name in ("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"):
             del defaults[name]
     return QaRLConfig(str(output_dir), **(defaults | kwargs))
 
@@ -551,7 +551,7 @@ def test_bf16_scheme_with_trls_loss_equals_stock_trl_bit_for_bit(tiny_model, tmp
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_tbpo_in_the_trainer_equals_stock_sequence_level_grpo(tiny_model, tmp_path, beta, use_bias_correction_kl):
     shared = {"bf16": False, "beta": beta, "use_bias_correction_kl": use_bias_correction_kl}
-    bands = {"negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4, "epsilon_high": 4e-4}
+    bands = {"negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4, "positive_epsilon_high": 4e-4}
     tbpo = make(tiny_model, tmp_path, **shared, **bands)
     stock = make(
         tiny_model,
@@ -704,12 +704,170 @@ def test_conversational_prompts_work(tiny_model, tmp_path):
     make(tiny_model, tmp_path, reward=reward, train_dataset=Dataset.from_dict({"prompt": prompts})).train()
 
 
-def test_missing_arguments_get_a_qarl_config_named_after_the_model(tiny_model, tmp_path, monkeypatch):
+def test_missing_arguments_get_a_qarl_config_named_after_the_model_that_trains_on_a_cpu(
+    tiny_model, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    # The default `bf16=True` asks for a GPU unless `use_cpu` is set; that check is transformers'.
-    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     trainer = QaRLTrainer(tiny_model, spread, train_dataset=dataset())
     assert isinstance(trainer.args, QaRLConfig) and trainer.args.output_dir == "qwen2-QaRL"
+    assert trainer.accelerator.device.type == "cpu"
+    trainer.args.max_steps, trainer.generation_config.max_new_tokens = 1, 4
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+def test_masters_below_float32_are_refused_before_and_after_loading(tmp_path, use_vllm, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("the model was loaded, or the engine made")
+
+    path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16")
+    args = arguments(tmp_path, use_vllm=use_vllm, model_init_kwargs={"dtype": "auto"})
+    monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", never)
+    # Known from the weights alone.
+    with pytest.raises(ValueError, match="masters are bfloat16.*allow_low_precision_masters=True"):
+        QaRLTrainer(path, spread, args, dataset())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", never)
+    with pytest.raises(ValueError, match="masters are bfloat16"):
+        QaRLTrainer(model, spread, args, dataset())
+    # As the command line adds it.
+    args.model_init_kwargs = {"dtype": "bfloat16"}
+    with pytest.raises(ValueError, match="masters are bfloat16"):
+        QaRLTrainer(path, spread, args, dataset())
+
+
+def test_low_precision_masters_train_where_they_are_allowed_and_float32_is_the_default(tmp_path):
+    path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16")
+    assert make(path, tmp_path / "default").model.dtype is torch.float32
+    options = {"model_init_kwargs": {"dtype": "auto"}, "allow_low_precision_masters": True}
+    trainer = make(path, tmp_path / "allowed", max_steps=1, **options)
+    trainer.train()
+    assert trainer.model.dtype is torch.bfloat16
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_experts_in_high_precision_are_refused(tmp_path, monkeypatch, use_vllm, is_loaded):
+    def never(*args, **kwargs):
+        raise AssertionError("the engine was made")
+
+    monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", never)
+    model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    share = 2 * 4 * 3 * 128 * 128 / sum(p.numel() for p in loaded.parameters())
+    match = f"its experts, {share:.0%} of the weights.*no low-bit export.*scheme='bf16'"
+    # With vLLM the option changes nothing.
+    options = {"use_vllm": use_vllm, "allow_high_precision_experts": use_vllm}
+    with pytest.raises(ValueError, match=match):
+        make(loaded if is_loaded else model, tmp_path, **options)
+
+
+def test_experts_in_high_precision_train_where_they_are_allowed_or_nothing_is_quantized(tmp_path):
+    model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
+    trainer = make(model, tmp_path / "allowed", allow_high_precision_experts=True, max_steps=1)
+    trainer.train()
+    assert len(trainer.swap_report.converted) == 8
+    make(model, tmp_path / "bf16", scheme="bf16")
+    make(model, tmp_path / "none", alignment="none")
+
+
+def with_pictures(name="image"):
+    return dataset().add_column(name, [None] * 16)
+
+
+@pytest.mark.parametrize("vllm_mode", ["colocate", "server"])
+@pytest.mark.parametrize(
+    "datasets",
+    [
+        {"train_dataset": with_pictures()},
+        {"train_dataset": with_pictures("images")},
+        {"eval_dataset": with_pictures()},
+        {"eval_dataset": {"text": dataset(), "pictures": with_pictures()}},
+    ],
+    ids=["image", "images", "eval", "one of eval"],
+)
+def test_pictures_are_refused_with_vllm_before_the_model_is_loaded(tmp_path, vllm_mode, datasets):
+    args = arguments(tmp_path, use_vllm=True, vllm_mode=vllm_mode)
+    with pytest.raises(ValueError, match=r"column 'images?'.*use_vllm=True.*placeholders.*`use_vllm=False`"):
+        QaRLTrainer("no/such-model", spread, args, **({"train_dataset": dataset()} | datasets))
+
+
+def test_pictures_inside_prompts_are_refused_with_vllm_at_the_first_rollout(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path)
+    trainer.use_vllm = True
+    with pytest.raises(ValueError, match="Pictures are not supported with use_vllm=True"):
+        trainer._generate_single_turn([[4, 5]], [["a picture"]], {}, 1)
+
+
+def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    questions = Dataset.from_dict({"question": ["1 +"], "image": [None]})
+    with pytest.raises(ValueError) as error:
+        QaRLTrainer(model, spread, arguments(tmp_path, use_vllm=True), questions, quantization_config=object())
+    lines = str(error.value).splitlines()
+    assert lines[0] == "4 problems:"
+    for line, text in zip(lines[1:], ["quantization_config", "`prompt`", "'image'", "bfloat16"], strict=True):
+        assert text in line
+
+
+def padded_batch(num_pads, num_completion=12):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, 200, (1, 20 + num_completion), generator=generator)
+    ids = torch.nn.functional.pad(ids, (num_pads, 0))
+    mask = torch.ones_like(ids)
+    mask[:, :num_pads] = 0
+    return ids, mask, num_completion
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "bf16"])
+def test_padding_of_the_prompt_does_not_move_the_log_probs(tiny_model, tmp_path, scheme):
+    # PyTorch's own attention sums masked keys in another order, which leaves a rounding of 5e-7.
+    trainer = make(tiny_model, tmp_path, scheme=scheme, bf16=False, model_init_kwargs={"attn_implementation": "eager"})
+    with torch.no_grad():
+        scored, padded = (
+            trainer._get_per_token_logps_and_entropies(trainer.model, *padded_batch(num_pads), batch_size=1)[0]
+            for num_pads in (0, 40)
+        )
+    assert torch.equal(scored, padded)
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective):
+    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
+    trainer = make(
+        tiny_model, tmp_path, train_dataset=prompts, objective=objective, beta=0.1, max_steps=1, num_generations=2
+    )
+    seen = []
+
+    def note(name):
+        def hook(module, args, kwargs):
+            if kwargs.get("fused_lm_head"):
+                seen.append((name, torch.is_grad_enabled()))
+                for positions, mask in zip(kwargs["position_ids"], kwargs["attention_mask"], strict=True):
+                    first = mask.tolist().index(1)
+                    count = int(mask.sum())
+                    assert positions[first : first + count].tolist() == list(range(count))
+                    padded.append(first)
+
+        return hook
+
+    padded: list[int] = []
+    trainer.model.register_forward_pre_hook(note("policy"), with_kwargs=True)
+    trainer.ref_model.register_forward_pre_hook(note("reference"), with_kwargs=True)
+    trainer.train()
+    assert set(seen) == {("policy", False), ("policy", True), ("reference", False)} and len(set(padded)) > 1
+
+
+def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert _takes_positions(model)
+    model.config.get_text_config = lambda: object()
+    assert not _takes_positions(model)
 
 
 @pytest.mark.parametrize(
@@ -812,6 +970,33 @@ def test_generate_seam_of_trl_is_still_there(tiny_model, tmp_path):
     with record_sampling_logps(trainer.model, 1.0):
         assert "generate" in vars(trainer.model)
     assert "generate" not in vars(trainer.model)
+
+
+def test_a_generate_of_the_instance_comes_back(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    own = model.generate
+    model.generate = own
+    with record_sampling_logps(model, 1.0) as recorded:
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
+    assert vars(model)["generate"] is own and recorded[0].shape == (1, 3)
+
+
+def test_a_generate_that_ignores_logits_processors_is_named(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    generate = model.generate
+    model.generate = lambda *args, logits_processor, **kwargs: generate(*args, **kwargs)
+    with (
+        pytest.raises(TypeError, match="Qwen2ForCausalLM did not call its `logits_processor`"),
+        record_sampling_logps(model, 1.0),
+    ):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
+
+
+def test_the_forward_that_trl_scores_with_gets_no_positions():
+    """The seam that `_count_positions` leans on: the model is called once, with keyword arguments, and used for nothing else."""
+    source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)" in source
+    assert source.count("model(") == 1 and "model." not in source and '"position_ids"' not in source
 
 
 def test_every_forward_argument_of_trl_reaches_the_scoring_forward():

@@ -8,6 +8,7 @@ own registry and launcher look for scripts inside the `trl` package, hence the t
 
 import ast
 import importlib
+import logging
 import sys
 import textwrap
 from argparse import ArgumentParser
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 @contextmanager
 def configuration_errors() -> Iterator[None]:
     """
-    Turn a `ValueError`, `OSError` or `NotImplementedError` into one line on stderr and exit code 2.
+    Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2.
 
     Wrap only the part of a command that reads its configuration: an unexpected error elsewhere keeps its traceback.
     """
@@ -135,7 +136,7 @@ def _train(argv: list[str]) -> int:
     if "--help-all" in argv:
         parser.print_help()
         return 0
-    with configuration_errors():
+    with configuration_errors(), _without_warnings():
         # What the command line leaves over is an ordered subsequence of it; what the YAML leaves over is not.
         *_, config_remaining, cli_remaining = parser.parse_args_and_config(
             argv, return_remaining_strings=True, separate_remaining_strings=True
@@ -154,6 +155,18 @@ def _train(argv: list[str]) -> int:
         # The training process has said what went wrong.
         return error.returncode
     return 0
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The launcher makes the configuration to check it; what it warns of, the training process says."""
+    logger = logging.getLogger("trl_qarl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _describe_config_fields() -> Iterator[str]:

@@ -31,6 +31,7 @@ __all__ = [
     "has_stacked_experts",
     "iter_checkpoint_tensors",
     "quantization_config",
+    "stacked_experts",
 ]
 
 # Tells an export, which may be written over, from masters, whatever the scheme.
@@ -196,7 +197,12 @@ def _targets(names: list[str], layers: dict[str, QuantizedLinear]) -> list[str]:
 
 def has_stacked_experts(model: nn.Module) -> bool:
     """Whether a mixture-of-experts model keeps the matrices of all experts in one tensor, as transformers 5 does."""
-    return any(p.ndim == 3 and ".experts." in name for name, p in model.named_parameters())
+    return bool(stacked_experts(model))
+
+
+def stacked_experts(model: nn.Module) -> list[nn.Parameter]:
+    """The tensors that [`has_stacked_experts`] speaks of."""
+    return [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
 
 
 def _is_export(folder: Path) -> bool:

@@ -175,7 +175,7 @@ def sequence_bounds(config: Any) -> dict[str, dict[str, Bounds]] | None:
         cap = (1 / config.mismatch_cap, config.mismatch_cap)
         negative = (1 - config.negative_epsilon_low, 1 + config.negative_epsilon_high)
         return {
-            "ratio": {"positive": (None, 1 + config.epsilon_high), "negative": negative},
+            "ratio": {"positive": (None, 1 + config.positive_epsilon_high), "negative": negative},
             "mismatch_weight": {"positive": cap, "negative": cap},
         }
     if config.importance_sampling_level != "sequence":

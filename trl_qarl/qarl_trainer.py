@@ -1,11 +1,13 @@
 """[`QaRLTrainer`]: the order of calls of quantization-aware reinforcement learning on quantized rollouts."""
 
+import inspect
 import json
 import logging
 import os
 import shutil
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
+from .export import stacked_experts
 from .objectives import (
     PRESETS,
     mismatch_ratio,
@@ -38,7 +41,7 @@ from .probe import (
     probe_metrics,
     top_log_probs,
 )
-from .qarl_config import QaRLConfig
+from .qarl_config import QaRLConfig, low_precision_masters, raise_problems
 from .rollout.embedded import record_sampling_logps
 from .rollout.generation import EngineLost, QaRLVLLMGeneration, server_process, use_generation_factory
 from .run_log import RunLog
@@ -72,6 +75,11 @@ logger = logging.getLogger(__name__)
 SCHEME_FILE = "qarl.json"
 _ROLLOUT_STATE_FILE = "rollout_state_{rank}.pt"
 _TRAINER_STATE_FILE = "trainer_state.json"
+
+_PICTURES = (
+    "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
+    "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
+)
 
 # Inputs of a generation batch that the model's forward takes beside tokens and masks.
 _FORWARD_KEYS = (
@@ -138,9 +146,17 @@ class QaRLTrainer(GRPOTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
-        # An environment may supply the prompts.
-        columns = None if environment_factory is not None else getattr(train_dataset, "column_names", None)
-        _check_arguments(model, args, columns, quantization_config, peft_config, optimizers, rollout_func)
+        _check_arguments(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            quantization_config,
+            peft_config,
+            optimizers,
+            rollout_func,
+            has_environment=environment_factory is not None,
+        )
         self._preset = PRESETS.get(args.objective)
         self._counts_sequences = sequence_bounds(args) is not None
         bounds = token_bounds(args) | (sequence_bounds(args) or {})
@@ -183,6 +199,7 @@ class QaRLTrainer(GRPOTrainer):
     def _prepare_policy(self) -> None:
         _check_launch(self)
         args = self.args
+        raise_problems([*_problems_of_masters(self.model, args)])
         _check_dropout(self.model, args)
         self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
         self._swap_arguments = {
@@ -224,19 +241,21 @@ class QaRLTrainer(GRPOTrainer):
         return super().create_optimizer(model)
 
     @override
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
         """Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores."""
+        if self.use_vllm and images is not None:
+            raise ValueError(_PICTURES)
         begin = start = time.perf_counter()
         loaded_step = getattr(self, "_last_loaded_step", None)
         if self.use_vllm:
-            completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            completion_ids, logps = super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
             if self._last_loaded_step != loaded_step:
                 start += self.vllm_generation.publication.get("publish/seconds", 0.0)
         else:
             model = self.accelerator.unwrap_model(self.model_wrapped)
             recording = record_sampling_logps(model, self.temperature)
             with recording as recorded, low_bit_forward(model), self.accelerator.autocast():
-                completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+                completion_ids, _ = super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
             logps = recorded[0].cpu().tolist()
             logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
         num_tokens = sum(len(ids) for ids in completion_ids)
@@ -458,7 +477,7 @@ class QaRLTrainer(GRPOTrainer):
             inputs["sampling_per_token_logps"],
             inputs["advantages"],
             mask,
-            epsilon_high=self.args.epsilon_high,
+            positive_epsilon_high=self.args.positive_epsilon_high,
             negative_epsilon_low=self.args.negative_epsilon_low,
             negative_epsilon_high=self.args.negative_epsilon_high,
             mismatch_cap=self.args.mismatch_cap,
@@ -485,9 +504,13 @@ class QaRLTrainer(GRPOTrainer):
         return loss / (self.current_gradient_accumulation_steps if mode == "train" else 1.0)
 
     @override
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """Keeps the log-probs for what is measured beside TRL's losses, which do not return them."""
-        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        """
+        Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for what is
+        measured beside TRL's losses, which do not return them.
+        """
+        forward = _count_positions(model) if _takes_positions(self.accelerator.unwrap_model(model)) else model
+        output = super()._get_per_token_logps_and_entropies(forward, *args, **kwargs)
         self._forward_logps = output[0].detach()
         return output
 
@@ -693,6 +716,22 @@ class _Requantize(TrainerCallback):
                 layer.invalidate()
 
 
+def _takes_positions(model: nn.Module) -> bool:
+    # A model of pictures and text counts in several dimensions, by itself.
+    is_text_model = model.config.get_text_config() is model.config
+    return is_text_model and "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _count_positions(model: nn.Module) -> Callable[..., Any]:
+    """Forward of `model` that counts positions from the first token that is not padding."""
+
+    def forward(**inputs):
+        position_ids = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        return model(**inputs, position_ids=position_ids)
+
+    return forward
+
+
 def _text(completion: str | list[dict[str, Any]]) -> str:
     if isinstance(completion, str):
         return completion
@@ -764,31 +803,76 @@ def _check_dropout(model: nn.Module, args: QaRLConfig) -> None:
         )
 
 
-def _check_arguments(model, args, columns, quantization_config, peft_config, optimizers, rollout_func) -> None:
+def _problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
+    """Masters that round their updates away, and experts that would stay in high precision."""
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
+    if problem:
+        yield problem
+    experts = stacked_experts(model)
+    if experts and args.is_quantized and (args.use_vllm or not args.allow_high_precision_experts):
+        share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
+        yield (
+            f"{type(model).__name__} is a mixture of experts: its experts, {share:.0%} of the weights, are not linear layers "
+            f"and stay in high precision under scheme={args.scheme!r}, and there is no low-bit export of it, which vLLM "
+            "would need. Use scheme='bf16'; without vLLM, `allow_high_precision_experts=True` quantizes the other layers "
+            "nevertheless."
+        )
+
+
+def _problems_of_pictures(args: QaRLConfig, datasets: tuple) -> Iterator[str]:
+    if not args.use_vllm:
+        return
+    for dataset in datasets:
+        for split in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            columns = {"image", "images"} & set(getattr(split, "column_names", None) or ())
+            if columns:
+                yield f"The dataset has a column {min(columns)!r}. {_PICTURES}"
+                return
+
+
+def _check_arguments(
+    model,
+    args,
+    train_dataset,
+    eval_dataset,
+    quantization_config,
+    peft_config,
+    optimizers,
+    rollout_func,
+    has_environment,
+) -> None:
     if not isinstance(args, QaRLConfig):
         raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
-    if rollout_func is not None and args.alignment == "rollout-only" and not args.use_vllm:
-        raise ValueError(
-            "`rollout_func` was given with alignment='rollout-only' and use_vllm=False: its completions would come from the "
-            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
-        )
     if peft_config is not None or hasattr(model, "peft_config"):
         raise NotImplementedError(
             "PEFT adapters are not supported in this release: merging an adapter into a low-bit base loses its signal. "
             "Train the full model, or wait for the next release."
         )
+    problems = []
+    if rollout_func is not None and args.alignment == "rollout-only" and not args.use_vllm:
+        problems.append(
+            "`rollout_func` was given with alignment='rollout-only' and use_vllm=False: its completions would come from the "
+            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
+        )
     if quantization_config is not None:
-        raise ValueError(
+        problems.append(
             "quantization_config was given, but the master weights must stay in high precision. Remove it; "
             f"scheme={args.scheme!r} quantizes the forward."
         )
-    if columns is not None and "prompt" not in columns:
-        raise ValueError(
+    columns = getattr(train_dataset, "column_names", None)
+    # An environment may supply the prompts.
+    if columns is not None and "prompt" not in columns and not has_environment:
+        problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
-    if isinstance(model, nn.Module) and next(model.parameters()).dtype is torch.float16 and args.fp16:
-        logger.warning(
-            "The masters themselves are float16; updates of 1e-6 round to nothing. Load the model in float32."
-        )
+    problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
+    if isinstance(model, nn.Module):
+        problems += _problems_of_masters(model, args)
+    else:
+        # The command line adds `dtype` after the configuration has been checked.
+        problem = low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
+        problems += [problem] if problem else []
+    raise_problems(problems)
     if optimizers[0] is not None and args.optim == "muon":
         logger.info("`optimizers` was given, so `optim='muon'` is not used.")

@@ -7,7 +7,7 @@ A completion of `L` tokens (mask `m_t = 1`) is one action; its probabilities are
     log w = 1/L sum_t m_t [log pi_learner(o_t; theta_old) - log pi_sampler(o_t; theta_old)]     mismatch weight
 
     w~   = exp(clip(log w, -log cap, log cap))                                  (Eq. 5), a constant for the gradient
-    r~   = clip(r, 0, 1 + epsilon_high)                                         if A > 0
+    r~   = clip(r, 0, 1 + positive_epsilon_high)                                         if A > 0
     r~   = clip(r, 1 - negative_epsilon_low, 1 + negative_epsilon_high)         if A < 0
     loss = -mean_i w~_i r~_i A_i
 
@@ -88,16 +88,16 @@ def mismatch_weight(
 def trust_band_clip(
     ratio: torch.Tensor,
     advantages: torch.Tensor,
-    epsilon_high: float,
+    positive_epsilon_high: float,
     negative_epsilon_low: float,
     negative_epsilon_high: float,
 ) -> torch.Tensor:
     """
-    Clip `ratio` to `[0, 1 + epsilon_high]` where `advantages > 0` and to
+    Clip `ratio` to `[0, 1 + positive_epsilon_high]` where `advantages > 0` and to
     `[1 - negative_epsilon_low, 1 + negative_epsilon_high]` where `advantages < 0`; every shape is `(B,)`. The gradient
     is 1 inside the band, bounds included, and 0 outside. Where the advantage is 0 the ratio passes without gradient.
     """
-    positive = ratio.clamp(0.0, 1.0 + epsilon_high)
+    positive = ratio.clamp(0.0, 1.0 + positive_epsilon_high)
     negative = ratio.clamp(1.0 - negative_epsilon_low, 1.0 + negative_epsilon_high)
     return torch.where(advantages > 0, positive, torch.where(advantages < 0, negative, ratio.detach()))
 
@@ -109,7 +109,7 @@ def tbpo_loss(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     *,
-    epsilon_high: float,
+    positive_epsilon_high: float,
     negative_epsilon_low: float,
     negative_epsilon_high: float,
     mismatch_cap: float,
@@ -128,7 +128,7 @@ def tbpo_loss(
             One advantage per sequence; any other shape raises `ValueError`.
         mask (`torch.Tensor` of shape `(B, T)`):
             Nonzero for the tokens that count: completion mask times tool mask.
-        epsilon_high, negative_epsilon_low, negative_epsilon_high (`float`):
+        positive_epsilon_high, negative_epsilon_low, negative_epsilon_high (`float`):
             Offsets of the bands, see [`trust_band_clip`].
         mismatch_cap (`float`):
             Two-sided cap of the weight, see [`mismatch_weight`].
@@ -138,7 +138,9 @@ def tbpo_loss(
         raise ValueError(f"advantages must have shape ({len(per_token_logps)},), got {tuple(advantages.shape)}.")
     log_ratio = sequence_log_ratio(per_token_logps, old_per_token_logps.detach(), mask)  # (B,)
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
-    clipped_ratio = trust_band_clip(ratio, advantages, epsilon_high, negative_epsilon_low, negative_epsilon_high)
+    clipped_ratio = trust_band_clip(
+        ratio, advantages, positive_epsilon_high, negative_epsilon_low, negative_epsilon_high
+    )
     if sampling_per_token_logps is None:
         weight = torch.ones_like(ratio)
     else:
@@ -151,7 +153,7 @@ def tbpo_loss(
         ratio=ratio,
         log_ratio=log_ratio.detach(),
         mismatch_weight=weight.detach(),
-        dropped_positive_high=(advantages > 0) & (ratio > 1.0 + epsilon_high),
+        dropped_positive_high=(advantages > 0) & (ratio > 1.0 + positive_epsilon_high),
         dropped_negative_low=(advantages < 0) & (ratio < 1.0 - negative_epsilon_low),
         dropped_negative_high=(advantages < 0) & (ratio > 1.0 + negative_epsilon_high),
         is_empty=is_empty,

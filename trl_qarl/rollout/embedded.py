@@ -32,6 +32,11 @@ class SamplingLogProbs(LogitsProcessor):
         self.steps: list[torch.Tensor] = []
         self._pending: torch.Tensor | None = None
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the scores of any token have been seen."""
+        return bool(self.steps) or self._pending is not None
+
     @override
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._settle(input_ids[:, -1])
@@ -61,11 +66,16 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
     method is the only place to add a processor without copying that method.
     """
     recorded: list[torch.Tensor] = []
-    generate = model.generate
+    generate, own = model.generate, vars(model).get("generate")
 
     def generate_and_record(*args, **kwargs):
         recorder = SamplingLogProbs(temperature)
         sequences = generate(*args, logits_processor=LogitsProcessorList([recorder]), **kwargs)
+        if not recorder.has_run:
+            raise TypeError(
+                f"The `generate` of {type(model).__name__} did not call its `logits_processor`, so the log-probs under which "
+                "tokens were sampled are unknown. Have it pass `logits_processor` on, or use `use_vllm=True` or `rollout_func`."
+            )
         recorded.append(recorder.finish(sequences))
         return sequences
 
@@ -73,4 +83,8 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
     try:
         yield recorded
     finally:
-        del model.generate
+        # A `generate` that was set on the instance is put back.
+        if own is None:
+            del model.generate
+        else:
+            model.generate = own

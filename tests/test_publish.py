@@ -1,3 +1,5 @@
+import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +14,14 @@ from trl_qarl.export import quantization_config
 from trl_qarl.rollout import publish
 from trl_qarl.rollout.audit import fingerprint
 from trl_qarl.rollout.leftovers import owned_prefix
-from trl_qarl.rollout.publish import DirectTransport, FileTransport, Publisher, PublishError, largest_chunk
+from trl_qarl.rollout.publish import (
+    DirectTransport,
+    FileTransport,
+    Publisher,
+    PublishError,
+    _ServerTransport,
+    largest_chunk,
+)
 from trl_qarl.swap import prepare_model
 
 
@@ -54,6 +63,99 @@ def test_w4a8_is_refused_in_an_engine_of_several_shards():
     engine["tensor_parallel_size"] = 2
     with pytest.raises(ValueError, match="scheme 'w4a8' needs tensor_parallel_size=1, the engine has 2"):
         publisher.check_engine()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 1 is supported, the engine has 2"),
+        ({"data_parallel_size": 4}, "data_parallel_size: 1 is supported, the engine has 4"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the learner keeps keys and values in 'float32', engine 'fp8'"),
+        ({"is_speculative": True}, "no weights are published to a draft model"),
+        ({"use_w4a8": True}, "rounds them to 8 bits.*VLLM_CPU_INT4_W4A8=0"),
+    ],
+)
+def test_an_engine_with_settings_that_change_numbers_is_refused(setting, message):
+    """However they got there: by command line, a file, the environment or a default of vLLM."""
+    transport = Recorder()
+    fine = {
+        "quantization_config": {},
+        "dtype": "float32",
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": 1,
+    }
+    fine |= {"pipeline_parallel_size": 1, "data_parallel_size": 1, "kv_cache_dtype": "float32"}
+    publisher = Publisher(nn.Linear(8, 8), torch.float32, transport)
+    transport.describe = lambda: fine
+    publisher.check_engine()
+    transport.describe = lambda: fine | setting
+    with pytest.raises(ValueError, match=message):
+        publisher.check_engine()
+
+
+def test_what_the_engine_has_lost_is_sent_again(caplog):
+    model, transport = make_model(), Recorder()
+    publisher = Publisher(model, torch.bfloat16, transport)
+    publisher.publish("0")
+    transport.begin = lambda: [Recorder.begin(transport), "layers.1.mlp.weight", "ln_f.bias"][1:]
+    with caplog.at_level("WARNING"):
+        publisher.publish("1")
+    assert transport.names == [f"layers.1.{n}" for n in ("norm.weight", "norm.bias", "mlp.weight", "mlp.bias")] + [
+        "ln_f.weight",
+        "ln_f.bias",
+    ]
+    assert caplog.messages[0].endswith("Sent again: layers.1, ln_f")
+    # Nothing new to say where everything is sent anyway.
+    caplog.clear()
+    publisher.forget()
+    publisher.publish("2")
+    assert not caplog.messages
+
+
+class Answers:
+    """A client whose server gives prepared answers."""
+
+    model = "model"
+
+    def __init__(self, **answers):
+        self.answers, self.requests = answers, []
+
+    def control(self, path, body=None):
+        self.requests.append((path, body))
+        response = requests.Response()
+        response.status_code, response._content = 200, json.dumps(self.answers.get(path.strip("/"), {})).encode()
+        return response
+
+    def call_workers(self, method, **kwargs):
+        return self.answers.get(method, [None])
+
+    def weight_version(self):
+        return "1"
+
+
+def test_every_shard_of_a_server_says_what_it_has_lost():
+    transport = _ServerTransport(Answers(qarl_begin=[["a", "b"], [], ["b", "c"], None]))
+    assert transport.begin() == ["a", "b", "c"]
+
+
+def test_a_server_that_keeps_its_prefix_cache_is_refused():
+    _ServerTransport(Answers(reset_prefix_cache={"success": True})).finish({}, "1")
+    _ServerTransport(Answers()).finish({}, "1")
+    client = Answers(reset_prefix_cache={"success": False})
+    with pytest.raises(PublishError, match="could not empty its prefix cache"):
+        _ServerTransport(client).finish({}, "1")
+    assert "/finish_weight_update" not in dict(client.requests)
+
+
+def test_log_probs_of_the_prompt_are_read_from_a_server():
+    entries = [None, {"7": {"logprob": -1.5}, "9": {"logprob": -0.5}}, {"8": {"logprob": None}}]
+    client = Answers(**{"v1/completions": {"choices": [{"prompt_logprobs": entries}]}})
+    values = _ServerTransport(client).score([5, 7, 8])
+    assert values[0] == -1.5 and math.isnan(values[1])
+    # A sampled token would move the state that rollouts draw from.
+    assert client.requests[0][1]["temperature"] == 0.0
+    with pytest.raises(PublishError, match="no log-probs of the prompt"):
+        _ServerTransport(Answers(**{"v1/completions": {"choices": [{}]}})).score([5, 7, 8])
 
 
 def make_model():

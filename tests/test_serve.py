@@ -55,6 +55,15 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
     assert "--enforce-eager" in argv and "--hf-overrides" not in argv
     assert environment[TRANSFER_DIR_VARIABLE] == "/shared/dir"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and environment["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    # Not a default: with AMX, vLLM would round activations.
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    assert build_server_command("m", None, on_cpu=True)[1]["VLLM_CPU_INT4_W4A8"] == "0"
+
+
+def test_options_that_only_look_like_forbidden_ones_pass():
+    allowed = ["--config-format", "hf", "--tensor-parallel-size", "2", "--kv-cache-metrics", "--seed=3", "-tp", "2"]
+    argv, _ = build_server_command("m", None, vllm_args=allowed)
+    assert argv[-len(allowed) :] == allowed
 
 
 @pytest.mark.parametrize(
@@ -65,6 +74,23 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
         ({"vllm_args": ["--load-format", "auto"]}, "weights come from the trainer"),
         ({"vllm_args": ["--logprobs_mode=raw_logprobs"]}, "after temperature"),
         ({"vllm_args": ["--api-server-count", "4"]}, "one API process"),
+        ({"vllm_args": ["--kv-cache-dtype", "fp8"]}, "does not round keys and values"),
+        ({"vllm_args": ["--kv_cache_dtype=fp8"]}, "does not round keys and values"),
+        ({"vllm_args": ["--speculative-config", "{}"]}, "draft model"),
+        ({"vllm_args": ["--speculative_config.model", "m"]}, "draft model"),
+        ({"vllm_args": ["-sc", "{}"]}, "draft model"),
+        ({"vllm_args": ["--spec-model=m"]}, "draft model"),
+        ({"vllm_args": ["--config", "vllm.yaml"]}, "could hold any of the options"),
+        ({"vllm_args": ["--generation-config", "vllm"]}, "trainer decides how tokens are sampled"),
+        ({"vllm_args": ["--override_generation_config={}"]}, "trainer decides how tokens are sampled"),
+        ({"vllm_args": ["--data-parallel-size", "2"]}, "one server for each trainer"),
+        ({"vllm_args": ["--data_parallel_size_local=2"]}, "one server for each trainer"),
+        ({"vllm_args": ["-dp", "2"]}, "one server for each trainer"),
+        ({"vllm_args": ["--pipeline_parallel_size", "2"]}, "a part of the model"),
+        ({"vllm_args": ["-pp=2"]}, "a part of the model"),
+        # vLLM's parser takes the beginning of a name, and single entries of a dictionary.
+        ({"vllm_args": ["--load-f", "auto"]}, "weights come from the trainer"),
+        ({"vllm_args": ["--hf-overrides.rope_theta", "7"]}, "carries the scheme"),
     ],
 )
 def test_what_would_break_publication_is_refused(arguments, message):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model
 from trl_qarl import export_checkpoint, prepare_model
@@ -58,7 +58,7 @@ def make_publisher(path, scheme="w4a16", dtype=torch.float32, **swap):
     model = make_learner(path, scheme, dtype, **swap)
     overrides = {"quantization_config": quantization_config(model)} if quantized_layers(model) else None
     llm = make_engine(path, dtype, overrides)
-    return Publisher(model, dtype, DirectTransport(llm))
+    return Publisher(model, dtype, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
 
 
 def engine_logps(llm) -> list[list[float]]:
@@ -125,6 +125,7 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
     for version in range(3):
         first = publisher.publish(str(version))
         assert first["publish/tensors"] > 0 and llm.get_weight_version() == str(version)
+        assert first["publish/canary_abs_logp"] < (1e-5 if dtype is torch.float32 else 0.05)
         logps = engine_logps(llm)
         mismatches.append(mean_distance(logps, learner_logps(model, dtype)))
         versions.append(logps)
@@ -256,6 +257,150 @@ def test_frozen_layers_are_sent_once(publisher):
     assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
 
 
+def engine_model(publisher):
+    return publisher.transport._worker.model_runner.model
+
+
+@torch.no_grad()
+def corrupt(tensor):
+    """Add one to a byte in the middle of a tensor's memory."""
+    data = tensor.data.view(-1).view(torch.uint8)
+    data[len(data) // 2] += 1
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("model.layers.0.mlp.gate_up_proj.weight_packed", "model.layers.0"),
+        ("model.layers.1.self_attn.qkv_proj.weight_scale", "model.layers.1"),
+        ("model.layers.1.self_attn.qkv_proj.bias", "model.layers.1"),
+        ("model.layers.0.input_layernorm.weight", "model.layers.0"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),
+        ("model.norm.weight", "model.norm"),
+    ],
+)
+def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, caplog, path, named):
+    publisher.publish("before")
+    before = engine_logps(publisher.transport.llm)
+    corrupt(engine_model(publisher).get_parameter(path))
+    with caplog.at_level("WARNING", "trl_qarl"):
+        measured = publisher.publish("after")
+    warnings = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.rollout.publish"]
+    assert len(warnings) == 1 and warnings[0].endswith(f"Sent again: {named}")
+    assert measured["publish/tensors"] > 0 and measured["publish/unchanged_tensors"] > 0
+    assert engine_logps(publisher.transport.llm) == before
+    caplog.clear()
+    assert publisher.publish("again")["publish/tensors"] == 0
+    assert not [r for r in caplog.records if r.name == "trl_qarl.rollout.publish"]
+
+
+def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
+    from trl_qarl.rollout.publish import PublishError
+
+    publisher.publish("before")
+    cache = dict(engine_model(publisher).named_buffers())["model.layers.0.self_attn.rotary_emb.cos_sin_cache"]
+    kept = cache.clone()
+    corrupt(cache)
+    # The engine does not get used to it.
+    for _ in range(2):
+        with pytest.raises(PublishError, match=r"rotary_emb.cos_sin_cache has changed since the last publication"):
+            publisher.publish("changed")
+    cache.copy_(kept)
+    publisher.publish("restored")
+
+
+@pytest.mark.parametrize(("kind", "named"), [("QKVParallelLinear", "qkv_proj"), ("RMSNorm", "layernorm")])
+def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, monkeypatch, kind, named):
+    """What vLLM loads into temporary tensors is right, and then it is not copied."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from trl_qarl.rollout.publish import PublishError
+
+    copy = layerwise._copy_and_restore_kernel_tensors
+
+    def copy_but_one_kind(layer, info):
+        return (layerwise._place_kernel_tensors if type(layer).__name__ == kind else copy)(layer, info)
+
+    update_masters(publisher.model, 11)
+    with monkeypatch.context() as patch:
+        patch.setattr(layerwise, "_copy_and_restore_kernel_tensors", copy_but_one_kind)
+        with pytest.raises(PublishError, match=rf"{named}.*was loaded, but the engine runs with"):
+            publisher.publish("lost")
+    publisher.publish("healed")
+    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+
+
+def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
+    from trl_qarl.rollout.publish import PublishError
+
+    publisher.publish("before")
+    norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")
+    with torch.no_grad():
+        publisher.model.model.layers[1].mlp.up_proj.weight.add_(0.05)
+    send = publisher.transport.send
+    publisher.transport.send = lambda tensors: (send(tensors), corrupt(norm))
+    try:
+        with pytest.raises(PublishError, match=r"model.layers.0.input_layernorm.weight: .*but the engine runs with"):
+            publisher.publish("spoilt")
+    finally:
+        del publisher.transport.send
+    publisher.publish("healed")
+
+
+def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
+    from trl_qarl.rollout.publish import PublishError
+
+    model = engine_model(publisher)
+    compute = model.compute_logits
+    assert publisher.publish("right")["publish/canary_abs_logp"] < 1e-5
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "compute_logits", lambda *args: compute(*args) * 1.1)
+        assert 1e-3 < publisher.publish("slightly wrong")["publish/canary_abs_logp"] < 1
+        for factor in (100.0, float("nan")):
+            patch.setattr(model, "compute_logits", lambda *args, factor=factor: compute(*args) * factor)
+            with pytest.raises(PublishError, match="fixed tokens are .* nats from the learner's on average"):
+                publisher.publish("wrong")
+            assert publisher._published == {}
+    assert publisher.publish("right again")["publish/unchanged_tensors"] == 0
+
+
+def test_log_probs_are_compared_with_the_low_bit_forward_of_an_unaligned_learner(publisher):
+    from trl_qarl.swap import deactivate
+
+    deactivate(publisher.model)
+    try:
+        assert publisher.publish("rollout-only")["publish/canary_abs_logp"] < 1e-5
+        assert (
+            mean_distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) > 1e-3
+        )
+    finally:
+        for layer in quantized_layers(publisher.model).values():
+            layer.is_active = True
+
+
+def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
+    from vllm import SamplingParams
+
+    from trl_qarl.rollout.publish import PublishError
+
+    llm = publisher.transport.llm
+    prompt = list(range(10, 74))
+    parameters = SamplingParams(max_tokens=30, n=2)
+    llm.llm_engine.add_request("interrupted", {"prompt_token_ids": prompt}, parameters)
+    llm.llm_engine.step()
+    assert llm.llm_engine.has_unfinished_requests()
+    update_masters(publisher.model, 12)
+    publisher.publish("after an interrupt")
+    assert not llm.llm_engine.has_unfinished_requests()
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, logprobs=0), use_tqdm=False)
+    assert output.num_cached_tokens == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "reset_prefix_cache", lambda: False)
+        with pytest.raises(PublishError, match="could not empty its prefix cache"):
+            publisher.publish("stale")
+    publisher.publish("fresh")
+
+
 def test_an_update_that_was_never_finished_does_not_spoil_the_next(publisher):
     update_masters(publisher.model, 9)
     publisher.transport.begin()
@@ -297,6 +442,58 @@ def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, 
     other = make_learner(publisher.path, scheme, dtype, **swap)
     with pytest.raises(ValueError, match=message):
         Publisher(other, dtype, publisher.transport).check_engine()
+
+
+def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path):
+    """All tensors have the same names and shapes."""
+    from trl_qarl.rollout.publish import DirectTransport, Publisher
+
+    copy = make_tiny_model(
+        tmp_path,
+        "qwen2",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    )
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.eos_token = "<|unk|>"
+    tokenizer.save_pretrained(copy)
+    overrides = {"quantization_config": quantization_config(publisher.model)}
+    transport = DirectTransport(make_engine(copy, torch.float32, overrides))
+    with pytest.raises(ValueError) as error:
+        Publisher(publisher.model, torch.float32, transport, publisher.tokenizer).check_engine()
+    for line in (
+        "model.num_attention_heads: learner 2, engine 4",
+        "model.num_key_value_heads: learner 1, engine 2",
+        "model.rms_norm_eps: learner 1e-06, engine 0.001",
+        "model.rope_parameters: learner {'rope_theta': 10000.0, 'rope_type': 'default'}, engine {'rope_theta': 100.0",
+        "tokenizer.eos_token_id: learner 2, engine 3",
+    ):
+        assert line in str(error.value)
+    publisher.check_engine()
+
+
+@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's INT4 kernel rounds activations with AMX only"
+)
+def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, monkeypatch):
+    path = make_tiny_model(tmp_path, "llama")
+    publisher = make_publisher(path, dtype=torch.bfloat16)
+    assert publisher.check_engine()["use_w4a8"] is False
+    right = publisher.publish("0")["publish/canary_abs_logp"]
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    envs.disable_envs_cache()
+    other = make_publisher(path, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="the engine's INT4 kernel rounds them to 8 bits.*VLLM_CPU_INT4_W4A8=0"):
+        other.check_engine()
+    rounded = other.publish("0")["publish/canary_abs_logp"]
+    print("W4A8", right, rounded)
+    assert right < 1e-2 and rounded > 1.2 * right
 
 
 def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):

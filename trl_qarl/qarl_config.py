@@ -2,8 +2,8 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 

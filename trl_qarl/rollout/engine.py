@@ -10,7 +10,13 @@ checkpoint format, repacks it for its kernel and copies the result into the tens
 - every name the engine owns was received, now or in an earlier publication that is still valid, and no other;
 - what arrived has the learner's fingerprint;
 - so has what each engine parameter holds after loading and before repacking (`tensor_parallel_size=1`; a shard of a tensor has
-  no fingerprint of its own, there the first two checks remain).
+  no fingerprint of its own);
+- the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is repacked, and
+  what they held before where nothing was sent. Each rank compares its own.
+
+The fingerprints of the running tensors are kept. [`WorkerExtension.qarl_begin`] compares them before the next publication and names
+what has changed meanwhile, which the learner then sends again. Operands that a kernel keeps outside of parameters and buffers have no
+fingerprint; for them [`~trl_qarl.rollout.publish.Publisher`] compares log-probs.
 
 The file transport takes the name of a safetensors file in the one directory the server was started with. A request is input
 from outside: names with any separator, links and other formats are refused, and nothing is unpickled.
@@ -38,9 +44,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from .audit import fingerprint, fingerprint_differences
+from .audit import describe_model, describe_tokenizer, fingerprint, fingerprint_differences
 from .gate import TRANSFER_DIR_VARIABLE
 
 
@@ -83,6 +90,10 @@ class _AuditedReload:
         super().__init__(*args, **kwargs)
         # Fingerprints by checkpoint name of the last publication that was complete.
         self.published: dict[str, str] = {}
+        # Fingerprints of the tensors that the engine runs with, as the last publication left them.
+        self._live: dict[str, str] = {}
+        # Names in a checkpoint of what fills each module.
+        self._sources: dict[str, list[str]] = {}
         self._is_loading = False
         self._expected: dict[str, str] | None = None
         self._forget()
@@ -92,11 +103,38 @@ class _AuditedReload:
         self._arrived: dict[str, str] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._held: list[tuple[str, str]] = []
+        self._processed: dict[str, str] = {}
+        self._before: dict[str, str] = {}
         self._owned: dict[str, list[str]] = {}
         self._tied: dict[str, str] = {}
 
+    def changed(self) -> list[str]:
+        """
+        Names in a checkpoint of the tensors that do not run as the last publication left them.
+
+        Raises:
+            RuntimeError: for a tensor that no publication fills.
+        """
+        self._before = _live_fingerprints(self.model)
+        names: set[str] = set()
+        for path, value in self._live.items():
+            now = self._before.get(path, "gone")
+            if now == value:
+                continue
+            sources = self._sources.get(path.rpartition(".")[0], [])
+            # The cache of a rotary embedding takes the dtype of the first queries.
+            if not sources and _kind(now) == _kind(value):
+                raise RuntimeError(
+                    f"The engine's {path} has changed since the last publication ({value} then, {now} now), and no weight that is "
+                    "published restores it. Something else writes into the engine's memory; start the engine again."
+                )
+            names.update(sources)
+        return sorted(names)
+
     def start_weight_update(self) -> None:
+        before = self._before or _live_fingerprints(self.model)
         self.abandon()
+        self._before = before
         # Reloading unties tensors for its duration.
         self._tied = dict(_tied_names(self.model))
         with set_default_torch_dtype(self.model_config.dtype):
@@ -111,8 +149,15 @@ class _AuditedReload:
         """Give up an update that was not finished. The model holds garbage until the next one is."""
         if self._is_loading:
             self._finalize()
-            self.published = {}
+            self._distrust()
         self._forget()
+
+    def _distrust(self) -> None:
+        # What no publication fills has to stay as it was all the same.
+        self._live = {
+            path: value for path, value in self._live.items() if not self._sources.get(path.rpartition(".")[0])
+        }
+        self.published = {}
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors under their checkpoint names, taking the fingerprint of each."""
@@ -127,11 +172,17 @@ class _AuditedReload:
         if self._expected is None:
             raise RuntimeError("The learner has not said which tensors to expect, so the update cannot be checked.")
         self._finalize()
-        problems = self._problems()
+        live = _live_fingerprints(self.model)
+        problems = self._problems() + self._live_problems(live)
         if problems:
-            self.published = {}
+            self._distrust()
             raise RuntimeError("The published weights are not the learner's:\n" + "\n".join(problems))
-        self.published = self._expected
+        self.published, self._live = self._expected, live
+        original = {self._engine_name(name): name for name in self._expected}
+        self._sources = {}
+        for path, parts in self._owned.items():
+            sources = self._sources.setdefault(path.rpartition(".")[0], [])
+            sources += [original[part] for part in parts if part in original]
         self._forget()
 
     def _finalize(self) -> None:
@@ -156,6 +207,30 @@ class _AuditedReload:
                 if original is not None and held != self._expected[original]:
                     problems.append(f"{original}: learner {self._expected[original]}, engine's parameter {held}")
         return problems
+
+    def _live_problems(self, live: Mapping[str, str]) -> list[str]:
+        """What the engine does not run with although it was loaded, or has lost although nothing was sent for it."""
+        assert self._expected is not None
+        learner = {self._engine_name(name): value for name, value in self._expected.items()}
+        arrived = {self._engine_name(name) for name in self._arrived}
+        loaded = {path.rpartition(".")[0] for path, parts in self._owned.items() if arrived.intersection(parts)}
+        modules = dict(self.model.named_modules())
+        problems = []
+        for path, value in live.items():
+            prefix, _, leaf = path.rpartition(".")
+            if path in self._processed:
+                wanted = self._processed[path]
+            elif prefix not in loaded or leaf in modules[prefix]._non_persistent_buffers_set:
+                # Attention layers compute their scales again at the end of every reload.
+                wanted = value if is_deferred_attention_layer(modules[prefix]) else self._before.get(path, value)
+            elif hasattr(getattr(modules[prefix], leaf), "weight_loader"):
+                # Its loader may compute something from what is in the checkpoint, or take a shard of it.
+                wanted = value
+            else:
+                wanted = learner.get(*self._owned.get(path, [path])[:1], value)
+            if wanted != value and _kind(wanted) == _kind(value):
+                problems.append(f"{path}: {wanted} was loaded, but the engine runs with {value}")
+        return problems[:5]
 
     def _half_loaded_modules(self) -> list[str]:
         """vLLM reloads a module from what arrives; what does not arrive is uninitialized, not kept."""
@@ -231,9 +306,13 @@ class _AuditedReload:
 
     def _record_then(self, prefix: str, process):
         def record_then_process(layer: nn.Module) -> None:
-            if self._is_loading:
-                self._record(prefix, layer)
+            if not self._is_loading:
+                return process(layer)
+            self._record(prefix, layer)
             process(layer)
+            for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                if tensor is not None and leaf not in layer._non_persistent_buffers_set:
+                    self._processed[f"{prefix}.{leaf}" if prefix else leaf] = fingerprint(tensor)
 
         return record_then_process
 
@@ -247,6 +326,24 @@ class _AuditedReload:
                 rows = self._shapes[part][0]
                 self._held.append((part, fingerprint(parameter.data[offset : offset + rows])))
                 offset += rows
+
+
+def _live_fingerprints(model: nn.Module) -> dict[str, str]:
+    """Fingerprints of all parameters and buffers of a model in its kernels' format, by their names in it."""
+    values: dict[int, str] = {}
+    fingerprints = {}
+    for prefix, layer in model.named_modules():
+        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None:
+                if id(tensor) not in values:
+                    values[id(tensor)] = fingerprint(tensor)
+                fingerprints[f"{prefix}.{leaf}" if prefix else leaf] = values[id(tensor)]
+    return fingerprints
+
+
+def _kind(value: str) -> str:
+    """Dtype and shape of a fingerprint."""
+    return value.rpartition(" ")[0]
 
 
 def _tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -333,6 +430,7 @@ class WorkerExtension:
         quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(
             hf_config, "quantization_config", None
         )
+        tokenizer = cached_tokenizer_from_config(config.model_config)
         return {
             "quantization_config": quantization or {},
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -342,13 +440,21 @@ class WorkerExtension:
             "backend": config.weight_transfer_config.backend,
             "published": len(self.weight_transfer_engine.published),
             "kernels": kernels_in_use(self.model_runner.model),
+            "model": describe_model(hf_config),
+            "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
+            "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
+            "data_parallel_size": config.parallel_config.data_parallel_size,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "is_speculative": config.speculative_config is not None,
+            "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
         }
 
-    def qarl_begin(self) -> None:
-        """Clear away what an earlier trainer left unfinished."""
+    def qarl_begin(self) -> list[str]:
+        """Clear away what an earlier trainer left unfinished; returns [`_AuditedReload.changed`]."""
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.abandon()
+        return self.weight_transfer_engine.changed()
 
     def qarl_expect(self, fingerprints: dict[str, str]) -> None:
         """See [`_AuditedReload.expect`]."""

@@ -288,7 +288,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._set_publisher(DirectTransport(self.llm))
 
     def _set_publisher(self, transport) -> None:
-        self.publisher = Publisher(self.model, self.dtype, transport)
+        self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
         self.engine = self.publisher.check_engine()
         logger.info("vLLM engine on %s, kernels %s", self.engine["device"], self.engine["kernels"])
 

@@ -21,6 +21,11 @@ def register() -> None:
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.rollout.engine", name)
     if current_platform.is_cpu():
+        import torch
+
         from .cpu_kernels import register_kernels
 
+        # Linux lets a process use AMX once it has asked. vLLM's INT4 kernel uses it without asking, and the process ends with
+        # "illegal instruction".
+        torch.cpu._init_amx()
         register_kernels()

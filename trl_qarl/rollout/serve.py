@@ -42,11 +42,13 @@ logger = logging.getLogger(__name__)
 GATE = "trl_qarl.rollout.gate.PublicationGate"
 WORKER_EXTENSION = "trl_qarl.rollout.engine.WorkerExtension"
 
-# vLLM options that are set here, with the reason why nobody else may.
+_NO_DRAFT = "no weights are published to a draft model"
+_ONE_REPLICA = "weights are published to one replica; start one server for each trainer"
+
+# vLLM options that are set here or left at their defaults, with the reason why nobody else may set them.
 _IMPOSED = {
     "--load-format": "weights come from the trainer",
     "--hf-overrides": "it carries the scheme",
-    "--hf_overrides": "it carries the scheme",
     "--quantization": "it follows from --scheme",
     "-q": "it follows from --scheme",
     "--logprobs-mode": "the learner compares with log-probs after temperature",
@@ -55,18 +57,59 @@ _IMPOSED = {
     "--enable-sleep-mode": "a server that sleeps forgets its weights without the trainer knowing",
     "--root-path": "the gate looks at paths",
     "--api-server-count": "the gate that refuses to generate with unpublished weights lives in one API process",
+    "--config": "the file could hold any of the options that are set here; give its options one by one",
+    "--quantization-config": "it follows from --scheme",
+    "--kv-cache-dtype": "the learner does not round keys and values",
+    "--generation-config": "the trainer decides how tokens are sampled",
+    "--override-generation-config": "the trainer decides how tokens are sampled",
+    "--speculative-config": _NO_DRAFT,
+    "-sc": _NO_DRAFT,
+    "--spec-method": _NO_DRAFT,
+    "--spec-model": _NO_DRAFT,
+    "--spec-tokens": _NO_DRAFT,
+    "--pipeline-parallel-size": "a stage holds a part of the model, and the audit sees whole models only",
+    "-pp": "a stage holds a part of the model, and the audit sees whole models only",
+    "--data-parallel-size": _ONE_REPLICA,
+    "-dp": _ONE_REPLICA,
+    "--data-parallel-size-local": _ONE_REPLICA,
+    "-dpl": _ONE_REPLICA,
+    "--data-parallel-rank": _ONE_REPLICA,
+    "-dpn": _ONE_REPLICA,
+    "--data-parallel-start-rank": _ONE_REPLICA,
+    "-dpr": _ONE_REPLICA,
+    "--data-parallel-hybrid-lb": _ONE_REPLICA,
+    "-dph": _ONE_REPLICA,
+    "--data-parallel-external-lb": _ONE_REPLICA,
+    "-dpe": _ONE_REPLICA,
+    "--data-parallel-multi-port-external-lb": _ONE_REPLICA,
+    "-dpm": _ONE_REPLICA,
 }
+
+
+def _reason_against(argument: str) -> str | None:
+    """Why an argument of `vllm serve` is not allowed, in any spelling that vLLM's parser understands."""
+    # `--name=value`, and `--name.key value` for one entry of a dictionary.
+    name = argument.partition("=")[0].partition(".")[0]
+    if not name.startswith("--"):
+        return _IMPOSED.get(name)
+    name = name.replace("_", "-")
+    if name in _IMPOSED or len(name) < 4:
+        return _IMPOSED.get(name)
+    # argparse takes the beginning of a name for the whole.
+    return next((reason for option, reason in _IMPOSED.items() if option.startswith(name)), None)
 
 
 def cpu_environment() -> dict[str, str]:
     """
-    Settings without which vLLM on a CPU is slow or fails; what is in the environment already wins.
+    Settings without which vLLM on a CPU is slow, fails or computes something else.
 
-    `nobind`: binding a thread to each core stalls where cores are shared. The key-value cache is otherwise sized by the
-    machine's memory, which the learner needs too.
+    Two are defaults, what is in the environment already wins. `nobind`: binding a thread to each core stalls where cores are
+    shared. The key-value cache is otherwise sized by the machine's memory, which the learner needs too.
+
+    One is imposed: with AMX vLLM would round the activations of INT4 layers to 8 bits, which `w4a16` says they are not.
     """
     defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | {"VLLM_CPU_INT4_W4A8": "0"}
 
 
 def transfer_bases() -> list[Path]:
@@ -172,10 +215,8 @@ def build_server_command(
     if transport == "nccl" and on_cpu:
         raise ValueError("transport='nccl' needs GPUs on both sides. Use transport='file'.")
     for argument in vllm_args:
-        name = argument.partition("=")[0]
-        reason = _IMPOSED.get(name) or _IMPOSED.get(name.replace("_", "-"))
-        if name.startswith("-") and reason:
-            raise ValueError(f"{name} is set by trl-qarl: {reason}. Remove it.")
+        if argument.startswith("-") and (reason := _reason_against(argument)):
+            raise ValueError(f"{argument.partition('=')[0]} is set by trl-qarl: {reason}. Remove it.")
     backend = FILE_BACKEND if transport == "file" else NCCL_BACKEND
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", model, "--host", host, "--port", str(port), "--dtype", dtype]

@@ -204,6 +204,8 @@ class QaRLConfig(GRPOConfig):
             `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
             Start the server of `vllm_mode="server"` as a child process, and end it with training.
+        vllm_token_file (`str`, *optional*):
+            File with the secret that opens the session of a server on another host: a copy of the server's token file.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
             of [`~transformers.TrainingArguments`].
@@ -322,6 +324,13 @@ class QaRLConfig(GRPOConfig):
         metadata={
             "help": "Start the vLLM server of `vllm_mode='server'` as a child process, and end it with training. Its log "
             "is vllm_server.log in the output directory."
+        },
+    )
+    vllm_token_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with the secret that opens the session of a server on another host: a copy of its --token_file, "
+            "which only you can read. By default the file that the server names, on the same host."
         },
     )
     weight_decay: float = field(default=0.01, metadata={"help": "Weight decay."})
@@ -501,6 +510,11 @@ class QaRLConfig(GRPOConfig):
                 "vllm_server_autostart=True starts a server on this machine, which contradicts "
                 f"vllm_mode={self.vllm_mode!r}, vllm_server_base_url={self.vllm_server_base_url!r}. Use vllm_mode='server' "
                 "and choose its port with `vllm_server_port`."
+            )
+        if self.vllm_token_file is not None and (self.vllm_server_autostart or self.vllm_mode != "server"):
+            raise ValueError(
+                f"vllm_token_file={self.vllm_token_file!r} is for a server that you start yourself, but "
+                f"vllm_mode={self.vllm_mode!r}, vllm_server_autostart={self.vllm_server_autostart}. Remove it."
             )
         if self.vllm_model_impl not in ("vllm", "auto"):
             raise ValueError(

@@ -206,6 +206,7 @@ class QaRLTrainer(GRPOTrainer):
             server=server_process(self.args, self.model, self._scale_dtype)
             if self.args.vllm_server_autostart
             else None,
+            token_file=self.args.vllm_token_file,
         )
 
     @override

@@ -154,6 +154,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             Gives the name of the learner's current weights.
         server ([`ServerProcess`], *optional*):
             A server to start, and to start again when it ends.
+        token_file (`str`, *optional*):
+            File with the secret of a server that was started otherwise.
 
     All other arguments are those of the parent class.
 
@@ -170,11 +172,13 @@ class QaRLVLLMGeneration(VLLMGeneration):
         dtype: torch.dtype,
         weight_version: Callable[[], str],
         server: ServerProcess | None = None,
+        token_file: str | None = None,
         **kwargs,
     ):
         self.dtype = dtype
         self.weight_version = weight_version
         self.server = server
+        self.token_file = token_file
         self.publication: dict[str, float] = {}
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
@@ -195,7 +199,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         if self.server is not None:
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
-        self.vllm_client = QaRLClient(base_url, self.group_port, self.server_timeout)
+        token = None if self.server is None else self.server.token
+        self.vllm_client = QaRLClient(base_url, self.group_port, self.server_timeout, token, self.token_file)
         transport = FileTransport(self.vllm_client)
         if transport.describe()["backend"] == NCCL_BACKEND:
             self.vllm_client.init_communicator(device=self.accelerator.device)

@@ -27,6 +27,7 @@ from torch import nn
 from ..export import has_stacked_experts, iter_checkpoint_tensors, quantization_config
 from ..swap import quantized_layers
 from .audit import config_differences, fingerprint
+from .serve import check_transfer_dir
 
 
 __all__ = ["DirectTransport", "FileTransport", "NCCLTransport", "PublishError", "Publisher", "Transport"]
@@ -245,6 +246,7 @@ class FileTransport(_ServerTransport):
                 f"The server takes weights from {directory!r}, which this host cannot write to. Start the server with "
                 "`trl-qarl vllm-serve --transfer_dir DIR`, where DIR is a directory both hosts share."
             )
+        check_transfer_dir(directory)
         # Only what a killed trainer left: the directory may hold other files of its owner.
         for leftover in Path(directory).glob("trl-qarl-*-*.safetensors"):
             leftover.unlink(missing_ok=True)

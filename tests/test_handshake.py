@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,6 +135,35 @@ def test_somebody_elses_directory_takes_no_weights(tmp_path, monkeypatch):
     for check in (make_transfer_dir, check_transfer_dir):
         with pytest.raises(ValueError, match="belongs to user"):
             check(tmp_path / "transfer")
+
+
+def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path):
+    pytest.importorskip("vllm")
+    import torch
+    from safetensors.torch import save_file
+
+    from trl_qarl.rollout.engine import FileEngine, FileUpdateInfo
+
+    first, another = tmp_path / "first", tmp_path / "another"
+    for directory, value in ((first, 1.0), (another, 2.0)):
+        make_transfer_dir(directory)
+        save_file({"weight": torch.tensor([value])}, directory / "x.safetensors")
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(first))
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    engine = FileEngine(None, config, torch.device("cpu"), None)
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(another))
+    received = {}
+    engine.load = received.update
+    engine.receive_weights(FileUpdateInfo("x.safetensors"))
+    assert received["weight"].item() == 1.0
+    # As long as nobody else can write to it.
+    first.chmod(0o777)
+    with pytest.raises(ValueError, match="others may write to it"):
+        engine.receive_weights(FileUpdateInfo("x.safetensors"))
+    first.rename(tmp_path / "moved")
+    first.symlink_to(another)
+    with pytest.raises(ValueError, match="is a link"):
+        engine.receive_weights(FileUpdateInfo("x.safetensors"))
 
 
 async def application(scope, receive, send):

@@ -499,6 +499,12 @@ class QaRLConfig(GRPOConfig):
                 )
 
     def _check_vllm(self) -> None:
+        has_own_server = self.use_vllm and self.vllm_mode == "server" and not self.vllm_server_autostart
+        if self.vllm_token_file is not None and not has_own_server:
+            raise ValueError(
+                f"vllm_token_file={self.vllm_token_file!r} is for a server that you start yourself, but use_vllm={self.use_vllm}, "
+                f"vllm_mode={self.vllm_mode!r}, vllm_server_autostart={self.vllm_server_autostart}. Remove it."
+            )
         if not self.use_vllm:
             if self.vllm_server_autostart:
                 raise ValueError("vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`.")
@@ -510,11 +516,6 @@ class QaRLConfig(GRPOConfig):
                 "vllm_server_autostart=True starts a server on this machine, which contradicts "
                 f"vllm_mode={self.vllm_mode!r}, vllm_server_base_url={self.vllm_server_base_url!r}. Use vllm_mode='server' "
                 "and choose its port with `vllm_server_port`."
-            )
-        if self.vllm_token_file is not None and (self.vllm_server_autostart or self.vllm_mode != "server"):
-            raise ValueError(
-                f"vllm_token_file={self.vllm_token_file!r} is for a server that you start yourself, but "
-                f"vllm_mode={self.vllm_mode!r}, vllm_server_autostart={self.vllm_server_autostart}. Remove it."
             )
         if self.vllm_model_impl not in ("vllm", "auto"):
             raise ValueError(

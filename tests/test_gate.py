@@ -56,8 +56,10 @@ class Server:
         headers += [] if token is None else [(SESSION_HEADER.encode(), token.encode())]
         scope = {"type": "http", "path": path, "method": method, "headers": headers}
         task = asyncio.ensure_future(self.gate(scope, receive, send))
-        await first_body.wait()
-        if disconnect is None:
+        answered = asyncio.ensure_future(first_body.wait())
+        await asyncio.wait([task, answered], return_when=asyncio.FIRST_COMPLETED)
+        if disconnect is None or not first_body.is_set():
+            answered.cancel()
             await task
         return sent[0]["status"], json.loads(sent[1]["body"] or b"{}"), task
 

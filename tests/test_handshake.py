@@ -197,7 +197,7 @@ class Server:
 class Thief:
     """A process of somebody else that took the port: it answers everything as the server would, but for the secret."""
 
-    def __init__(self, port, directory, token_file):
+    def __init__(self, port, directory, token_file, redirects_to=None):
         self.requests = requests = []
 
         class Handler(BaseHTTPRequestHandler):
@@ -219,7 +219,10 @@ class Thief:
                 content |= {"session": "s", "transfer_dir": str(directory), "token_file": str(token_file)}
                 content |= {"proof": (seen or ["0" * 64])[-1]}
                 data = json.dumps(content).encode() + b"\n"
-                self.send_response(200)
+                is_redirected = redirects_to and self.path.startswith("/qarl/")
+                self.send_response(307 if is_redirected else 200)
+                if is_redirected:
+                    self.send_header("Location", f"{redirects_to}{self.path}")
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -334,6 +337,14 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     started.append(Server(token, server.port))
     assert client.reconnect(10)
     assert client.call_workers("qarl_describe")
+
+
+def test_who_redirects_to_the_server_is_not_the_server(started, make_client, tmp_path):
+    token = make_token()
+    started.append(server := Server(token))
+    started.append(thief := Thief(0, tmp_path, tmp_path / "token", redirects_to=server.url))
+    with pytest.raises(RuntimeError, match="opened no session"):
+        make_client(f"http://127.0.0.1:{thief.server.server_port}", token=token)
 
 
 def test_the_trainer_looks_at_the_directory_too(started, make_client, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 from safetensors.torch import load_file
 from torch import nn

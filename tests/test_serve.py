@@ -19,6 +19,7 @@ from trl_qarl.cli import main
 from trl_qarl.export import quantization_config
 from trl_qarl.rollout import serve
 from trl_qarl.rollout.gate import TRANSFER_DIR_VARIABLE
+from trl_qarl.rollout.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from trl_qarl.rollout.leftovers import owned_prefix
 from trl_qarl.rollout.serve import (
     ServerProcess,
@@ -27,6 +28,7 @@ from trl_qarl.rollout.serve import (
     free_port,
     make_transfer_dir,
 )
+from trl_qarl.scripts import vllm_serve
 
 
 def option(argv, name):
@@ -154,6 +156,40 @@ def test_an_address_others_can_reach_warns(tmp_path, capsys, monkeypatch, host):
     main(arguments)
     assert "warning" not in capsys.readouterr().err
     assert len(started) == 2
+
+
+@pytest.mark.parametrize("transport", ["file", "nccl"])
+@pytest.mark.parametrize("named", [True, False])
+def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch, transport, named):
+    import torch
+
+    started, directory, token_file = [], tmp_path / "shared memory", tmp_path / "my token"
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: transport == "nccl")
+    monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda port: directory)
+    arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16"]
+    arguments += ["--token_file", str(token_file)] if named else []
+    arguments += ["--transfer_dir", str(directory)] if transport == "file" else []
+    for _ in range(2):
+        main(arguments)
+    (_, argv, environment), (_, _, again) = started
+    path = Path(environment[TOKEN_FILE_VARIABLE])
+    assert path == (token_file if named else directory / "token")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert again[TOKEN_FILE_VARIABLE] == str(path)
+    token = read_token_file(path)
+    assert token not in str((argv, environment)) + capsys.readouterr().out
+
+
+def test_a_token_file_that_others_can_read_starts_no_server(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("started"))
+    path = tmp_path / "token"
+    make_token_file(path)
+    path.chmod(0o644)
+    arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16", "--token_file", str(path)]
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--transfer_dir", str(tmp_path / "transfer")])
+    assert "has mode 0644" in capsys.readouterr().err
 
 
 def test_a_wrong_setting_is_one_line(tmp_path, capsys):

@@ -1,9 +1,11 @@
 """A vLLM server that the trainer starts itself, and what happens when it is killed."""
 
+import psutil
 import pytest
 from transformers import TrainerCallback
 
 from testing_utils import logged, make_vllm_trainer
+from trl_qarl.rollout.handshake import TOKEN_VARIABLE
 from trl_qarl.rollout.serve import free_port
 
 
@@ -76,6 +78,8 @@ def test_the_other_schemes_through_a_server(tmp_path, scheme, arch):
         vllm_server_autostart=True,
         vllm_server_port=free_port(),
     )
+    workers = psutil.Process(trainer.vllm_generation.server._process.pid).children(recursive=True)
+    assert workers and not any(TOKEN_VARIABLE in worker.environ() for worker in workers)
     trainer.train()
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     assert logged(trainer, "rollout/weight_version") == [0, 2]

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from trl_qarl.rollout.gate import _GENERATING_PATHS, _HARMLESS_PATHS
+from trl_qarl.rollout.handshake import make_token_file
 from trl_qarl.rollout.serve import free_port
 
 
@@ -30,6 +32,7 @@ class Server:
         self.port, self.directory = free_port(), directory
         self.url = f"http://127.0.0.1:{self.port}"
         self.transfer_dir = directory / "transfer"
+        self.token_file = self.transfer_dir / "token"
         self.log = directory / "server.log"
         command = [sys.executable, "-m", "trl_qarl.cli", "vllm-serve", "--model", make_tiny_model(directory, "qwen2")]
         command += ["--scheme", "w4a16", "--dtype", "float32", "--port", str(self.port), "--max-model-len", "128"]
@@ -127,6 +130,25 @@ def test_a_new_server_answers_but_does_not_generate(server):
     assert "Equivalent command:" in command and "vllm.entrypoints.openai.api_server" in command
 
 
+def test_a_stranger_changes_nothing(server):
+    """Every route that this server has, as the server itself lists them."""
+    before = server.state()
+    assert server.token_file.stat().st_mode & 0o777 == 0o600
+    routes = requests.get(f"{server.url}/openapi.json").json()["paths"]
+    routes = {route for route, methods in routes.items() if "post" in methods}
+    assert {"/collective_rpc", "/update_weights", "/pause", "/v1/completions"} <= routes
+    calls = {"method": "update_environment_variables", "args": [{"LD_PRELOAD": "x"}], "trainer": "a stranger"}
+    statuses = {route: requests.post(f"{server.url}{route}", json=calls).status_code for route in routes}
+    everybodys = _GENERATING_PATHS | _HARMLESS_PATHS
+    assert {route for route, status in statuses.items() if status not in (409, 503)} <= _HARMLESS_PATHS
+    assert {route for route, status in statuses.items() if status == 409} == routes - everybodys
+    for headers in ({}, {"Origin": "http://evil.example"}, {"X-QaRL-Session": "0" * 32}):
+        for route in ("/qarl/session", "/collective_rpc", "/pause"):
+            assert requests.post(f"{server.url}{route}", json=calls, headers=headers).status_code in (403, 409)
+        assert requests.post(f"{server.url}/qarl/session", json=calls, headers=headers).status_code == 403
+    assert server.state() == before
+
+
 def test_training_publishes_and_agrees(server, make_trainer, deep=True):
     trainer = make_trainer(mismatch_probe_steps=1)
     trainer.train()
@@ -135,7 +157,7 @@ def test_training_publishes_and_agrees(server, make_trainer, deep=True):
     assert logged(trainer, "rollout/weight_version") == [0, 2]
     assert server.complete().status_code == 200
     assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith("2-")
-    assert list(server.transfer_dir.iterdir()) == []
+    assert list(server.transfer_dir.iterdir()) == [server.token_file]
     if deep:
         # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
         assert trainer.vllm_generation.deep_audit([[5, 6, 7, 8], [20, 21]]) < 1e-5
@@ -148,6 +170,21 @@ def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, clien
         QaRLClient(server.url)
     for path in ("/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update", "/pause"):
         assert requests.post(f"{server.url}{path}", json={}).status_code == 409
+
+
+def test_a_session_calls_no_other_methods_of_the_workers(client):
+    from trl_qarl.rollout.publish import PublishError
+
+    assert client.call_workers("qarl_describe")[0]["backend"] == "qarl"
+    for method in ("save_sharded_state", "update_environment_variables"):
+        with pytest.raises(PublishError, match=f"status 403: '{method}' cannot be called through this server"):
+            client.call_workers(method)
+
+
+def test_a_trainer_with_another_secret_is_refused(make_trainer, tmp_path):
+    make_token_file(tmp_path / "other")
+    with pytest.raises(RuntimeError, match="another secret than this trainer.*Set `vllm_token_file`"):
+        make_trainer(vllm_token_file=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +221,7 @@ def test_only_files_in_the_transfer_directory_are_read(server, client, name):
     save_file({"model.norm.weight": torch.zeros(128)}, outside)
     link = server.transfer_dir / "link.safetensors"
     FileTransport(client).begin()
-    assert sorted(server.transfer_dir.iterdir()) == [bystander]
+    assert sorted(server.transfer_dir.iterdir()) == [bystander, server.token_file]
     bystander.unlink()
     link.symlink_to(outside)
     try:

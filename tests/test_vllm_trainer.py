@@ -44,6 +44,12 @@ def test_the_seam_is_where_it_was():
             {"vllm_server_autostart": True, "vllm_mode": "server", "vllm_server_host": "10.0.0.7"},
             "listens on 127.0.0.1",
         ),
+        ({"vllm_token_file": "t", "use_vllm": False}, "vllm_token_file='t' is for a server that you start yourself"),
+        ({"vllm_token_file": "t", "vllm_mode": "colocate"}, "vllm_mode='colocate'.*Remove it"),
+        (
+            {"vllm_token_file": "t", "vllm_mode": "server", "vllm_server_autostart": True},
+            "vllm_server_autostart=True. Remove it",
+        ),
         ({"generation_kwargs": {"logit_bias": {5: 9.0}}}, r"\['logit_bias'\], which change what vLLM samples"),
         ({"vllm_enable_sleep_mode": True, "use_cpu": True}, "sleep mode"),
     ],

@@ -227,6 +227,8 @@ class QaRLConfig(GRPOConfig):
             that it counts as lost.
         vllm_generation_timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds that the server has to generate a batch of completions.
+        vllm_token_file (`str`, *optional*):
+            File with the secret that opens the session of a server on another host: a copy of the server's token file.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
             of [`~transformers.TrainingArguments`].
@@ -367,6 +369,13 @@ class QaRLConfig(GRPOConfig):
     vllm_generation_timeout: float = field(
         default=1800.0,
         metadata={"help": "Seconds that the vLLM server has to generate a batch of completions."},
+    )
+    vllm_token_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with the secret that opens the session of a server on another host: a copy of its --token_file, "
+            "which only you can read. By default the file that the server names, on the same host."
+        },
     )
     weight_decay: float = field(default=0.01, metadata={"help": "Weight decay."})
 
@@ -562,6 +571,12 @@ class QaRLConfig(GRPOConfig):
                 )
 
     def _check_vllm(self) -> Iterator[str]:
+        has_own_server = self.use_vllm and self.vllm_mode == "server" and not self.vllm_server_autostart
+        if self.vllm_token_file is not None and not has_own_server:
+            yield (
+                f"vllm_token_file={self.vllm_token_file!r} is for a server that you start yourself, but use_vllm={self.use_vllm}, "
+                f"vllm_mode={self.vllm_mode!r}, vllm_server_autostart={self.vllm_server_autostart}. Remove it."
+            )
         if not self.use_vllm:
             if self.vllm_server_autostart:
                 yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."

@@ -237,6 +237,7 @@ class QaRLTrainer(GRPOTrainer):
             else None,
             request_timeout=self.args.vllm_request_timeout,
             generation_timeout=self.args.vllm_generation_timeout,
+            token_file=self.args.vllm_token_file,
         )
 
     @override

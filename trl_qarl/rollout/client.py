@@ -5,9 +5,12 @@ The trainer's connection to a vLLM server: TRL's client, holding the server's se
 import ipaddress
 import json
 import os
+import secrets
 import socket
+import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +20,7 @@ from trl.generation.vllm_client import VLLMClient
 from typing_extensions import override
 
 from .gate import SESSION_HEADER, SESSION_PATH, STATE_PATH
+from .handshake import is_proof, proof, read_token_file
 from .publish import PublishError
 
 
@@ -98,8 +102,9 @@ class QaRLClient(VLLMClient):
     """
     Client of a server started by `trl-qarl vllm-serve`.
 
-    It opens the server's session, so that no second trainer can change the weights, and leaves retries to its caller: TRL's
-    client repeats failed requests on its own, and an update must not be repeated in part.
+    It opens the server's session, so that no second trainer can change the weights, after both have proved that they know one
+    secret; once the session's connection has ended, nothing is sent to whatever then listens there. Retries are left to the
+    caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
 
     Args:
         base_url (`str`):
@@ -112,10 +117,16 @@ class QaRLClient(VLLMClient):
             Seconds to wait for the answer to a request that does not generate.
         generation_timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds to wait for completions.
+        token (`str`, *optional*):
+            The secret of a server that was started here.
+        token_file (`str` or `Path`, *optional*):
+            File with the secret. Defaults to the one the server names, which only a process of the same user can read.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
-        RuntimeError: if the server was started in another way, or works for another trainer.
+        RuntimeError: if the server was started in another way, works for another trainer, has another secret or does not
+            prove that it knows it.
+        ValueError: if the token file cannot be read or others can.
     """
 
     def __init__(
@@ -125,6 +136,8 @@ class QaRLClient(VLLMClient):
         connection_timeout: float = 0.0,
         request_timeout: float = 300.0,
         generation_timeout: float = 1800.0,
+        token: str | None = None,
+        token_file: str | Path | None = None,
     ):
         self._timeouts = request_timeout, generation_timeout
         try:
@@ -134,6 +147,9 @@ class QaRLClient(VLLMClient):
                 f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s: {error}). Start one with `trl-qarl "
                 "vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE`, or set `vllm_server_autostart=True`."
             ) from error
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))
+        self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
         self.instance: str | None = None
@@ -158,26 +174,82 @@ class QaRLClient(VLLMClient):
         """Become the trainer of this server. A session this client held before is given up."""
         self.close_session()
         trainer = f"process {os.getpid()} on {socket.gethostname()}"
-        # The server writes a line every 30 seconds, so silence for longer means that it is gone.
-        url = f"{self.base_url}{SESSION_PATH}"
-        held = self.session.post(
-            url, json={"trainer": trainer}, stream=True, timeout=(_CONNECT_SECONDS, 120), expected=(200, 404, 409)
-        )
-        if held.status_code == 404:
+        self.session.headers.pop(SESSION_HEADER, None)
+        # Nothing here follows a redirection: it would lead to somebody else.
+        opening = {"expected": range(200, 500), "allow_redirects": False}
+        challenge = self.session.request("GET", f"{self.base_url}{STATE_PATH}", **opening)
+        if challenge.status_code == 404:
             raise RuntimeError(
                 f"The server at {self.base_url} was not started by `trl-qarl vllm-serve`: it would generate before weights "
                 "are published, and let two trainers change them. Start it with that command."
             )
-        if held.status_code != 200:
+        state = _json_object(challenge.content)
+        token, source = self._find_token(state.get("token_file"))
+        nonces = [secrets.token_hex(16), state.get("nonce")]
+        request = {"trainer": trainer, "nonce": nonces[0], "proof": proof(token, "trainer", nonces, trainer)}
+        # The server writes a line every 30 seconds, so silence for longer means that it is gone.
+        url = f"{self.base_url}{SESSION_PATH}"
+        held = self.session.request("POST", url, json=request, stream=True, timeout=(_CONNECT_SECONDS, 120), **opening)
+        if held.status_code == 409:
             raise RuntimeError(
                 f"{_error_text(held)} One server works for one trainer at a time: start another server."
             )
+        if held.status_code == 403:
+            raise RuntimeError(
+                f"The server at {self.base_url} has another secret than this trainer, which has it from {source}: "
+                f"{_error_text(held)} Set `vllm_token_file` to the file that the server was started with "
+                f"({state.get('token_file')!r} on its host), or to a copy of it."
+            )
+        if held.status_code != 200:
+            raise RuntimeError(f"The server at {self.base_url} opened no session: {_error_text(held)}")
         # The iterator is kept with the response: one that is collected half way closes the connection.
         lines = held.iter_lines()
-        state = json.loads(next(lines))
+        state = _json_object(next(lines, b""))
+        if not is_proof(state.pop("proof", None), token, "server", nonces, state):
+            held.close()
+            raise RuntimeError(
+                f"What listens at {self.base_url} did not prove that it knows the secret of the trainer's server, which the "
+                f"trainer has from {source}. It may have taken the port while the server was down, so it gets no weights. "
+                "Find out what it is (`ss -ltnp`), end it and start the server again."
+            )
         self._held, self._lines = held, lines
         self.session.headers[SESSION_HEADER] = state["session"]
         self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
+
+    def _find_token(self, named_by_server: Any) -> tuple[str, str]:
+        """The secret, and where it comes from in words. Read each time: a server that is started again may have another."""
+        if self._token is not None:
+            return self._token, "the server's start"
+        path = self._token_file or named_by_server
+        if not isinstance(path, (str, Path)):
+            raise ValueError(
+                f"The server at {self.base_url} names no file with the secret that a trainer must know. Start it with "
+                "`trl-qarl vllm-serve --token_file FILE` and set `vllm_token_file` to that file, or to a copy of it."
+            )
+        try:
+            return read_token_file(path), f"the file {str(path)!r}"
+        except ValueError as error:
+            raise ValueError(
+                f"{error} A trainer must know the secret of the server at {self.base_url}: copy the server's token file "
+                f"({named_by_server!r} on its host) to this host, with mode 0600, and set `vllm_token_file` to the copy."
+            ) from error
+
+    def has_lost_session(self) -> bool:
+        """Whether the server has closed the session's connection, which it does not while it lives."""
+        held = self._held
+        sock = None if held is None else getattr(held.raw.connection, "sock", None)
+        if sock is None:
+            return False
+        sock.settimeout(0)
+        try:
+            # What it has written meanwhile are empty lines.
+            while sock.recv(4096):
+                pass
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
+        except OSError:
+            pass
+        return True
 
     def close_session(self) -> None:
         """Let another trainer use the server."""
@@ -265,6 +337,28 @@ def _json(response: requests.Response) -> dict:
         return response.json()
     except ValueError as error:
         raise ServerLost(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
+
+
+class _SessionAdapter(HTTPAdapter):
+    """Sends requests as long as the server that proved who it is holds the session's connection open."""
+
+    def __init__(self, client: QaRLClient, **kwargs):
+        super().__init__(**kwargs)
+        self._client = client
+
+    def send(self, request, *args, **kwargs):
+        if self._client.has_lost_session():
+            raise requests.ConnectionError("the server has ended the session", request=request)
+        return super().send(request, *args, **kwargs)
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    """The JSON object in what a server has sent, or an empty one where there is none."""
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _error_text(response: requests.Response) -> str:

@@ -49,6 +49,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from .audit import describe_model, describe_tokenizer, fingerprint, fingerprint_differences
 from .gate import TRANSFER_DIR_VARIABLE
+from .serve import check_transfer_dir
 
 
 __all__ = ["FileEngine", "NCCLEngine", "WorkerExtension", "confined_path"]
@@ -73,6 +74,7 @@ def confined_path(directory: str | None, name: str) -> Path:
         )
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors", name):
         raise ValueError(f"{name!r} is not the name of a safetensors file in the transfer directory.")
+    check_transfer_dir(directory)
     path = Path(directory) / name
     if not path.exists() and not path.is_symlink():
         raise ValueError(f"{name!r} is not in {directory!r}: is that the same directory on the trainer's host?")
@@ -394,6 +396,11 @@ class FileEngine(_AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateIn
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Once: the environment of a running process can be changed.
+        self._directory = os.environ.get(TRANSFER_DIR_VARIABLE)
+
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Nothing to set up."""
 
@@ -404,7 +411,7 @@ class FileEngine(_AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateIn
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        path = confined_path(os.environ.get(TRANSFER_DIR_VARIABLE), update_info.file)
+        path = confined_path(self._directory, update_info.file)
         with safe_open(path, framework="pt", device=str(self.device)) as file:
             self.load((name, file.get_tensor(name)) for name in file.offset_keys())
 

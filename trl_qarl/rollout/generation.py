@@ -184,6 +184,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             A server to start, and to start again when it ends.
         request_timeout (`float`, *optional*, defaults to `300.0`), generation_timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds that a server has to answer, and to generate.
+        token_file (`str`, *optional*):
+            File with the secret of a server that was started otherwise.
 
     All other arguments are those of the parent class.
 
@@ -204,6 +206,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         server: ServerProcess | None = None,
         request_timeout: float = 300.0,
         generation_timeout: float = 1800.0,
+        token_file: str | None = None,
         **kwargs,
     ):
         self.dtype = dtype
@@ -211,6 +214,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.server = server
         self.request_timeout = request_timeout
         self.generation_timeout = generation_timeout
+        self.token_file = token_file
         self.publication: dict[str, float] = {}
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
@@ -233,7 +237,13 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
         self.vllm_client = QaRLClient(
-            base_url, self.group_port, self.server_timeout, self.request_timeout, self.generation_timeout
+            base_url,
+            self.group_port,
+            self.server_timeout,
+            self.request_timeout,
+            self.generation_timeout,
+            token=None if self.server is None else self.server.token,
+            token_file=self.token_file,
         )
         transport = FileTransport(self.vllm_client)
         if transport.describe()["backend"] == NCCL_BACKEND:

@@ -6,6 +6,9 @@ It registers the weight-transfer engines of [`trl_qarl.rollout.engine`] by name,
 ([`trl_qarl.rollout.cpu_kernels`]).
 """
 
+from .handshake import take_token
+
+
 __all__ = ["FILE_BACKEND", "NCCL_BACKEND", "register"]
 
 FILE_BACKEND = "qarl"
@@ -17,6 +20,8 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    # Before vLLM starts its engine's process, which would inherit it.
+    take_token()
     for backend, name in ((FILE_BACKEND, "FileEngine"), (NCCL_BACKEND, "NCCLEngine")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.rollout.engine", name)

@@ -42,6 +42,7 @@ from .audit import (
     sample_token_ids,
 )
 from .leftovers import owned_prefix, remove_leftovers
+from .serve import check_transfer_dir
 
 
 __all__ = [
@@ -385,6 +386,7 @@ class FileTransport(_ServerTransport):
                 f"The server takes weights from {directory!r}, which this host cannot write to. Start the server with "
                 "`trl-qarl vllm-serve --transfer_dir DIR`, where DIR is a directory both hosts share."
             )
+        check_transfer_dir(directory)
         # What killed trainers left. Another server may take weights from the same directory, and its trainer's files stay.
         remove_leftovers(directory, also=self.client.instance)
         return super().begin()

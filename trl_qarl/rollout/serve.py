@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .gate import TRANSFER_DIR_VARIABLE
+from .handshake import TOKEN_VARIABLE, make_token
 from .leftovers import remove_leftovers
 from .plugin import FILE_BACKEND, NCCL_BACKEND
 
@@ -30,6 +32,7 @@ __all__ = [
     "ServerProcess",
     "build_server_command",
     "check_engine_runs",
+    "check_transfer_dir",
     "cpu_environment",
     "default_transfer_dir",
     "exit_on_sigterm",
@@ -249,14 +252,35 @@ def make_transfer_dir(directory: str | Path) -> None:
     Make the directory for its owner alone.
 
     Raises:
-        ValueError: if it exists and belongs to somebody else.
+        ValueError: if what exists is not [fit][check_transfer_dir].
     """
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    if os.stat(directory).st_uid != os.getuid():
-        raise ValueError(
-            f"The transfer directory {str(directory)!r} belongs to another user, who could put other weights into it. Choose "
-            "one of your own with --transfer_dir."
-        )
+    # A link to a directory would pass for one.
+    if not os.path.islink(directory):
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    check_transfer_dir(directory)
+
+
+def check_transfer_dir(directory: str | Path) -> None:
+    """
+    Raise unless `directory` is one that only this process's user can put weights into.
+
+    Raises:
+        ValueError: if it is a link or no directory, belongs to somebody else, or others may write to it.
+    """
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode):
+        problem, remedy = "is a link or no directory", "Name the directory itself"
+    elif status.st_uid != os.getuid():
+        problem, remedy = f"belongs to user {status.st_uid}, not to {os.getuid()}", "Choose one of your own"
+    elif status.st_mode & 0o022:
+        problem = f"has mode {stat.S_IMODE(status.st_mode):04o}, so others may write to it"
+        remedy = "Run `chmod go-w` on it, or choose another"
+    else:
+        return
+    raise ValueError(
+        f"The transfer directory {str(directory)!r} {problem}: weights from somebody else could be in it. {remedy} with "
+        "--transfer_dir."
+    )
 
 
 class ServerProcess:
@@ -269,10 +293,15 @@ class ServerProcess:
             From [`build_server_command`].
         log_file (`Path`):
             Where the server's output goes.
+
+    Attributes:
+        token (`str`):
+            The secret that the server asks its trainer for.
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log_file: Path):
         self.argv = list(argv)
+        self.token = make_token()
         self.environment = dict(environment)
         self.log_file = log_file
         self._process: subprocess.Popen | None = None
@@ -298,7 +327,7 @@ class ServerProcess:
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 self.argv,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, TOKEN_VARIABLE: self.token},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

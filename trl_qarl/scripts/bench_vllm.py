@@ -156,7 +156,7 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
             server.start()
             try:
                 server.wait(f"http://127.0.0.1:{port}", 600)
-                client = QaRLClient(f"http://127.0.0.1:{port}")
+                client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
                 publisher = Publisher(model, dtype, FileTransport(client))
                 publisher.check_engine()
                 publisher.publish("warm-up")

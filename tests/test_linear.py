@@ -313,6 +313,20 @@ def test_another_tensor_on_the_same_memory_is_never_stale():
         assert_not_stale(layer, again, layer._low_bit)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_compiled_layer_is_never_stale():
+    layer, x = make(), torch.randn(4, 256)
+    compiled = torch.compile(layer, backend="eager")
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        y = compiled(x)
+        assert torch.equal(y, layer(x))
+        y.square().sum().backward()
+        optimizer.step()
+    layer.weight.data = torch.randn(96, 256)
+    assert torch.equal(compiled(x), layer(x))
+
+
 def test_weight_made_in_inference_mode_says_what_to_do():
     layer = make()
     with torch.inference_mode():

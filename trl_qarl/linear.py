@@ -231,6 +231,8 @@ MADE_IN_INFERENCE_MODE = (
 _num_optimizer_steps = 0
 
 
+# A tracer cannot follow weak references.
+@torch.compiler.disable
 def _weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
     """
     Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not kept.

@@ -41,6 +41,8 @@ def spread(completions, **kwargs):
 def arguments(output_dir, **kwargs):
     defaults = {
         "use_cpu": True,
+        # The same on every processor.
+        "bf16": True,
         "report_to": [],
         "logging_steps": 1,
         "max_steps": 4,

@@ -1,6 +1,7 @@
 """The secret between trainer and server: who is let in with it, and what a trainer does with a server that does not know it."""
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import requests
 
 from trl_qarl.rollout import handshake
 from trl_qarl.rollout.gate import SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE, PublicationGate
@@ -282,6 +284,26 @@ def test_trainer_and_server_find_each_other(started, make_client, monkeypatch, t
         client.close_session()
         while client.state()["holder"] is not None:
             time.sleep(0.01)
+
+
+def test_the_session_ends_with_its_client(started):
+    """Such as that of a trainer whose constructor raises: no garbage collector is needed."""
+    pytest.importorskip("vllm")
+    from trl_qarl.rollout.client import QaRLClient
+
+    started.append(server := Server(token := make_token()))
+    gc.collect()
+    gc.disable()
+    try:
+        client = QaRLClient(server.url, token=token)
+        assert client.state()["holder"] is not None
+        del client
+        deadline = time.monotonic() + 10
+        while requests.get(f"{server.url}{STATE_PATH}", timeout=10).json()["holder"] is not None:
+            assert time.monotonic() < deadline, "the session outlives its client"
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client, monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ import secrets
 import socket
 import ssl
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -344,10 +345,12 @@ class _SessionAdapter(HTTPAdapter):
 
     def __init__(self, client: QaRLClient, **kwargs):
         super().__init__(**kwargs)
-        self._client = client
+        # The session ends with the last reference to its client, which must not wait for the garbage collector.
+        self._client = weakref.ref(client)
 
     def send(self, request, *args, **kwargs):
-        if self._client.has_lost_session():
+        client = self._client()
+        if client is not None and client.has_lost_session():
             raise requests.ConnectionError("the server has ended the session", request=request)
         return super().send(request, *args, **kwargs)
 

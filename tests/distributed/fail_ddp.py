@@ -4,11 +4,11 @@ test_ddp.py.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from accelerate import PartialState
 from datasets import Dataset
 
 from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
@@ -20,7 +20,7 @@ from trl_qarl.rollout.publish import PublishError
 
 generation.BACKOFF_SECONDS = 0.0
 model, output_dir = sys.argv[1:]
-rank = PartialState().process_index
+rank = int(os.environ["RANK"])
 
 
 class Engine:

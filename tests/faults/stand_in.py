@@ -6,12 +6,13 @@ answers with completions that are a function of the prompt and of every byte it 
 therefore shows in the next completions, and in the weights that are trained on them.
 
 It is started with the command line of the real server. `CAMPAIGN` in the environment names a folder in which it notes its
-calls, and which holds `fault.json`:
+calls, and which may hold `faults.json`, a list of such as
 
     {"endpoint": "/update_weights", "call": 3, "kind": "hang", "late": false}
 
-On the third request to that endpoint the server fails, once (`fired` is then there): before the request has an effect, or
-`late`, after it. `"endpoint": "*"` counts all requests. Standard library only, so that it starts at once.
+On the third request to that endpoint the server fails: before the request has an effect, or `late`, after it. The next fault of
+the list waits until this one has happened. `"endpoint": "*"` counts all requests, and a worker's method is an endpoint of its
+own. Standard library only, so that it starts at once.
 """
 
 import asyncio
@@ -33,40 +34,43 @@ from trl_qarl.rollout.gate import PublicationGate
 
 
 class Faults:
-    """What goes wrong, and when."""
+    """What goes wrong, and when: each fault once, each after the one before it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        path = folder / "fault.json"
-        self.fault = json.loads(path.read_text()) if path.is_file() else None
+        path = folder / "faults.json"
+        self.faults = json.loads(path.read_text()) if path.is_file() else []
         self.counts: dict[str, int] = {}
 
     def on_start(self) -> None:
-        """Dies while starting where the fault says so: `again` times after it has happened, or each time."""
+        """Notes the start, and dies as often as the folder's `deaths` says once the first fault has happened."""
         with (self.folder / "starts").open("a") as file:
             file.write(f"{os.getpid()}\n")
-        if self.has_fired and self.fault.get("again", 0) > 0:
-            deaths = len(list(self.folder.glob("death-*")))
-            if deaths < self.fault["again"]:
-                (self.folder / f"death-{deaths}").touch()
+        deaths = self.folder / "deaths"
+        if deaths.exists() and self.num_fired():
+            left = int(deaths.read_text())
+            if left:
+                deaths.write_text(str(left - 1))
                 sys.exit("The stand-in was told to die while it starts.")
 
-    @property
-    def has_fired(self) -> bool:
-        return (self.folder / "fired").exists()
+    def num_fired(self) -> int:
+        return len(list(self.folder.glob("fired-*")))
 
     def take(self, endpoint: str) -> dict | None:
         """The fault that this request meets, if any."""
         with (self.folder / "calls").open("a") as file:
             file.write(endpoint + "\n")
-        for name in (endpoint, "*"):
-            self.counts[name] = self.counts.get(name, 0) + 1
-        fault = self.fault
-        if fault is None or fault["endpoint"] not in (endpoint, "*") or self.has_fired:
+        num_fired = self.num_fired()
+        if num_fired >= len(self.faults):
             return None
-        if self.counts[fault["endpoint"]] < fault["call"]:
+        fault = self.faults[num_fired]
+        if fault["endpoint"] not in (endpoint, "*"):
             return None
-        (self.folder / "fired").write_text(endpoint)
+        key = f"{num_fired} {fault['endpoint']}"
+        self.counts[key] = self.counts.get(key, 0) + 1
+        if self.counts[key] < fault["call"]:
+            return None
+        (self.folder / f"fired-{num_fired}").write_text(endpoint)
         return fault
 
 
@@ -274,6 +278,11 @@ class Connection:
             return True
         if kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind in ("garbage", "truncated"):
+            length = 7 if kind == "garbage" else 70
+            self.writer.write(f"HTTP/1.1 200 X\r\nContent-Length: {length}\r\n\r\n".encode() + b"<html/>")
+            await self.writer.drain()
+            return True
         if kind == "hang":
             # Until the client gives up.
             await self.reader.read()

@@ -50,7 +50,9 @@ class Server:
 
     async def publish(self, token):
         await self.request("/start_weight_update", token=token)
-        return (await self.request("/finish_weight_update", token=token))[0]
+        status = (await self.request("/finish_weight_update", token=token))[0]
+        await self.request("/resume", token=token)
+        return status
 
 
 def run(scenario):
@@ -85,6 +87,40 @@ def test_an_update_that_fails_leaves_the_gate_closed():
         assert (await server.request("/v1/completions"))[0] == 503
         assert await server.publish(token) == 200
         assert (await server.request("/v1/completions"))[0] == 200
+
+    run(scenario)
+
+
+def test_a_trainer_that_ends_before_it_resumes_the_engine_leaves_the_gate_closed():
+    """The engine is paused meanwhile, and would let other clients wait."""
+
+    async def scenario(server):
+        _, token, *_ = await server.open_session()
+        await server.publish(token)
+        assert (await server.request("/v1/completions"))[0] == 200
+        await server.request("/pause", token=token)
+        assert (await server.request("/v1/completions"))[0] == 503
+        await server.request("/resume", token=token)
+        assert (await server.request("/v1/completions"))[0] == 200
+        for path in ("/pause", "/start_weight_update", "/finish_weight_update"):
+            await server.request(path, token=token)
+            assert (await server.request("/v1/completions"))[0] == 503
+        server.status = 500
+        await server.request("/resume", token=token)
+        server.status = 200
+        assert (await server.request("/v1/completions"))[0] == 503
+        await server.request("/resume", token=token)
+        assert (await server.request("/v1/completions"))[0] == 200
+
+    run(scenario)
+
+
+def test_resuming_without_a_publication_opens_nothing():
+    async def scenario(server):
+        _, token, *_ = await server.open_session()
+        for path in ("/resume", "/start_weight_update", "/resume"):
+            await server.request(path, token=token)
+            assert (await server.request("/v1/completions"))[0] == 503
 
     run(scenario)
 
@@ -171,6 +207,7 @@ def test_a_late_answer_to_an_update_that_was_given_up_opens_nothing():
         await server.request("/start_weight_update", token=other)
         answer.set()
         assert (await finishing)[0] == 200
+        await server.request("/resume", token=other)
         assert (await server.request("/v1/completions"))[0] == 503
 
     run(scenario)

@@ -1,15 +1,18 @@
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
-import requests
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from trl_qarl.export import quantization_config
+from trl_qarl.rollout import publish
 from trl_qarl.rollout.audit import fingerprint
-from trl_qarl.rollout.client import QaRLClient, ServerLost
-from trl_qarl.rollout.publish import Publisher, PublishError
+from trl_qarl.rollout.leftovers import owned_prefix
+from trl_qarl.rollout.publish import DirectTransport, FileTransport, Publisher, PublishError, largest_chunk
 from trl_qarl.swap import prepare_model
 
 
@@ -32,39 +35,6 @@ class Recorder:
     @property
     def names(self):
         return [name for chunk in self.chunks for name in chunk]
-
-
-@pytest.fixture
-def dead_engine():
-    """Address of an HTTP server that answers as vLLM's does when the engine behind it has died."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(500)
-            self.end_headers()
-            self.wfile.write(b'{"error": {"message": "EngineCore encountered an issue."}}')
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_server_whose_engine_has_died_is_a_lost_server(dead_engine):
-    """Lost servers are recovered from; any other error would end the training."""
-    client = QaRLClient.__new__(QaRLClient)
-    client.session, client.base_url = requests.Session(), dead_engine
-    with pytest.raises(ServerLost, match="status 500: EngineCore encountered"):
-        client._post(f"{dead_engine}/v1/completions", json={})
-    with pytest.raises(PublishError, match="status 500"):
-        client.control("/start_weight_update")
 
 
 def test_w4a8_is_refused_in_an_engine_of_several_shards():
@@ -138,3 +108,131 @@ def test_stacked_experts_are_refused():
     model["mlp"]["experts"].gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
     with pytest.raises(NotImplementedError, match="all experts in one tensor"):
         Publisher(model, torch.float32, Recorder())
+
+
+class Client:
+    """The server of one transfer directory; remembers what it found there."""
+
+    def __init__(self, directory, instance="0123456789abcdef"):
+        self.transfer_dir, self.instance = str(directory), instance
+        self.tensors, self.modes, self.failure = {}, [], None
+
+    def call_workers(self, method, **kwargs):
+        pass
+
+    def control(self, path, body=None):
+        if path == "/update_weights":
+            assert os.listdir(self.transfer_dir) == [body["update_info"]["file"]]
+            file = os.path.join(self.transfer_dir, body["update_info"]["file"])
+            self.modes.append(os.stat(file).st_mode & 0o777)
+            self.tensors |= load_file(file)
+            if self.failure:
+                raise self.failure
+
+
+def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
+    client, umask = Client(tmp_path), os.umask(0o022)
+    try:
+        transport, mine = FileTransport(client), tmp_path / "model.safetensors"
+        transport.begin()
+        transport.send([("a", torch.ones(3))])
+        assert client.modes == [0o600] and client.tensors["a"].tolist() == [1, 1, 1]
+        assert os.umask(0o022) == 0o022
+        client.failure = PublishError("no")
+        with pytest.raises(PublishError, match="no"):
+            transport.send([("a", torch.ones(3))])
+    finally:
+        os.umask(umask)
+    assert os.listdir(tmp_path) == [] and not mine.exists()
+
+
+def dead_prefix():
+    """What a trainer calls its files that has ended since."""
+    code = "from trl_qarl.rollout.leftovers import owned_prefix; print(owned_prefix())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_only_what_dead_trainers_left_is_removed(tmp_path):
+    client = Client(tmp_path)
+    host, pid, start = owned_prefix().removeprefix("trl-qarl-").rstrip("-").split("-")
+    another, elsewhere = "fedcba9876543210", f"trl-qarl-{'0' * 8}-{pid}-{start}-"
+    stays = [
+        # Of a trainer that lives, on this host or perhaps on another, with another server that shares the directory.
+        f"{owned_prefix()}{another}-x.safetensors",
+        f"{elsewhere}{another}-x.safetensors",
+        "model.safetensors",
+        "trl-qarl-notes.safetensors",
+    ]
+    goes = [
+        f"{dead_prefix()}{another}-x.safetensors",
+        f"trl-qarl-{host}-{pid}-{int(start) + 1}-{another}-x.safetensors",
+        # The server works for this trainer alone now.
+        f"{elsewhere}{client.instance}-x.safetensors",
+    ]
+    for name in stays + goes:
+        (tmp_path / name).write_bytes(b"weights")
+    unfinished = tmp_path / f"{dead_prefix()}{another}-y"
+    unfinished.mkdir()
+    (unfinished / ".tmp").write_bytes(b"weights")
+    FileTransport(client).begin()
+    assert sorted(os.listdir(tmp_path)) == sorted(stays)
+
+
+def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
+    def full(tensors, path):
+        path.write_bytes(b"half")
+        raise publish.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(publish, "save_file", full)
+    monkeypatch.setattr(publish.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    with pytest.raises(PublishError) as caught:
+        FileTransport(Client(tmp_path)).send([("a", torch.ones(2**18))])
+    for part in (str(tmp_path), "1.0 MiB", "No space left", "64 MiB are free", "--transfer_dir", "--shm-size"):
+        assert part in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+def test_a_device_that_is_full_is_a_publish_error(tmp_path, monkeypatch):
+    def save(tensors, path):
+        with open("/dev/full", "wb") as file:
+            file.write(b"weights")
+
+    monkeypatch.setattr(publish, "save_file", save)
+    with pytest.raises(PublishError, match="could not be written to the transfer directory"):
+        FileTransport(Client(tmp_path)).send([("a", torch.ones(4))])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_transfer_directory_that_went_away_is_a_publish_error(tmp_path):
+    with pytest.raises(PublishError, match="gone.*could not be written|could not be written.*gone"):
+        FileTransport(Client(tmp_path / "gone")).send([("a", torch.ones(4))])
+
+
+def test_the_largest_chunk_is_the_model_a_full_chunk_or_the_largest_layer(monkeypatch):
+    model = make_model()
+    sizes = [sum(t.numel() for n, t in model.state_dict().items() if n.startswith(f"layers.{i}.")) for i in range(2)]
+    total = sum(t.numel() for t in model.state_dict().values())
+    assert largest_chunk(model, torch.bfloat16) == 2 * total
+    monkeypatch.setattr(publish, "CHUNK_BYTES", 8)
+    assert largest_chunk(model.to("meta"), torch.float32) == 4 * max(sizes)
+    sent = Recorder()
+    Publisher(make_model(), torch.float32, sent).publish("0")
+    assert max(sum(t.nbytes for t in chunk.values()) for chunk in sent.chunks) == 4 * max(sizes)
+
+
+def test_what_the_engines_loader_raises_is_a_publish_error(monkeypatch):
+    pytest.importorskip("vllm")
+
+    def load(tensors):
+        raise AttributeError("'Model' object has no attribute 'lm_heat'")
+
+    transport = DirectTransport.__new__(DirectTransport)
+    transport._worker = SimpleNamespace(
+        weight_transfer_engine=SimpleNamespace(load=load, device="cpu"), vllm_config=SimpleNamespace()
+    )
+    import contextlib
+
+    monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: contextlib.nullcontext())
+    with pytest.raises(PublishError, match="could not load lm_heat to lm_heat: AttributeError: 'Model'"):
+        transport.send([("lm_heat", torch.ones(2))])

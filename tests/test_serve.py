@@ -1,5 +1,13 @@
 import json
 import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -9,8 +17,16 @@ from testing_utils import make_tiny_model
 from trl_qarl import prepare_model
 from trl_qarl.cli import main
 from trl_qarl.export import quantization_config
+from trl_qarl.rollout import serve
 from trl_qarl.rollout.gate import TRANSFER_DIR_VARIABLE
-from trl_qarl.rollout.serve import build_server_command, make_transfer_dir
+from trl_qarl.rollout.leftovers import owned_prefix
+from trl_qarl.rollout.serve import (
+    ServerProcess,
+    build_server_command,
+    default_transfer_dir,
+    free_port,
+    make_transfer_dir,
+)
 
 
 def option(argv, name):
@@ -128,3 +144,121 @@ def test_the_transfer_directory_is_its_owners_alone(tmp_path):
     make_transfer_dir(directory)
     assert directory.stat().st_mode & 0o777 == 0o700
     make_transfer_dir(directory)
+
+
+@pytest.mark.parametrize(
+    ("shared", "temporary", "needed", "chosen"),
+    [
+        (64, 10_000, 256, "temporary"),  # what a container has
+        (64, 10_000, 32, "shared"),
+        (300, 10_000, 256, "shared"),
+        (257, 10_000, 256, "temporary"),  # no margin
+        (64, 32, 256, "shared"),  # too small both; what fails then says so
+        (32, 64, 256, "temporary"),
+    ],
+)
+def test_the_transfer_directory_is_where_a_chunk_fits(tmp_path, monkeypatch, shared, temporary, needed, chosen):
+    free = {tmp_path / "shared": shared * 2**20, tmp_path / "temporary": temporary * 2**20}
+    monkeypatch.setattr(serve, "transfer_bases", lambda: list(free))
+    monkeypatch.setattr(serve.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    assert default_transfer_dir(8000, needed * 2**20).parent == tmp_path / chosen
+
+
+def test_the_next_server_clears_what_a_killed_trainer_left(tmp_path, monkeypatch):
+    """A trainer that is killed leaves its folder with a chunk of weights in it."""
+    monkeypatch.setattr(serve, "transfer_bases", lambda: [tmp_path])
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from trl_qarl.rollout.leftovers import owned_prefix
+        folder = Path({str(tmp_path)!r}, owned_prefix() + "token")
+        folder.mkdir()
+        (folder / "chunk").write_bytes(b"weights")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
+    assert killed.returncode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 1
+    mine = tmp_path / f"{owned_prefix()}token"
+    server = child_that_sleeps(tmp_path, mine)
+    server.start()
+    assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "server.log"])
+    server.stop()
+    assert list(tmp_path.iterdir()) == [tmp_path / "server.log"]
+
+
+def child_that_sleeps(directory, transfer_dir):
+    argv = [sys.executable, "-c", "import time; time.sleep(60)", "--port", str(free_port())]
+    return ServerProcess(argv, {TRANSFER_DIR_VARIABLE: str(transfer_dir)}, directory / "server.log")
+
+
+STARTS_A_SERVER = """
+    import signal, sys, time
+    from pathlib import Path
+    from trl_qarl.rollout.serve import ServerProcess, free_port
+    {before}
+    argv = [sys.executable, "-c", "import time; time.sleep(60)", "--port", str(free_port())]
+    environment = {{"TRL_QARL_TRANSFER_DIR": {directory!r} + "/transfer"}}
+    server = ServerProcess(argv, environment, Path({directory!r}, "server.log"))
+    server.start()
+    print(server._process.pid, flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+        {cleaning}
+"""
+
+
+def start_and_signal(directory, signals, before="", cleaning=""):
+    """What a process that has started a server prints and ends with when it gets `signals`, and the server's pid."""
+    script = textwrap.dedent(STARTS_A_SERVER).format(directory=str(directory), before=before, cleaning=cleaning)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pid = int(process.stdout.readline())
+    assert (directory / "transfer").is_dir()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.3)
+    output, _ = process.communicate(timeout=60)
+    return output, process.returncode, pid
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]])
+def test_sigterm_ends_as_ctrl_c_does(tmp_path, signals):
+    # `timeout` sends it to the process and then to its group.
+    output, returncode, pid = start_and_signal(tmp_path, signals, cleaning="time.sleep(1); print('whole', flush=True)")
+    assert output.split() == ["cleaned", "up", "whole"]
+    assert returncode == 143 if signal.SIGTERM in signals else returncode != 0
+    assert not is_running(pid) and not (tmp_path / "transfer").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_a_handler_of_the_users_own_stays(tmp_path):
+    before = "signal.signal(signal.SIGTERM, lambda *a: (print('theirs', flush=True), sys.exit(7)))"
+    output, returncode, pid = start_and_signal(tmp_path, [signal.SIGTERM], before=before)
+    assert output.split() == ["theirs", "cleaned", "up"] and returncode == 7
+    assert not is_running(pid) and not (tmp_path / "transfer").exists()
+
+
+def test_the_handler_of_sigterm_goes_with_the_server(tmp_path):
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    server = child_that_sleeps(tmp_path, tmp_path / "transfer")
+    server.start()
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    server.stop()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_another_thread_installs_no_handler():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(serve.exit_on_sigterm).result()()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

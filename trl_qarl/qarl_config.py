@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,6 +205,11 @@ class QaRLConfig(GRPOConfig):
             `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
             Start the server of `vllm_mode="server"` as a child process, and end it with training.
+        vllm_request_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds that the server has to answer a request that does not generate, such as to take a chunk of weights. After
+            that it counts as lost.
+        vllm_generation_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds that the server has to generate a batch of completions.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
             of [`~transformers.TrainingArguments`].
@@ -323,6 +329,17 @@ class QaRLConfig(GRPOConfig):
             "help": "Start the vLLM server of `vllm_mode='server'` as a child process, and end it with training. Its log "
             "is vllm_server.log in the output directory."
         },
+    )
+    vllm_request_timeout: float = field(
+        default=300.0,
+        metadata={
+            "help": "Seconds that the vLLM server has to answer a request that does not generate, such as to take a chunk of "
+            "weights. After that it counts as lost."
+        },
+    )
+    vllm_generation_timeout: float = field(
+        default=1800.0,
+        metadata={"help": "Seconds that the vLLM server has to generate a batch of completions."},
     )
     weight_decay: float = field(default=0.01, metadata={"help": "Weight decay."})
 
@@ -502,6 +519,12 @@ class QaRLConfig(GRPOConfig):
                 f"vllm_mode={self.vllm_mode!r}, vllm_server_base_url={self.vllm_server_base_url!r}. Use vllm_mode='server' "
                 "and choose its port with `vllm_server_port`."
             )
+        for name in ("vllm_request_timeout", "vllm_generation_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a positive number of seconds: a server that never answers would hold "
+                    f"the run for good. The default is {_default(QaRLConfig, name):g}."
+                )
         if self.vllm_model_impl not in ("vllm", "auto"):
             raise ValueError(
                 f"vllm_model_impl={self.vllm_model_impl!r} is not supported: the audit knows the parameters of vLLM's own "

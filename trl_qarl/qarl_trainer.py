@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
@@ -40,7 +42,14 @@ from .probe import (
 )
 from .qarl_config import QaRLConfig
 from .rollout.embedded import record_sampling_logps
-from .rollout.generation import EngineLost, QaRLVLLMGeneration, server_process, use_generation_factory
+from .rollout.generation import (
+    EngineLost,
+    QaRLVLLMGeneration,
+    all_or_none,
+    server_process,
+    use_generation_factory,
+)
+from .rollout.serve import exit_on_sigterm
 from .run_log import RunLog
 from .schemes import get_scheme
 from .swap import deactivate, low_bit_forward, prepare_model, quantized_layers
@@ -149,6 +158,7 @@ class QaRLTrainer(GRPOTrainer):
         self._worst_examples: list[dict[str, Any]] = []
         self._batch_metrics: list[dict[str, float]] = []
         self._next_probe = 0
+        self._calls_tools = False
         self._rollout_seconds = self._batch_seconds = self._forward_backward_seconds = 0.0
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
             super().__init__(
@@ -165,6 +175,8 @@ class QaRLTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        if rollout_func is not None:
+            self.rollout_func = self._shared(rollout_func)
         if not args.use_vllm:
             self._prepare_policy()
             self.generation_config = _OwnGenerationConfig(**self.generation_config.to_dict())
@@ -206,6 +218,8 @@ class QaRLTrainer(GRPOTrainer):
             server=server_process(self.args, self.model, self._scale_dtype)
             if self.args.vllm_server_autostart
             else None,
+            request_timeout=self.args.vllm_request_timeout,
+            generation_timeout=self.args.vllm_generation_timeout,
         )
 
     @override
@@ -225,13 +239,36 @@ class QaRLTrainer(GRPOTrainer):
 
     @override
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        """Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores."""
-        begin = start = time.perf_counter()
-        loaded_step = getattr(self, "_last_loaded_step", None)
+        """
+        Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores. A
+        failure of one process is raised by all.
+        """
+        # Between calls of tools, processes generate each as often as they need.
+        generate = self._generate_and_measure if self._calls_tools else self._shared(self._generate_and_measure)
+        return generate(prompt_ids, *args, **kwargs)
+
+    @override
+    def _tool_call_loop(self, *args, **kwargs):
+        """As TRL's; a failure of one process is raised by all."""
+        self._calls_tools = True
+        try:
+            return self._shared(super()._tool_call_loop)(*args, **kwargs)
+        finally:
+            self._calls_tools = False
+
+    def _shared(self, function):
+        """`function`, of which a failure of one process is raised by all."""
+
+        def shared(*args, **kwargs):
+            with all_or_none(self.accelerator):
+                return function(*args, **kwargs)
+
+        return shared
+
+    def _generate_and_measure(self, prompt_ids, *args, **kwargs):
+        start = time.perf_counter()
         if self.use_vllm:
             completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            if self._last_loaded_step != loaded_step:
-                start += self.vllm_generation.publication.get("publish/seconds", 0.0)
         else:
             model = self.accelerator.unwrap_model(self.model_wrapped)
             recording = record_sampling_logps(model, self.temperature)
@@ -242,7 +279,7 @@ class QaRLTrainer(GRPOTrainer):
         num_tokens = sum(len(ids) for ids in completion_ids)
         mode = "train" if self.model.training else "eval"
         seconds = time.perf_counter() - start
-        self._rollout_seconds += time.perf_counter() - begin
+        self._rollout_seconds += seconds
         self._metrics[mode]["rollout/seconds"].append(seconds)
         self._metrics[mode]["rollout/tokens_per_second"].append(num_tokens / seconds)
         self._metrics[mode]["rollout/mean_length"].append(num_tokens / max(len(completion_ids), 1))
@@ -250,7 +287,9 @@ class QaRLTrainer(GRPOTrainer):
 
     @override
     def _generate(self, prompts):
-        """Measures how many completions loop or are garbled."""
+        """Publishes what has changed, before, and measures how many completions loop or are garbled."""
+        if self.use_vllm:
+            self._publish_what_changed()
         output = super()._generate(prompts)
         _, completion_ids, _, completions, *_ = output
         loops = sum(has_loop(ids) for ids in completion_ids)
@@ -269,8 +308,7 @@ class QaRLTrainer(GRPOTrainer):
         try:
             output = super()._generate_and_score_completions(inputs)
         except EngineLost:
-            if self.state.global_step > 0:
-                self._save_checkpoint(self.model, trial=None)
+            self._save_before_leaving()
             raise
         if "sampling_per_token_logps" not in output:
             raise ValueError(
@@ -296,6 +334,32 @@ class QaRLTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["step/scoring_seconds"].append(self._batch_seconds - self._rollout_seconds)
         return output
+
+    def _publish_what_changed(self) -> None:
+        """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""
+        if self._last_loaded_step == self.state.global_step and self.vllm_generation.is_published():
+            return
+        start = time.perf_counter()
+        with all_or_none(self.accelerator), profiling_context(self, "sync_weights"):
+            self.vllm_generation.sync_weights()
+        self._last_loaded_step = self.state.global_step
+        self._rollout_seconds += time.perf_counter() - start
+
+    def _save_before_leaving(self) -> None:
+        """Saves what was trained, unless it is saved: nobody must find a complete checkpoint half overwritten."""
+        if self.state.global_step == 0:
+            return
+        folder = self._checkpoint_folder(trial=None)
+        # The main process decides, as it is the one that completes the folder.
+        is_saved = [(folder / _TRAINER_STATE_FILE).is_file()]
+        broadcast_object_list(is_saved, from_process=0)
+        if is_saved[0]:
+            logger.warning("%s is complete and stays as it is.", folder)
+        else:
+            self._save_checkpoint(self.model, trial=None)
+
+    def _checkpoint_folder(self, trial) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
@@ -335,7 +399,7 @@ class QaRLTrainer(GRPOTrainer):
             of_batch["mismatch/rejected_share"] = self._masked_mean((ratio == 0).float(), counts)
         if self.use_vllm:
             of_batch |= self.vllm_generation.take_publication()
-            of_batch["rollout/weight_version"] = self._checked_weight_version()
+            of_batch["rollout/weight_version"] = float(self._last_loaded_step)
         for name, value in of_batch.items():
             metrics[name].append(value)
         if self.model.training:
@@ -403,16 +467,6 @@ class QaRLTrainer(GRPOTrainer):
                         learner_log_probs(model, torch.tensor(ids, device=device), count)
                     )
         return compare_positions(engine_ids.to(device), engine_logps.to(device), learner_logps)
-
-    def _checked_weight_version(self) -> float:
-        stamped = self.vllm_generation.engine_weight_version()
-        published = self.vllm_generation.published_version
-        if stamped is not None and stamped != published:
-            raise RuntimeError(
-                f"The completions were sampled with weights of version {stamped!r}, but version {published!r} was published: "
-                "something else changes the engine's weights."
-            )
-        return float(self._last_loaded_step)
 
     @override
     def training_step(self, *args, **kwargs):
@@ -526,15 +580,18 @@ class QaRLTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
         With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely. A vLLM server that
-        was started here ends with training, however that ends. The next rollout publishes whatever the step count says, as
+        was started here ends with training, however that ends, SIGTERM included. The next rollout publishes whatever the step count says, as
         `load_best_model_at_end` may have changed the weights.
         """
+        restore_sigterm = exit_on_sigterm() if self.use_vllm and self.is_world_process_zero() else None
         try:
             return super().train(resume_from_checkpoint=self.find_checkpoint(resume_from_checkpoint), **kwargs)
         finally:
             if self.use_vllm:
                 self._last_loaded_step = -1
                 self.vllm_generation.stop_server()
+            if restore_sigterm is not None:
+                restore_sigterm()
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
@@ -584,7 +641,7 @@ class QaRLTrainer(GRPOTrainer):
     @override
     def _save_checkpoint(self, model, trial):
         """Also saves the generation batch in progress, so that a resumed run goes on with the same completions."""
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = self._checkpoint_folder(trial)
         folder.mkdir(parents=True, exist_ok=True)
         # Before the rest: `trainer_state.json`, which TRL writes last, then marks a complete checkpoint.
         state = {"shape": self._rollout_shape(), "step": self._step, "buffered_inputs": self._buffered_inputs}

@@ -2,16 +2,19 @@
 The trainer's connection to a vLLM server: TRL's client, holding the server's session while it lives.
 """
 
+import ipaddress
 import json
 import os
 import socket
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
+from typing_extensions import override
 
 from .gate import SESSION_HEADER, SESSION_PATH, STATE_PATH
 from .publish import PublishError
@@ -20,12 +23,75 @@ from .publish import PublishError
 __all__ = ["QaRLClient", "ServerLost"]
 
 
-# Seconds to connect, and to wait for an answer: generating a batch of long completions takes a while.
-_TIMEOUT = (10, 3600)
+_CONNECT_SECONDS = 10
+_HEALTH_SECONDS = 10
 
 
 class ServerLost(ConnectionError):
-    """The server cannot be reached, or no longer knows this trainer."""
+    """
+    A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
+
+    Args:
+        message (`str`):
+            What failed.
+        status (`int`, *optional*):
+            The status of the answer, if there was one.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+
+class LocalSession(requests.Session):
+    """Session that leaves the environment's proxies out for addresses of this machine, which no proxy can reach."""
+
+    @override
+    def request(self, method, url, **kwargs):
+        self.trust_env = not _is_local(urlsplit(url).hostname)
+        return super().request(method, url, **kwargs)
+
+
+class _Session(LocalSession):
+    """
+    Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in time.
+
+    Args:
+        request_timeout (`float`), generation_timeout (`float`):
+            Seconds to wait for an answer, and for completions.
+    """
+
+    def __init__(self, request_timeout: float, generation_timeout: float):
+        super().__init__()
+        self.request_timeout = request_timeout
+        self.generation_timeout = generation_timeout
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, HTTPAdapter(pool_maxsize=64))
+
+    @override
+    def request(self, method, url, *, expected=(200,), **kwargs):
+        path = urlsplit(url).path
+        generates = method == "POST" and path.endswith(_GENERATING_PATHS)
+        seconds = self.generation_timeout if generates else self.request_timeout
+        kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
+        try:
+            response = super().request(method, url, **kwargs)
+        except requests.ReadTimeout as error:
+            option = "vllm_generation_timeout" if generates else "vllm_request_timeout"
+            waited = kwargs["timeout"][1] if isinstance(kwargs["timeout"], tuple) else kwargs["timeout"]
+            raise ServerLost(
+                f"The vLLM server did not answer {url} within {waited:g} s. If it only needs longer, raise `{option}`."
+            ) from error
+        except requests.RequestException as error:
+            raise ServerLost(f"The vLLM server did not answer {url}: {error}") from error
+        if response.status_code not in expected:
+            raise ServerLost(
+                f"{url} failed with status {response.status_code}: {_error_text(response)}", response.status_code
+            )
+        return response
+
+
+_GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
 class QaRLClient(VLLMClient):
@@ -42,27 +108,51 @@ class QaRLClient(VLLMClient):
             Port of the NCCL group.
         connection_timeout (`float`, *optional*, defaults to `0.0`):
             Seconds to wait for the server.
+        request_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds to wait for the answer to a request that does not generate.
+        generation_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds to wait for completions.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
         RuntimeError: if the server was started in another way, or works for another trainer.
     """
 
-    def __init__(self, base_url: str, group_port: int = 51216, connection_timeout: float = 0.0):
+    def __init__(
+        self,
+        base_url: str,
+        group_port: int = 51216,
+        connection_timeout: float = 0.0,
+        request_timeout: float = 300.0,
+        generation_timeout: float = 1800.0,
+    ):
+        self._timeouts = request_timeout, generation_timeout
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
-        except requests.ConnectionError as error:
+        except ServerLost as error:
             raise ConnectionError(
-                f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s). Start one with `trl-qarl "
+                f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s: {error}). Start one with `trl-qarl "
                 "vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE`, or set `vllm_server_autostart=True`."
             ) from error
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(pool_maxsize=64))
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
         self.instance: str | None = None
         self.transfer_dir: str | None = None
         self.open_session()
+
+    @override
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
+        """Waits for the server. The constructor calls it before its first request, which then already ends in time."""
+        self.session = _Session(*self._timeouts)
+        deadline = time.monotonic() + total_timeout
+        while True:
+            try:
+                self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
+                return
+            except ServerLost:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(retry_interval)
 
     def open_session(self) -> None:
         """Become the trainer of this server. A session this client held before is given up."""
@@ -70,7 +160,9 @@ class QaRLClient(VLLMClient):
         trainer = f"process {os.getpid()} on {socket.gethostname()}"
         # The server writes a line every 30 seconds, so silence for longer means that it is gone.
         url = f"{self.base_url}{SESSION_PATH}"
-        held = requests.post(url, json={"trainer": trainer}, stream=True, timeout=(10, 120))
+        held = self.session.post(
+            url, json={"trainer": trainer}, stream=True, timeout=(_CONNECT_SECONDS, 120), expected=(200, 404, 409)
+        )
         if held.status_code == 404:
             raise RuntimeError(
                 f"The server at {self.base_url} was not started by `trl-qarl vllm-serve`: it would generate before weights "
@@ -107,7 +199,7 @@ class QaRLClient(VLLMClient):
                 if self.is_healthy():
                     self.open_session()
                     return self.instance != instance
-            except (requests.RequestException, RuntimeError, StopIteration) as error:
+            except (OSError, RuntimeError, StopIteration, ValueError, KeyError) as error:
                 # The server notices only after a moment that the old session's connection has gone.
                 if time.monotonic() >= deadline:
                     raise ServerLost(f"No vLLM server at {self.base_url} after {timeout:g} s: {error}") from error
@@ -118,8 +210,9 @@ class QaRLClient(VLLMClient):
     def is_healthy(self) -> bool:
         """Whether the server answers and its engine lives."""
         try:
-            return requests.get(f"{self.base_url}/health", timeout=10).status_code == 200
-        except requests.RequestException:
+            self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
+            return True
+        except ServerLost:
             return False
 
     def control(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
@@ -131,41 +224,47 @@ class QaRLClient(VLLMClient):
             PublishError: if the server refuses.
         """
         try:
-            response = self.session.post(f"{self.base_url}{path}", json=body or {}, timeout=_TIMEOUT)
-        except requests.RequestException as error:
-            raise ServerLost(f"The vLLM server at {self.base_url} did not answer {path}: {error}") from error
-        if response.status_code == 409:
-            raise ServerLost(f"{path}: {_error_text(response)}")
-        if response.status_code != 200:
-            raise PublishError(f"{path} failed with status {response.status_code}: {_error_text(response)}")
-        return response
+            return self.session.post(f"{self.base_url}{path}", json=body or {})
+        except ServerLost as error:
+            if error.status in (None, 409):
+                raise
+            raise PublishError(str(error)) from error
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of [`~trl_qarl.rollout.engine.WorkerExtension`] on every worker and return the results."""
-        return self.control("/collective_rpc", {"method": method, "kwargs": kwargs}).json()["results"]
+        return _json(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
 
     def weight_version(self) -> str:
         """The version that the server stamps on what it generates."""
-        try:
-            return self._get(f"{self.base_url}/weight_info")["weight_version"]
-        except requests.RequestException as error:
-            raise ServerLost(f"The vLLM server at {self.base_url} went away: {error}") from error
+        return self._get(f"{self.base_url}/weight_info")["weight_version"]
 
     def state(self) -> dict[str, Any]:
         """The gate's state: `is_open`, `num_publications`, `holder`, `instance`, `transfer_dir`."""
         return self._get(f"{self.base_url}{STATE_PATH}")
 
+    @override
+    def _get(self, url: str, **kwargs) -> dict:
+        return _json(self.session.get(url, **kwargs))
+
+    @override
     def _post(self, url: str, **kwargs) -> dict:
-        try:
-            response = self.session.post(url, timeout=_TIMEOUT, **kwargs)
-        except requests.RequestException as error:
-            raise ServerLost(f"The vLLM server went away: {error}") from error
         # 503: nothing is published; 500: the engine behind the server has died.
-        if response.status_code >= 500:
-            raise ServerLost(f"{url} failed with status {response.status_code}: {_error_text(response)}")
-        if response.status_code != 200:
-            raise RuntimeError(f"{url} failed with status {response.status_code}: {_error_text(response)}")
+        return _json(self.session.post(url, **kwargs))
+
+
+def _is_local(host: str | None) -> bool:
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def _json(response: requests.Response) -> dict:
+    try:
         return response.json()
+    except ValueError as error:
+        raise ServerLost(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
 
 
 def _error_text(response: requests.Response) -> str:

@@ -4,8 +4,9 @@ The server's door: generation only with completely published weights, and one tr
 [`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server (`--middleware trl_qarl.rollout.gate.PublicationGate`).
 It looks at paths and status codes only and imports neither torch nor vLLM.
 
-- Generation is refused with 503 from the start, and from each `/start_weight_update` on, until a
-  `/finish_weight_update` has succeeded. An update that fails half way therefore leaves the door closed.
+- Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume` after a
+  `/finish_weight_update` that has succeeded. An update that fails half way therefore leaves the door closed, and where the
+  trainer ends before it lets the engine go on, other clients get an answer.
 - `POST /qarl/session` opens a session and keeps its response open: the session *is* the connection, so it ends when the
   trainer ends, however that happens. While one is open, a second is refused with 409, and so are requests that would
   change weights, or cut off the trainer's rollouts, without the session's token in the `X-QaRL-Session` header.
@@ -69,6 +70,7 @@ class PublicationGate:
         self.app = app
         self.instance = secrets.token_hex(8)
         self.is_open = False
+        self.is_complete = False
         self.num_updates = 0
         self.num_publications = 0
         self.session: str | None = None
@@ -128,17 +130,22 @@ class PublicationGate:
         if self.session is None or not secrets.compare_digest(token, self.session):
             holder = "nobody; open a session first" if self.holder is None else self.holder
             return await _respond(send, 409, {"error": f"The weights of this server belong to {holder}."})
-        if path == "/start_weight_update":
+        if path in ("/pause", "/start_weight_update"):
             self.is_open = False
+        if path == "/start_weight_update":
+            self.is_complete = False
             self.num_updates += 1
         update = self.num_updates
 
         async def watch(message):
             is_success = message["type"] == "http.response.start" and message["status"] == 200
             # A late answer to an update that has been given up says nothing about the one in progress.
-            if is_success and path == "/finish_weight_update" and update == self.num_updates:
-                self.is_open = True
-                self.num_publications += 1
+            if is_success and update == self.num_updates:
+                if path == "/finish_weight_update":
+                    self.is_complete = True
+                    self.num_publications += 1
+                elif path == "/resume":
+                    self.is_open = self.is_complete
             await send(message)
 
         await self.app(scope, receive, watch)

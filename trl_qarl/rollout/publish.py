@@ -14,6 +14,8 @@ changed, and hands chunks of bounded size to a [`Transport`]. The engine then co
 
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from itertools import groupby
@@ -21,15 +23,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from ..export import has_stacked_experts, iter_checkpoint_tensors, quantization_config
 from ..swap import quantized_layers
 from .audit import config_differences, fingerprint
+from .leftovers import owned_prefix, remove_leftovers
 
 
-__all__ = ["DirectTransport", "FileTransport", "NCCLTransport", "PublishError", "Publisher", "Transport"]
+__all__ = [
+    "DirectTransport",
+    "FileTransport",
+    "NCCLTransport",
+    "PublishError",
+    "Publisher",
+    "Transport",
+    "largest_chunk",
+]
 
 CHUNK_BYTES = 256 * 2**20
 """A chunk is sent when it holds this much; it is larger only when one decoder layer is."""
@@ -193,7 +205,13 @@ class DirectTransport:
 
         engine = self._worker.weight_transfer_engine
         with set_current_vllm_config(self._worker.vllm_config):
-            engine.load((name, tensor.to(engine.device)) for name, tensor in tensors)
+            try:
+                engine.load((name, tensor.to(engine.device)) for name, tensor in tensors)
+            except Exception as error:
+                # vLLM's loaders raise whatever comes of a name or shape they do not expect.
+                raise PublishError(
+                    f"The engine could not load {tensors[0][0]} to {tensors[-1][0]}: {type(error).__name__}: {error}"
+                ) from error
 
     def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
         self._worker.qarl_expect(fingerprints)
@@ -234,10 +252,6 @@ class _ServerTransport:
 class FileTransport(_ServerTransport):
     """Writes each chunk to the server's transfer directory, which must be the same directory on both hosts."""
 
-    def __init__(self, client):
-        super().__init__(client)
-        self._num_files = 0
-
     def begin(self) -> None:
         directory = self.client.transfer_dir
         if not directory or not os.access(directory, os.W_OK | os.X_OK):
@@ -245,20 +259,31 @@ class FileTransport(_ServerTransport):
                 f"The server takes weights from {directory!r}, which this host cannot write to. Start the server with "
                 "`trl-qarl vllm-serve --transfer_dir DIR`, where DIR is a directory both hosts share."
             )
-        # Only what a killed trainer left: the directory may hold other files of its owner.
-        for leftover in Path(directory).glob("trl-qarl-*-*.safetensors"):
-            leftover.unlink(missing_ok=True)
+        # What killed trainers left. Another server may take weights from the same directory, and its trainer's files stay.
+        remove_leftovers(directory, also=self.client.instance)
         super().begin()
 
     def send(self, tensors: Tensors) -> None:
-        self._num_files += 1
-        path = Path(self.client.transfer_dir) / f"trl-qarl-{os.getpid()}-{self._num_files}.safetensors"
+        directory = self.client.transfer_dir
         try:
-            with _private_files():
-                save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, path)
+            path = self._write(tensors, directory)
+        except (OSError, SafetensorError) as error:
+            raise PublishError(_cannot_write(directory, _num_bytes(tensors), error)) from error
+        try:
             self.client.control("/update_weights", {"update_info": {"file": path.name}})
         finally:
             path.unlink(missing_ok=True)
+
+    def _write(self, tensors: Tensors, directory: str) -> Path:
+        # In a folder of its own, as safetensors writes to a temporary file first and chooses the mode of the file.
+        folder = Path(tempfile.mkdtemp(prefix=f"{owned_prefix()}{self.client.instance}-", dir=directory))
+        try:
+            written = folder / "chunk.safetensors"
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, written)
+            written.chmod(0o600)
+            return written.rename(folder.with_name(f"{folder.name}.safetensors"))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class NCCLTransport(_ServerTransport):
@@ -275,14 +300,27 @@ class NCCLTransport(_ServerTransport):
             self.client._updating_weights = False
 
 
-class _private_files:
-    """Files made meanwhile are their owner's alone."""
+def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the largest chunk that publishing `model`, which may be on the meta device, can take; an upper bound."""
+    sizes = [
+        sum(
+            tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for _, tensor in layer
+        )
+        for _, layer in groupby(model.state_dict().items(), key=lambda item: _layer_of(item[0]))
+    ]
+    return min(sum(sizes), max(CHUNK_BYTES, *sizes))
 
-    def __enter__(self):
-        self._umask = os.umask(0o077)
 
-    def __exit__(self, *error):
-        os.umask(self._umask)
+def _cannot_write(directory: str, num_bytes: int, error: Exception) -> str:
+    try:
+        free = f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB are free there"
+    except OSError as missing:
+        free = str(missing)
+    return (
+        f"A chunk of weights of {num_bytes / 2**20:.1f} MiB could not be written to the transfer directory {directory!r} ({error}); "
+        f"{free}. Make room, start the server with `trl-qarl vllm-serve --transfer_dir DIR` on a larger file system, or give a "
+        "container more shared memory (`docker run --shm-size 2g`)."
+    )
 
 
 def _num_bytes(tensors: Tensors) -> int:

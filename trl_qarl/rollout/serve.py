@@ -14,13 +14,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .gate import TRANSFER_DIR_VARIABLE
+from .leftovers import remove_leftovers
 from .plugin import FILE_BACKEND, NCCL_BACKEND
 
 
@@ -30,6 +32,7 @@ __all__ = [
     "check_engine_runs",
     "cpu_environment",
     "default_transfer_dir",
+    "exit_on_sigterm",
     "free_port",
     "make_transfer_dir",
 ]
@@ -66,9 +69,29 @@ def cpu_environment() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-def default_transfer_dir(port: int) -> Path:
-    """Shared memory where there is some, else the temporary directory; one directory per user and port."""
-    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+def transfer_bases() -> list[Path]:
+    """Where transfer directories can be: shared memory, if this host has it, and the temporary directory."""
+    bases = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    return [base for base in bases if os.access(base, os.W_OK | os.X_OK)]
+
+
+def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
+    """
+    Shared memory where it has room, else the temporary directory, else the one with more room; one directory per user and
+    port. Containers often have 64 MiB of shared memory, less than one chunk of weights.
+
+    Args:
+        port (`int`):
+            Port of the server.
+        num_bytes (`int`, *optional*, defaults to `0`):
+            Size of the largest chunk.
+    """
+    bases = transfer_bases()
+    free = [shutil.disk_usage(base).free for base in bases]
+    # Metadata of the file and the page that each file system rounds up to.
+    needed = num_bytes + num_bytes // 8 + 2**20
+    fitting = [base for base, space in zip(bases, free, strict=True) if space >= needed]
+    base = fitting[0] if fitting else bases[free.index(max(free))]
     return base / f"trl-qarl-{os.getuid()}-{port}"
 
 
@@ -212,6 +235,7 @@ class ServerProcess:
         self.environment = dict(environment)
         self.log_file = log_file
         self._process: subprocess.Popen | None = None
+        self._restore_sigterm: Callable[[], None] | None = None
         atexit.register(self.stop)
 
     @property
@@ -226,7 +250,10 @@ class ServerProcess:
         _check_port_is_free(int(self.argv[self.argv.index("--port") + 1]))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
+            for base in transfer_bases():
+                remove_leftovers(base)
             make_transfer_dir(directory)
+        self._restore_sigterm = exit_on_sigterm()
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 self.argv,
@@ -247,13 +274,16 @@ class ServerProcess:
         """
         import requests
 
+        from .client import LocalSession
+
+        session = LocalSession()
         assert self._process is not None
         print(f"Starting a vLLM server; its log is {self.log_file}", flush=True)
         start = time.monotonic()
         while True:
             waited = time.monotonic() - start
             try:
-                if requests.get(f"{url}/health", timeout=5).status_code == 200:
+                if session.get(f"{url}/health", timeout=5).status_code == 200:
                     print(f"\rvLLM server ready after {waited:.0f} s          ", flush=True)
                     return
             except requests.RequestException:
@@ -286,6 +316,32 @@ class ServerProcess:
         self._process = None
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
             shutil.rmtree(directory, ignore_errors=True)
+        if self._restore_sigterm is not None:
+            self._restore_sigterm()
+
+
+def exit_on_sigterm() -> Callable[[], None]:
+    """
+    Have SIGTERM end this process as Ctrl-C does, through every `finally`, with exit code 143; returns what undoes it.
+
+    A handler that somebody else has installed stays, and so does everything where this is not the main thread.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return lambda: None
+
+    def leave(signum, frame):
+        # `timeout` and others send it twice, and the second one must not interrupt the cleaning up after the first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + signum)
+
+    def restore():
+        is_ours = signal.getsignal(signal.SIGTERM) in (leave, signal.SIG_IGN)
+        if is_ours and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, leave)
+    return restore
 
 
 def _check_port_is_free(port: int) -> None:

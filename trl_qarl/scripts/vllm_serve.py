@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cli import configuration_errors
 from ..rollout.gate import TRANSFER_DIR_VARIABLE
-from ..rollout.serve import build_server_command, make_transfer_dir
+from ..rollout.serve import build_server_command, default_transfer_dir, make_transfer_dir
 from ..schemes import SCHEMES
 
 
@@ -65,7 +65,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             port=args.port,
             on_cpu=not torch.cuda.is_available(),
             transport=args.transport,
-            transfer_dir=args.transfer_dir,
+            transfer_dir=args.transfer_dir or default_transfer_dir(args.port, _largest_chunk(args)),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
     command = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *argv])
@@ -87,9 +87,6 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:
     """What the learner's [`~trl_qarl.export.quantization_config`] will be, from the shapes of the model alone."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from ..export import quantization_config
     from ..schemes import get_scheme
     from ..swap import prepare_model
@@ -99,8 +96,24 @@ def _quantization_config(args: Namespace) -> dict[str, Any] | None:
         if args.exclude_modules:
             raise ValueError(f"--exclude_modules was given, but scheme {scheme.name!r} quantizes nothing. Remove it.")
         return None
-    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    model = _shapes(args)
     prepare_model(model, scheme, exclude_modules=args.exclude_modules)
     return quantization_config(model)
+
+
+def _largest_chunk(args: Namespace) -> int:
+    import torch
+
+    from ..rollout.publish import largest_chunk
+
+    return largest_chunk(_shapes(args), getattr(torch, args.dtype))
+
+
+def _shapes(args: Namespace):
+    """The model without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)

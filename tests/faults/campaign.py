@@ -170,7 +170,12 @@ class TrainerProcess:
         tempfile.tempdir = str(tmp)
         serve.transfer_bases = lambda: [shm]
         if self.scenario.get("ranks") == 2:
-            os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            os.environ |= {
+                "RANK": str(self.rank),
+                "LOCAL_RANK": str(self.rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+            }
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.supervisor.rendezvous_port)}
 
     def _train(self) -> dict:
@@ -318,7 +323,9 @@ class Supervisor:
 
     def check_fired(self) -> None:
         num_fired = len(list(self.folder.glob("fired-*")))
-        if num_fired < len(self.scenario.get("faults", [])) or ("at" in self.scenario and not (self.folder / "acted").exists()):
+        if num_fired < len(self.scenario.get("faults", [])) or (
+            "at" in self.scenario and not (self.folder / "acted").exists()
+        ):
             self.problems.append(f"only {num_fired} of the faults happened")
 
     def check_last(self, results: list[dict]) -> None:
@@ -411,7 +418,13 @@ class Supervisor:
         rival = self.scenario["rival"]
         if rival == "stranger":
             url = f"http://127.0.0.1:{self.port}"
-            paths = ("/pause?mode=abort", "/start_weight_update", "/update_weights", "/finish_weight_update", "/qarl/session")
+            paths = (
+                "/pause?mode=abort",
+                "/start_weight_update",
+                "/update_weights",
+                "/finish_weight_update",
+                "/qarl/session",
+            )
             answers = {path: requests.post(url + path, json={}, timeout=5).status_code for path in paths}
             if not all(400 <= status < 500 for status in answers.values()):
                 self.problems.append(f"a stranger got {answers}")

@@ -77,7 +77,10 @@ def recovery() -> list[dict]:
     for first in ("/v1/completions", "/update_weights"):
         for endpoint in ("/health", "/qarl/session", "qarl_describe", *ENDPOINTS):
             for kind in ("500", "die"):
-                faults = [{"endpoint": first, "call": "middle", "kind": "die"}, {"endpoint": endpoint, "call": 1, "kind": kind}]
+                faults = [
+                    {"endpoint": first, "call": "middle", "kind": "die"},
+                    {"endpoint": endpoint, "call": 1, "kind": kind},
+                ]
                 scenarios.append({"name": f"{first} then {endpoint} {kind}", "faults": faults, "expect": "completes"})
     return scenarios
 
@@ -145,9 +148,20 @@ def signals(target: str, num_requests: int = 50, num_start: int = 7) -> list[dic
 def two_trainers() -> list[dict]:
     """A second trainer, or a stranger without a session, comes to the server of a trainer at work."""
     return [
-        {"name": f"{rival} at {event}", "server": server, "at": event, "action": "wait", "rival": rival, "expect": "completes"}
+        {
+            "name": f"{rival} at {event}",
+            "server": server,
+            "at": event,
+            "action": "wait",
+            "rival": rival,
+            "expect": "completes",
+        }
         for event in ("step_begin", "reward", "save")
-        for rival, server in (("trainer", "apart"), ("trainer with a server of its own", "child"), ("stranger", "apart"))
+        for rival, server in (
+            ("trainer", "apart"),
+            ("trainer with a server of its own", "child"),
+            ("stranger", "apart"),
+        )
     ]
 
 
@@ -158,7 +172,12 @@ def two_ranks() -> list[dict]:
         die = {"endpoint": endpoint, "call": "middle", "kind": "die"}
         scenarios += [
             {"name": f"two ranks die {endpoint}", "ranks": 2, "faults": [die], "expect": "completes"},
-            {"name": f"two ranks 400 {endpoint}", "ranks": 2, "faults": [die | {"kind": "400"}], "expect": "completes"},
+            {
+                "name": f"two ranks 400 {endpoint}",
+                "ranks": 2,
+                "faults": [die | {"kind": "400"}],
+                "expect": "completes",
+            },
             {"name": f"two ranks gone {endpoint}", "ranks": 2, "faults": [die], "deaths": 100, "expect": "EngineLost"},
         ]
     for action in ("raise", "kill trainer"):

@@ -232,7 +232,10 @@ class Connection:
             return False
         scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
         scope |= {"root_path": "", "client": ("127.0.0.1", 1)}
-        request, gone = [body], asyncio.ensure_future(self.reader.read(1) if path.startswith("/qarl/") else asyncio.sleep(1e9))
+        request, gone = (
+            [body],
+            asyncio.ensure_future(self.reader.read(1) if path.startswith("/qarl/") else asyncio.sleep(1e9)),
+        )
 
         async def receive():
             if request:
@@ -254,7 +257,9 @@ class Connection:
             content = message.get("body", b"")
             if not is_chunked:
                 length = "Transfer-Encoding: chunked" if more else f"Content-Length: {len(content)}"
-                self.writer.write(f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{length}\r\n\r\n".encode())
+                self.writer.write(
+                    f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{length}\r\n\r\n".encode()
+                )
                 is_chunked = more
             if is_chunked:
                 content = b"%x\r\n%s\r\n" % (len(content), content) + (b"" if more else b"0\r\n\r\n")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,11 @@ def test_no_fault_changes_what_is_learned(campaign, family):
         print(report["name"], report.pop("log", ""), sep="\n")
     lines = [f"{report['name']}: {report.get('ended')}; {'; '.join(report['problems'])}" for report in failed]
     assert not failed, f"{len(failed)} of {len(reports)} scenarios:\n" + "\n".join(lines)
+
+
+def test_the_page_on_reliability_lists_the_families_that_are_run():
+    page = (HERE.parents[1] / "docs" / "reliability.md").read_text()
+    table = page[page.index("## Tested") : page.index("## Not promised")]
+    assert re.findall(r"^\| ([a-z0-9, ]+) \|", table, re.MULTILINE)[1:] == list(FAMILIES)
+    names = [scenario["name"] for scenarios in FAMILIES.values() for scenario in scenarios]
+    assert len(set(names)) == len(names) >= 100

@@ -15,6 +15,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import logging
 import os
 import resource
 import shutil
@@ -223,7 +224,10 @@ class TrainerProcess:
 
     def _fill_disk_for_a_moment(self) -> None:
         self._fill_disk()
-        threading.Timer(0.15, self.supervisor.filler.unlink).start()
+        # Until an attempt has failed of it, which is logged.
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.supervisor.filler.unlink(missing_ok=True)
+        logging.getLogger("trl_qarl").addHandler(handler)
 
     def _wait(self) -> None:
         (self.supervisor.folder / "waiting").touch()
@@ -322,6 +326,8 @@ class Supervisor:
                 self.problems.append(f"EngineLost after step {step}, but the last complete checkpoint is of {last}")
 
     def check_fired(self) -> None:
+        if self.scenario.get("action", "").endswith("for a moment") and self.filler.exists():
+            self.problems.append("the disk was full without consequences")
         num_fired = len(list(self.folder.glob("fired-*")))
         if num_fired < len(self.scenario.get("faults", [])) or (
             "at" in self.scenario and not (self.folder / "acted").exists()

@@ -200,8 +200,8 @@ STARTS_A_SERVER = """
     environment = {{"TRL_QARL_TRANSFER_DIR": {directory!r} + "/transfer"}}
     server = ServerProcess(argv, environment, Path({directory!r}, "server.log"))
     server.start()
-    print(server._process.pid, flush=True)
     try:
+        print(server._process.pid, flush=True)
         time.sleep(60)
     finally:
         print("cleaned up", flush=True)

@@ -178,7 +178,8 @@ def test_only_files_in_the_transfer_directory_are_read(server, client, name):
     from trl_qarl.rollout.publish import FileTransport, PublishError
 
     outside = server.directory / "weights.safetensors"
-    (server.transfer_dir / "trl-qarl-1-2.safetensors").write_bytes(b"left by a trainer that was killed")
+    leftover = server.transfer_dir / f"trl-qarl-00000000-1-2-{client.instance}-x.safetensors"
+    leftover.write_bytes(b"left by a trainer that was killed")
     bystander = server.transfer_dir / "model.safetensors"
     bystander.write_bytes(b"somebody's weights")
     save_file({"model.norm.weight": torch.zeros(128)}, outside)

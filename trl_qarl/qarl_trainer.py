@@ -357,6 +357,8 @@ class QaRLTrainer(GRPOTrainer):
             logger.warning("%s is complete and stays as it is.", folder)
         else:
             self._save_checkpoint(self.model, trial=None)
+        # A launcher ends the other processes as soon as one has failed.
+        self.accelerator.wait_for_everyone()
 
     def _checkpoint_folder(self, trial) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

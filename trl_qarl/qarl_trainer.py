@@ -82,6 +82,12 @@ SCHEME_FILE = "qarl.json"
 _ROLLOUT_STATE_FILE = "rollout_state_{rank}.pt"
 _TRAINER_STATE_FILE = "trainer_state.json"
 
+# accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of several
+# processes on a CPU could be resumed. Called after torch's own.
+torch.serialization.register_package(
+    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
 # Inputs of a generation batch that the model's forward takes beside tokens and masks.
 _FORWARD_KEYS = (
     "pixel_values",

@@ -182,7 +182,7 @@ class TrainerProcess:
     def _train(self) -> dict:
         scenario, trainer, result = self.scenario, None, {}
         # With no checkpoint but the one that a lost engine leaves.
-        saves = self.resume or scenario["expect"] != "EngineLost"
+        saves = self.resume or scenario["expect"] != "EngineLost" or scenario.get("at") == "save"
         options = {"save_strategy": "steps", "save_steps": 1} if saves else {"save_strategy": "no"}
         options["per_device_train_batch_size"] = 4 // scenario.get("ranks", 1)
         options["vllm_server_timeout"] = 1.0 if scenario.get("server") == "apart" else 10.0

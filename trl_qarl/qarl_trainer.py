@@ -90,6 +90,12 @@ _PICTURES = (
     "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
 )
 
+# accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of several
+# processes on a CPU could be resumed. Called after torch's own.
+torch.serialization.register_package(
+    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
 # Inputs of a generation batch that the model's forward takes beside tokens and masks.
 _FORWARD_KEYS = (
     "pixel_values",

@@ -11,8 +11,9 @@ import yaml
 
 from testing_utils import make_tiny_dataset, make_tiny_model
 from trl_qarl import __version__
-from trl_qarl.cli import COMMANDS, build_launch_args, configuration_errors, main
+from trl_qarl.cli import COMMANDS, build_launch_args, main
 from trl_qarl.scripts import export, train
+from trl_qarl.scripts.errors import configuration_errors
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +329,7 @@ def test_export_writes_what_the_learner_computes_with(scheme, tiny_model, tmp_pa
     from transformers import AutoModelForCausalLM
 
     from trl_qarl import prepare_model
-    from trl_qarl.swap import quantized_layers
+    from trl_qarl.quantization.swap import quantized_layers
 
     out = tmp_path / "out"
     argv = ["--model_name_or_path", tiny_model, "--output_dir", str(out), "--scheme", scheme, "--dtype", "float32"]

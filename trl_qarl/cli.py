@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from . import __version__
+from .scripts.errors import configuration_errors
 
 
-__all__ = ["configuration_errors", "main"]
+__all__ = ["main"]
 
 COMMANDS = {
     "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
@@ -80,20 +81,6 @@ def main(argv: list[str] | None = None) -> int:
     if command == "vllm-serve":
         return module.main(*parser.parse_known_args(argv[1:]))
     return module.main(parser.parse_args(argv[1:])) or 0
-
-
-@contextmanager
-def configuration_errors() -> Iterator[None]:
-    """
-    Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2.
-
-    Wrap only the part of a command that reads its configuration: an unexpected error elsewhere keeps its traceback.
-    """
-    try:
-        yield
-    except (ValueError, OSError, NotImplementedError) as error:
-        print(f"trl-qarl: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:

@@ -11,149 +11,29 @@ import torch
 from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
-from .kernels import has_fast_bf16
-from .objectives import OBJECTIVES, PRESETS
-from .schemes import ALIGNMENTS, SCHEMES, get_scheme
-from .vllm_kernels import LEARNER_KERNELS
+from .inherited_options import (
+    BOUNDS_OF_MISMATCH,
+    GENERATION_KWARGS_THAT_RESHAPE,
+    MODEL_INIT_KWARGS_REFUSED,
+    OF_ONE_LOSS,
+    REFUSED,
+    REFUSED_BY_TBPO,
+    RESHAPES_SAMPLING,
+    UNSET,
+    VLLM_SAMPLING_KWARGS,
+)
+from .objectives.presets import OBJECTIVES, PRESETS
+from .quantization.gemm import has_fast_bf16
+from .quantization.schemes import ALIGNMENTS, SCHEMES, get_scheme
+from .quantization.vllm_kernels import LEARNER_KERNELS
 
 
 __all__ = ["QaRLConfig"]
 
 logger = logging.getLogger(__name__)
 
-_GENERATION_KWARGS_THAT_RESHAPE = frozenset(
-    [
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "constraints",
-        "diversity_penalty",
-        "do_sample",
-        "dola_layers",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "exponential_decay_length_penalty",
-        "force_words_ids",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "guidance_scale",
-        "min_length",
-        "min_new_tokens",
-        "min_p",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "penalty_alpha",
-        "prompt_lookup_num_tokens",
-        "renormalize_logits",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "sequence_bias",
-        "suppress_tokens",
-        "temperature",
-        "top_h",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "watermarking_config",
-    ]
-)
-
-# Of vLLM's SamplingParams: what reshapes the distribution, and what the trainer sets.
-_VLLM_SAMPLING_KWARGS = frozenset(
-    [
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-        "max_tokens",
-        "min_tokens",
-        "n",
-        "presence_penalty",
-        "structured_outputs",
-    ]
-)
-
-# Inherited options that no objective honours yet, with the reason and the fix.
-_REFUSED = {
-    "use_transformers_continuous_batching": "continuous batching casts the master weights to 16 bits and returns no "
-    "sampling log-probs; set it to `False`",
-    "use_transformers_paged": "continuous batching casts the master weights to 16 bits and returns no sampling "
-    "log-probs; set it to `False`",
-    "torch_compile": "the low-bit weight is cached by the version of its master, which a compiled graph does not see; "
-    "set `torch_compile=False`",
-    "bf16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
-    "fp16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
-    "fsdp": "sharded master weights are not supported in this release; use DDP (`accelerate launch --multi_gpu`)",
-    "deepspeed": "sharded master weights are not supported in this release; use DDP (`accelerate launch --multi_gpu`)",
-    "parallelism_config": "master weights and sequences split over processes are not supported in this release; use DDP "
-    "(`accelerate launch --multi_gpu`)",
-    "neftune_noise_alpha": "noise on the embeddings makes rollout, scoring and loss see different policies; leave it unset",
-    "label_smoothing_factor": "the loss of sampled completions has no labels to smooth; leave it at 0",
-    "enable_jit_checkpoint": "it can save between backward and optimizer step, and the resumed run would skip that step's "
-    "completions; save with `save_steps`",
-}
-
-_MODEL_INIT_KWARGS_REFUSED = {
-    "quantization_config": "the masters must stay in high precision; `scheme` quantizes the forward",
-    **dict.fromkeys(
-        ("tp_plan", "tp_size", "distributed_config"),
-        "master weights split over processes are not supported in this release; use DDP (`accelerate launch "
-        "--multi_gpu`)",
-    ),
-}
-
-# Inherited options that TBPO replaces or that have no meaning for one clipped ratio per sequence.
-_REFUSED_BY_TBPO = {
-    "epsilon": "TBPO's bounds are `positive_epsilon_high`, `negative_epsilon_low` and `negative_epsilon_high`",
-    "epsilon_high": "it bounds a token's ratio; TBPO's bound of a sequence's mean ratio is `positive_epsilon_high`, 4e-4 "
-    "in the paper",
-    "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
-    "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it unset",
-    "sapo_temperature_neg": "it belongs to `objective='sapo'`",
-    "sapo_temperature_pos": "it belongs to `objective='sapo'`",
-    "vespo_k_pos": "it belongs to `objective='vespo'`",
-    "vespo_lambda_pos": "it belongs to `objective='vespo'`",
-    "vespo_k_neg": "it belongs to `objective='vespo'`",
-    "vespo_lambda_neg": "it belongs to `objective='vespo'`",
-    "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
-    "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
-    "entropy_coef": "the entropy bonus is a token-level term; use `objective='grpo'`",
-    "use_adaptive_entropy": "the entropy bonus is a token-level term; use `objective='grpo'`",
-    "vllm_importance_sampling_correction": "the mismatch weight is part of TBPO; its bound is `mismatch_cap`",
-    "vllm_importance_sampling_mode": "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
-    "vllm_importance_sampling_clip_max": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "vllm_importance_sampling_clip_min": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "vllm_importance_sampling_cap": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "top_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 1.0",
-    "top_k": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 0",
-    "min_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; leave it unset",
-    "repetition_penalty": "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ; "
-    "use 1.0",
-}
-
 # Beside TRL's own defaults.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
-
-_RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
-_OF_ONE_LOSS = tuple(name for name in _REFUSED_BY_TBPO if name.startswith(("sapo_", "vespo_")))
-_BOUNDS_OF_MISMATCH = (
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_cap",
-)
-
-# Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's default.
-_UNSET = (
-    "epsilon",
-    "importance_sampling_level",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-)
 
 
 @dataclass
@@ -516,15 +396,15 @@ class QaRLConfig(GRPOConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if not preset.corrects_mismatch:
-            refused, why = _BOUNDS_OF_MISMATCH, "does not correct the mismatch; `mis-gspo` and `grpo-tis` do"
+            refused, why = BOUNDS_OF_MISMATCH, "does not correct the mismatch; `mis-gspo` and `grpo-tis` do"
             yield from self._refuse_changed(refused, why)
         elif not self.use_vllm:
             yield from self._refuse_changed(
-                _RESHAPES_SAMPLING,
+                RESHAPES_SAMPLING,
                 "weighs by the sampling log-probs, which would not be those of the distribution that was sampled from; "
                 "leave it at its default",
             )
-        yield from self._refuse_changed(_OF_ONE_LOSS, "does not use it; it belongs to TRL's loss of that name")
+        yield from self._refuse_changed(OF_ONE_LOSS, "does not use it; it belongs to TRL's loss of that name")
         if self.objective == "dual-clip":
             epsilon_high = next(value for value in (self.epsilon_high, self.epsilon, 0.2) if value is not None)
             if not self.delta >= 1 + epsilon_high:
@@ -540,12 +420,12 @@ class QaRLConfig(GRPOConfig):
 
     def _refuse_changed(self, names: tuple[str, ...], why: str) -> Iterator[str]:
         for name in names:
-            default = None if name in _UNSET else _default(GRPOConfig, name)
+            default = None if name in UNSET else _default(GRPOConfig, name)
             if getattr(self, name) not in (default, *_NEUTRAL.get(name, ())):
                 yield f"{name}={getattr(self, name)!r} is not honoured: objective={self.objective!r} {why}."
 
     def _fill_unset(self) -> None:
-        for name in _UNSET:
+        for name in UNSET:
             is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
             if getattr(self, name) is None and not is_unused:
                 setattr(self, name, _default(GRPOConfig, name))
@@ -609,7 +489,7 @@ class QaRLConfig(GRPOConfig):
                 f"vllm_server_host={self.vllm_server_host!r} with vllm_server_autostart=True: the server is started on this "
                 "machine and listens on 127.0.0.1. Remove it."
             )
-        reshaping = sorted(_VLLM_SAMPLING_KWARGS & _as_dict(self.generation_kwargs).keys())
+        reshaping = sorted(VLLM_SAMPLING_KWARGS & _as_dict(self.generation_kwargs).keys())
         if reshaping:
             yield (
                 f"generation_kwargs contains {reshaping}, which change what vLLM samples or returns, so sampling log-probs and "
@@ -636,14 +516,14 @@ class QaRLConfig(GRPOConfig):
 
     def _check_refused(self) -> Iterator[str]:
         yield from _refused_by_all(self)
-        for name, why in _MODEL_INIT_KWARGS_REFUSED.items():
+        for name, why in MODEL_INIT_KWARGS_REFUSED.items():
             if _as_dict(self.model_init_kwargs).get(name) is not None:
                 yield f"model_init_kwargs[{name!r}] is not supported: {why}."
         generation_kwargs = _as_dict(self.generation_kwargs)
         if generation_kwargs.get("do_sample") is True:
             # What TRL sets itself; vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
-        reshaping = sorted(_GENERATION_KWARGS_THAT_RESHAPE & _as_dict(self.generation_kwargs).keys())
+        reshaping = sorted(GENERATION_KWARGS_THAT_RESHAPE & _as_dict(self.generation_kwargs).keys())
         if reshaping:
             yield (
                 f"generation_kwargs contains {reshaping}, which change what is sampled and from which distribution, so "
@@ -659,16 +539,16 @@ class QaRLConfig(GRPOConfig):
     def _refused_by_tbpo(self, loss_type: str | None) -> Iterator[tuple[str, str]]:
         if loss_type not in (None, "tbpo"):
             yield f"loss_type={loss_type!r}", "TBPO replaces TRL's losses; `objective` takes the same names"
-        for name, why in _REFUSED_BY_TBPO.items():
+        for name, why in REFUSED_BY_TBPO.items():
             allowed = [_default(GRPOConfig, name), *_NEUTRAL.get(name, ())]
-            if name in _UNSET:
+            if name in UNSET:
                 # TRL's own defaults do not say that a correction was asked for, unlike a clip offset.
                 allowed = [None, *allowed] if name.startswith("vllm") else [None]
             # vLLM takes these for no objective.
-            is_refused_already = self.use_vllm and name in _RESHAPES_SAMPLING
+            is_refused_already = self.use_vllm and name in RESHAPES_SAMPLING
             if getattr(self, name) not in allowed and not is_refused_already:
                 yield f"{name}={getattr(self, name)!r}", why
-        for name in _UNSET:
+        for name in UNSET:
             if name.startswith("vllm"):
                 setattr(self, name, _default(GRPOConfig, name))
 
@@ -716,7 +596,7 @@ def _raise_config_problems(problems: list[str], not_of_tbpo: list[tuple[str, str
 
 
 def _refused_by_all(config: QaRLConfig) -> Iterator[str]:
-    for name, why in _REFUSED.items():
+    for name, why in REFUSED.items():
         if getattr(config, name, None):
             yield f"{name}={getattr(config, name)!r} is not supported: {why}."
 

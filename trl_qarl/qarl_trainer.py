@@ -3,11 +3,10 @@
 import inspect
 import json
 import logging
-import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -23,17 +21,49 @@ from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
-from .export import stacked_experts
-from .objectives import (
-    PRESETS,
-    mismatch_ratio,
-    rejects_by_product,
-    sequence_bounds,
-    token_bounds,
-    weigh_advantages,
+from .checks import (
+    PICTURES,
+    check_arguments,
+    check_dropout,
+    check_launch,
+    problems_of_masters,
 )
-from .optim import create_muon_adamw
-from .probe import (
+from .muon import create_muon_adamw
+from .objectives.presets import PRESETS, rejects_by_product
+from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
+from .objectives.weights import mismatch_ratio, mismatch_weight, sequence_log_ratio, weigh_advantages
+from .qarl_config import QaRLConfig, raise_problems
+from .quantization.schemes import get_scheme
+from .quantization.swap import deactivate, low_bit_forward, prepare_model, quantized_layers
+from .resume import (
+    ROLLOUT_STATE_FILE,
+    SCHEME_FILE,
+    TRAINER_STATE_FILE,
+    last_complete_checkpoint,
+)
+from .rollout.engines import server_process
+from .rollout.generation import EngineLost, QaRLVLLMGeneration, all_or_none, use_generation_factory
+from .rollout.server import exit_on_sigterm
+from .rollout.transformers_rollout import record_sampling_logps
+from .telemetry.bounds import sequence_bounds, token_bounds
+from .telemetry.codes import (
+    DEAF_FLIP_RATE,
+    DEAF_UPDATES,
+    code_flip_rate,
+    is_deaf,
+    sampled_masters,
+    sqnr,
+    update_to_step,
+)
+from .telemetry.mismatch import (
+    mismatch_metrics,
+    mismatch_sums,
+    ratio_histograms,
+    split_metrics,
+    split_sums,
+    weight_metrics,
+)
+from .telemetry.probe import (
     MAX_SCORED,
     NUM_PROBES,
     TOP_K,
@@ -43,52 +73,13 @@ from .probe import (
     probe_metrics,
     top_log_probs,
 )
-from .qarl_config import QaRLConfig, low_precision_masters, raise_problems
-from .rollout.embedded import record_sampling_logps
-from .rollout.generation import (
-    EngineLost,
-    QaRLVLLMGeneration,
-    all_or_none,
-    server_process,
-    use_generation_factory,
-)
-from .rollout.serve import exit_on_sigterm
-from .run_log import RunLog
-from .schemes import get_scheme
-from .swap import deactivate, low_bit_forward, prepare_model, quantized_layers
-from .tbpo import mismatch_weight, reduce_tbpo_metrics, sequence_log_ratio, tbpo_loss, tbpo_metrics
-from .telemetry import (
-    DEAF_FLIP_RATE,
-    DEAF_UPDATES,
-    code_flip_rate,
-    has_loop,
-    is_deaf,
-    is_garbled,
-    mismatch_metrics,
-    mismatch_sums,
-    ratio_histograms,
-    sampled_masters,
-    split_metrics,
-    split_sums,
-    sqnr,
-    update_to_step,
-    weight_metrics,
-    worst_examples,
-)
+from .telemetry.run_log import RunLog
+from .telemetry.text import has_loop, is_garbled, worst_examples
 
 
-__all__ = ["SCHEME_FILE", "QaRLTrainer"]
+__all__ = ["QaRLTrainer"]
 
 logger = logging.getLogger(__name__)
-
-SCHEME_FILE = "qarl.json"
-_ROLLOUT_STATE_FILE = "rollout_state_{rank}.pt"
-_TRAINER_STATE_FILE = "trainer_state.json"
-
-_PICTURES = (
-    "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
-    "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
-)
 
 # accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of several
 # processes on a CPU could be resumed. Called after torch's own.
@@ -161,7 +152,7 @@ class QaRLTrainer(GRPOTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
-        _check_arguments(
+        check_arguments(
             model,
             args,
             train_dataset,
@@ -215,10 +206,10 @@ class QaRLTrainer(GRPOTrainer):
         self.add_callback(RunLog(self))
 
     def _prepare_policy(self) -> None:
-        _check_launch(self)
+        check_launch(self)
         args = self.args
-        raise_problems([*_problems_of_masters(self.model, args)])
-        _check_dropout(self.model, args)
+        raise_problems([*problems_of_masters(self.model, args)])
+        check_dropout(self.model, args)
         self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
         self._swap_arguments = {
             "exclude_modules": args.exclude_modules,
@@ -268,7 +259,7 @@ class QaRLTrainer(GRPOTrainer):
         failure of one process is raised by all.
         """
         if self.use_vllm and images is not None:
-            raise ValueError(_PICTURES)
+            raise ValueError(PICTURES)
         # Between calls of tools, processes generate each as often as they need.
         generate = self._generate_and_measure if self._calls_tools else self._shared(self._generate_and_measure)
         return generate(prompt_ids, images, *args, **kwargs)
@@ -377,7 +368,7 @@ class QaRLTrainer(GRPOTrainer):
             return
         folder = self._checkpoint_folder(trial=None)
         # The main process decides, as it is the one that completes the folder.
-        is_saved = [(folder / _TRAINER_STATE_FILE).is_file()]
+        is_saved = [(folder / TRAINER_STATE_FILE).is_file()]
         broadcast_object_list(is_saved, from_process=0)
         if is_saved[0]:
             logger.warning("%s is complete and stays as it is.", folder)
@@ -448,7 +439,7 @@ class QaRLTrainer(GRPOTrainer):
         )
 
     def take_worst_examples(self) -> list[dict[str, Any]]:
-        """What [`~trl_qarl.telemetry.worst_examples`] found in the generation batches since the last call, on this process."""
+        """What [`~trl_qarl.telemetry.text.worst_examples`] found in the generation batches since the last call, on this process."""
         examples, self._worst_examples = self._worst_examples, []
         return examples
 
@@ -635,7 +626,7 @@ class QaRLTrainer(GRPOTrainer):
         if not resume_from_checkpoint:
             return None
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _last_complete_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
         folder = Path(resume_from_checkpoint)
         if not folder.is_dir():
             raise ValueError(
@@ -677,7 +668,7 @@ class QaRLTrainer(GRPOTrainer):
         folder.mkdir(parents=True, exist_ok=True)
         # Before the rest: `trainer_state.json`, which TRL writes last, then marks a complete checkpoint.
         state = {"shape": self._rollout_shape(), "step": self._step, "buffered_inputs": self._buffered_inputs}
-        torch.save(state, folder / _ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index))
+        torch.save(state, folder / ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index))
         super()._save_checkpoint(model, trial)
 
     @override
@@ -691,7 +682,7 @@ class QaRLTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         """Also restores the generation batch in progress, or drops it where this run's batches have another shape."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        path = Path(checkpoint or "") / _ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index)
+        path = Path(checkpoint or "") / ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index)
         if checkpoint is None or not path.is_file():
             # Where processes were added, the others find another `num_processes` and start a new batch too.
             return
@@ -812,133 +803,3 @@ def _without_padding(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-
-def _last_complete_checkpoint(output_dir: str) -> str:
-    folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    steps = sorted((int(f.name.rpartition("-")[2]), f) for f in folders if f.name.rpartition("-")[2].isdigit())
-    for _, folder in reversed(steps):
-        if (folder / _TRAINER_STATE_FILE).is_file():
-            return os.fspath(folder)
-        logger.warning("%s is incomplete (no %s) and is skipped.", folder, _TRAINER_STATE_FILE)
-    raise ValueError(
-        f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
-    )
-
-
-def _check_launch(trainer: QaRLTrainer) -> None:
-    # Chosen through `accelerate launch`, which the configuration does not see.
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise NotImplementedError(
-            "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
-            "(`accelerate launch --multi_gpu`)."
-        )
-    parallel = trainer.accelerator.parallelism_config
-    if parallel is not None:
-        raise NotImplementedError(
-            f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
-            "over processes. That is not supported in this release. Launch with DDP (`accelerate launch --multi_gpu`)."
-        )
-    backend = trainer.accelerator.state.dynamo_plugin.backend
-    if backend != "NO":
-        raise NotImplementedError(
-            f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
-            "version of its master, which a compiled graph does not see. Launch with `--dynamo_backend no`."
-        )
-
-
-def _check_dropout(model: nn.Module, args: QaRLConfig) -> None:
-    """Switches off what TRL's `disable_dropout` leaves on, and has TBPO ask for it where a model drops anything."""
-    active = {
-        (name, key): value
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        # Attention takes its rate from an attribute of the layer and calls a function.
-        if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
-        and isinstance(value, float)
-        and value > 0
-    }
-    if args.disable_dropout:
-        for name, key in active:
-            setattr(model.get_submodule(name), key, 0.0)
-    elif active and args.objective == "tbpo":
-        (name, key), value = next(iter(active.items()))
-        raise ValueError(
-            f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
-            "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
-        )
-
-
-def _problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
-    """Masters that round their updates away, and experts that would stay in high precision."""
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
-    problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
-    if problem:
-        yield problem
-    experts = stacked_experts(model)
-    if experts and args.is_quantized and (args.use_vllm or not args.allow_high_precision_experts):
-        share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
-        yield (
-            f"{type(model).__name__} is a mixture of experts: its experts, {share:.0%} of the weights, are not linear layers "
-            f"and stay in high precision under scheme={args.scheme!r}, and there is no low-bit export of it, which vLLM "
-            "would need. Use scheme='bf16'; without vLLM, `allow_high_precision_experts=True` quantizes the other layers "
-            "nevertheless."
-        )
-
-
-def _problems_of_pictures(args: QaRLConfig, datasets: tuple) -> Iterator[str]:
-    if not args.use_vllm:
-        return
-    for dataset in datasets:
-        for split in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            columns = {"image", "images"} & set(getattr(split, "column_names", None) or ())
-            if columns:
-                yield f"The dataset has a column {min(columns)!r}. {_PICTURES}"
-                return
-
-
-def _check_arguments(
-    model,
-    args,
-    train_dataset,
-    eval_dataset,
-    quantization_config,
-    peft_config,
-    optimizers,
-    rollout_func,
-    has_environment,
-) -> None:
-    if not isinstance(args, QaRLConfig):
-        raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
-    if peft_config is not None or hasattr(model, "peft_config"):
-        raise NotImplementedError(
-            "PEFT adapters are not supported in this release: merging an adapter into a low-bit base loses its signal. "
-            "Train the full model, or wait for the next release."
-        )
-    problems = []
-    if rollout_func is not None and args.alignment == "rollout-only" and not args.use_vllm:
-        problems.append(
-            "`rollout_func` was given with alignment='rollout-only' and use_vllm=False: its completions would come from the "
-            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
-        )
-    if quantization_config is not None:
-        problems.append(
-            "quantization_config was given, but the master weights must stay in high precision. Remove it; "
-            f"scheme={args.scheme!r} quantizes the forward."
-        )
-    columns = getattr(train_dataset, "column_names", None)
-    # An environment may supply the prompts.
-    if columns is not None and "prompt" not in columns and not has_environment:
-        problems.append(
-            f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
-        )
-    problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
-    if isinstance(model, nn.Module):
-        problems += _problems_of_masters(model, args)
-    else:
-        # The command line adds `dtype` after the configuration has been checked.
-        problem = low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
-        problems += [problem] if problem else []
-    raise_problems(problems)
-    if optimizers[0] is not None and args.optim == "muon":
-        logger.info("`optimizers` was given, so `optim='muon'` is not used.")

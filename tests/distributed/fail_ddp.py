@@ -15,7 +15,7 @@ from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
-from trl_qarl.rollout.publish import PublishError
+from trl_qarl.rollout.protocol import PublishError
 
 
 generation.BACKOFF_SECONDS = 0.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from testing_utils import make_tiny_model
-from trl_qarl.rollout.serve import free_port
+from trl_qarl.rollout.server import free_port
 
 
 def launch_two(script: str, tmp_path, results: str, *arguments: str) -> list[dict]:

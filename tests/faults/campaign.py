@@ -31,7 +31,7 @@ from pathlib import Path
 
 import requests
 
-from trl_qarl.rollout.serve import free_port
+from trl_qarl.rollout.server import free_port
 
 
 HERE = Path(__file__).parent
@@ -159,17 +159,17 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import client, publish, serve
+        from trl_qarl.rollout import client, publisher, server
 
         # Several chunks to a publication.
-        publish.CHUNK_BYTES = 100_000
+        publisher.CHUNK_BYTES = 100_000
         # Waits of seconds, between attempts and for servers that are slow to start.
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(seconds / 10)
         client._HEALTH_SECONDS = 1.0
         shm, tmp = self.supervisor.shm, self.supervisor.tmp
         tempfile.tempdir = str(tmp)
-        serve.transfer_bases = lambda: [shm]
+        server.transfer_bases = lambda: [shm]
         if self.scenario.get("ranks") == 2:
             os.environ |= {
                 "RANK": str(self.rank),

@@ -30,7 +30,7 @@ import threading
 import time
 from pathlib import Path
 
-from trl_qarl.rollout.gate import PublicationGate
+from trl_qarl.vllm_plugin.gate import PublicationGate
 
 
 class Faults:

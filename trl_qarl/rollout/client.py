@@ -20,9 +20,8 @@ from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from typing_extensions import override
 
-from .gate import SESSION_HEADER, SESSION_PATH, STATE_PATH
 from .handshake import is_proof, proof, read_token_file
-from .publish import PublishError
+from .protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
 
 
 __all__ = ["QaRLClient", "ServerLost"]
@@ -304,7 +303,7 @@ class QaRLClient(VLLMClient):
             raise PublishError(str(error)) from error
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of [`~trl_qarl.rollout.engine.WorkerExtension`] on every worker and return the results."""
+        """Call a method of [`~trl_qarl.vllm_plugin.weight_transfer.WorkerExtension`] on every worker and return the results."""
         return _json(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
 
     def weight_version(self) -> str:

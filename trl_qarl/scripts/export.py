@@ -5,8 +5,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..cli import configuration_errors
-from ..schemes import SCHEMES
+from ..quantization.schemes import SCHEMES
+from .errors import configuration_errors
 
 
 __all__ = ["main", "make_parser", "merge_with_record", "read_record"]
@@ -48,10 +48,10 @@ def main(args: Namespace) -> None:
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from ..export import export_checkpoint
-    from ..qarl_trainer import SCHEME_FILE
-    from ..schemes import get_scheme
-    from ..swap import prepare_model
+    from ..quantization.export import export_checkpoint
+    from ..quantization.schemes import get_scheme
+    from ..quantization.swap import prepare_model
+    from ..resume import SCHEME_FILE
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():

@@ -6,11 +6,11 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from ..cli import configuration_errors
-from ..rollout.gate import TRANSFER_DIR_VARIABLE
+from ..quantization.schemes import SCHEMES
 from ..rollout.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from ..rollout.serve import build_server_command, default_transfer_dir, make_transfer_dir
-from ..schemes import SCHEMES
+from ..rollout.protocol import TRANSFER_DIR_VARIABLE
+from ..rollout.server import build_server_command, default_transfer_dir, make_transfer_dir
+from .errors import configuration_errors
 
 
 __all__ = ["main", "make_parser"]
@@ -98,10 +98,10 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 
 
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:
-    """What the learner's [`~trl_qarl.export.quantization_config`] will be, from the shapes of the model alone."""
-    from ..export import quantization_config
-    from ..schemes import get_scheme
-    from ..swap import prepare_model
+    """What the learner's [`~trl_qarl.quantization.checkpoint.quantization_config`] will be, from the shapes of the model alone."""
+    from ..quantization.checkpoint import quantization_config
+    from ..quantization.schemes import get_scheme
+    from ..quantization.swap import prepare_model
 
     scheme = get_scheme(args.scheme, args.group_size)
     if not scheme.is_quantized:
@@ -116,7 +116,7 @@ def _quantization_config(args: Namespace) -> dict[str, Any] | None:
 def _largest_chunk(args: Namespace) -> int:
     import torch
 
-    from ..rollout.publish import largest_chunk
+    from ..rollout.publisher import largest_chunk
 
     return largest_chunk(_shapes(args), getattr(torch, args.dtype))
 

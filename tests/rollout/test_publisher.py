@@ -120,7 +120,9 @@ class Answers:
     def control(self, path, body=None):
         self.requests.append((path, body))
         response = requests.Response()
-        response.status_code, response._content = 200, json.dumps(self.answers.get(path.strip("/"), {})).encode()
+        answer = self.answers.get(path.strip("/"), {})
+        response.status_code = 200
+        response._content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         return response
 
     def call_workers(self, method, **kwargs):
@@ -153,6 +155,13 @@ def test_log_probs_of_the_prompt_are_read_from_a_server():
     assert client.requests[0][1]["temperature"] == 0.0
     with pytest.raises(PublishError, match="no log-probs of the prompt"):
         _ServerTransport(Answers(**{"v1/completions": {"choices": [{}]}})).score([5, 7, 8])
+
+
+def test_an_answer_that_makes_no_sense_is_a_publish_error():
+    with pytest.raises(PublishError, match="something else than JSON: '<html/>'"):
+        _ServerTransport(Answers(reset_prefix_cache=b"<html/>")).finish({}, "1")
+    with pytest.raises(PublishError, match="something else than JSON"):
+        _ServerTransport(Answers(**{"v1/completions": b"<html/>"})).score([5, 7])
 
 
 def make_model():

@@ -189,9 +189,7 @@ class QaRLClient(VLLMClient):
         token, source = self._find_token(state.get("token_file"))
         nonces = [secrets.token_hex(16), state.get("nonce")]
         request = {"trainer": trainer, "nonce": nonces[0], "proof": proof(token, "trainer", nonces, trainer)}
-        # The server writes a line every 30 seconds, so silence for longer means that it is gone.
-        url = f"{self.base_url}{SESSION_PATH}"
-        held = self.session.request("POST", url, json=request, stream=True, timeout=(_CONNECT_SECONDS, 120), **opening)
+        held = self.session.request("POST", f"{self.base_url}{SESSION_PATH}", json=request, stream=True, **opening)
         if held.status_code == 409:
             raise RuntimeError(
                 f"{_error_text(held)} One server works for one trainer at a time: start another server."

@@ -19,7 +19,7 @@ from trl_qarl.cli import main
 from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.rollout import server as serve
 from trl_qarl.rollout.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from trl_qarl.rollout.leftovers import owned_prefix
+from trl_qarl.rollout.transfer_dir import owned_prefix
 from trl_qarl.rollout.protocol import TRANSFER_DIR_VARIABLE
 from trl_qarl.rollout.server import (
     ServerProcess,
@@ -232,7 +232,7 @@ def test_the_next_server_clears_what_a_killed_trainer_left(tmp_path, monkeypatch
     script = f"""
         import os, signal
         from pathlib import Path
-        from trl_qarl.rollout.leftovers import owned_prefix
+        from trl_qarl.rollout.transfer_dir import owned_prefix
         folder = Path({str(tmp_path)!r}, owned_prefix() + "token")
         folder.mkdir()
         (folder / "chunk").write_bytes(b"weights")

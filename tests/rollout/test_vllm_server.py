@@ -305,7 +305,7 @@ def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):
         return publish(version)
 
     trainer.vllm_generation.publisher.publish = fail_later
-    with pytest.raises(generation.EngineLost, match="failed 2 times. The last error: no more"):
+    with pytest.raises(EngineLost, match="failed 2 times. The last error: no more"):
         trainer.train()
     saved = Path(trainer.args.output_dir) / "checkpoint-2"
     assert json.loads((saved / "trainer_state.json").read_text())["global_step"] == 2

@@ -15,9 +15,9 @@ from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.rollout import publisher as publish
 from trl_qarl.rollout.fingerprint import fingerprint
-from trl_qarl.rollout.transfer_dir import owned_prefix
 from trl_qarl.rollout.protocol import PublishError
 from trl_qarl.rollout.publisher import Publisher, largest_chunk
+from trl_qarl.rollout.transfer_dir import owned_prefix
 from trl_qarl.rollout.transports import DirectTransport, FileTransport, _ServerTransport
 
 

@@ -1,7 +1,6 @@
 """Generation with a server that fails, its side played by an object: what a training survives, and what is saved."""
 
 import hashlib
-import inspect
 import json
 import random
 from pathlib import Path
@@ -9,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import TrainerCallback
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 
 from testing_utils import count_digits, logged, make_vllm_trainer
 from trl_qarl import QaRLConfig, qarl_trainer

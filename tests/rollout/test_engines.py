@@ -1,11 +1,10 @@
-import os
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model
 from trl_qarl import export_checkpoint, load_engine, prepare_model
+from trl_qarl.rollout.server import cpu_environment
 
 
 def export(directory, scheme, dtype=torch.float32):
@@ -22,7 +21,9 @@ def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, schem
     pytest.importorskip("vllm")
     from vllm import SamplingParams
 
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    # Set here, so that the test's end takes back what the engine sets.
+    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        monkeypatch.setenv(name, value)
     folder = export(tmp_path, scheme)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = load_engine(folder, max_model_len=64, max_num_seqs=4)

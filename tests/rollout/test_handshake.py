@@ -105,6 +105,7 @@ def test_a_server_that_is_started_here_gets_a_secret_of_its_own(tmp_path):
         processes.append(ServerProcess(argv, {}, tmp_path / name))
         processes[-1].start()
         processes[-1]._process.wait(timeout=60)
+        processes[-1].stop()
         assert (tmp_path / name).read_text().strip() == processes[-1].token
     assert processes[0].token != processes[1].token
     assert TOKEN_VARIABLE not in os.environ

@@ -160,7 +160,7 @@ def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch
     started, directory, token_file = [], tmp_path / "shared memory", tmp_path / "my token"
     monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: transport == "nccl")
-    monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda port: directory)
+    monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda *arguments: directory)
     arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16"]
     arguments += ["--token_file", str(token_file)] if named else []
     arguments += ["--transfer_dir", str(directory)] if transport == "file" else []

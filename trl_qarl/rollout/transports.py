@@ -164,7 +164,11 @@ class _ServerTransport:
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        entries = self.client.control("/v1/completions", body).json()["choices"][0].get("prompt_logprobs")
+        response = self.client.control("/v1/completions", body)
+        try:
+            entries = response.json()["choices"][0].get("prompt_logprobs")
+        except (ValueError, LookupError):
+            entries = None
         if not entries or len(entries) != len(token_ids):
             raise PublishError("/v1/completions: the server returned no log-probs of the prompt.")
         values = [(entry or {}).get(str(token), {}) for entry, token in zip(entries[1:], token_ids[1:], strict=True)]

@@ -164,11 +164,7 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm import SamplingParams
 
-    from trl_qarl.quantization.export import export_checkpoint
-    from trl_qarl.quantization.schemes import get_scheme
-    from trl_qarl.quantization.swap import prepare_model
-    from trl_qarl.rollout.engines import in_process_engine
-    from trl_qarl.rollout.protocol import FILE_BACKEND
+    from trl_qarl import export_checkpoint, get_scheme, load_engine, prepare_model
 
     _, problems = make_problems(task, masters)
     model = AutoModelForCausalLM.from_pretrained(masters, dtype=torch.float32)
@@ -176,14 +172,7 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
     prepare_model(model, get_scheme(scheme), scale_dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         export_checkpoint(model, folder, AutoTokenizer.from_pretrained(masters), dtype)
-        engine = in_process_engine(
-            on_cpu=not torch.cuda.is_available(),
-            model=folder,
-            dtype=dtype,
-            max_model_len=128,
-            # Chooses the kernels that made the rollouts.
-            weight_transfer_config={"backend": FILE_BACKEND},
-        )
+        engine = load_engine(folder, max_model_len=128)
     scores = {}
     samples = NUM_SAMPLES // len(problems)
     for name, temperature, num_samples in (("greedy", 0.0, 1), ("sampled", SAMPLING_TEMPERATURE, samples)):

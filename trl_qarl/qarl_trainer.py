@@ -42,7 +42,9 @@ from .resume import (
     last_complete_checkpoint,
 )
 from .rollout.engines import server_process
-from .rollout.generation import EngineLost, QaRLVLLMGeneration, all_or_none, use_generation_factory
+from .rollout.failures import EngineLost, all_or_none
+from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
+from .rollout.scoring import prompt_log_probs
 from .rollout.server import exit_on_sigterm
 from .rollout.transformers_rollout import record_sampling_logps
 from .telemetry.bounds import sequence_bounds, token_bounds
@@ -479,7 +481,7 @@ class QaRLTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             learner_logps = learner_log_probs(model, torch.tensor(ids, device=device), count)
             if self.use_vllm:
-                engine_ids, engine_logps = likeliest(self.vllm_generation.top_log_probs([ids], TOP_K)[0][-count:])
+                engine_ids, engine_logps = likeliest(prompt_log_probs(self.vllm_generation, [ids], TOP_K)[0][-count:])
             else:
                 with low_bit_forward(model):
                     engine_ids, engine_logps = top_log_probs(

@@ -160,7 +160,7 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import client, publisher, server
+        from trl_qarl.rollout import client, publisher, transfer_dir
 
         # Several chunks to a publication.
         publisher.CHUNK_BYTES = 100_000
@@ -170,7 +170,7 @@ class TrainerProcess:
         client._HEALTH_SECONDS = 1.0
         shm, tmp = self.supervisor.shm, self.supervisor.tmp
         tempfile.tempdir = str(tmp)
-        server.transfer_bases = lambda: [shm]
+        transfer_dir.transfer_bases = lambda: [shm]
         if self.scenario.get("ranks") == 2:
             os.environ |= {
                 "RANK": str(self.rank),

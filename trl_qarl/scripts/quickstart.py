@@ -230,7 +230,7 @@ def _engine_dtype(trainer):
 
 def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
     """Greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's dtype."""
-    from ..quantization.export import engine_precision
+    from ..quantization.swap import engine_precision
 
     with engine_precision(trainer.model, _engine_dtype(trainer)):
         return _answer(trainer.model, trainer.processing_class, problems, trainer.args.bf16)

@@ -9,7 +9,8 @@ from typing import Any
 from ..quantization.schemes import SCHEMES
 from ..rollout.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE
-from ..rollout.server import build_server_command, default_transfer_dir, make_transfer_dir
+from ..rollout.server import build_server_command
+from ..rollout.transfer_dir import default_transfer_dir, make_transfer_dir
 from .errors import configuration_errors
 
 

@@ -39,7 +39,7 @@ def link(match):
 
 def shorten_signature(app, what, name, obj, options, signature, return_annotation):
     # One argument for each of the hundreds of inherited options.
-    if name.endswith("Config"):
+    if name == "trl_qarl.QaRLConfig":
         return "(**options)", None
 
 

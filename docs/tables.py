@@ -1,6 +1,7 @@
 """Writes the tables of options.md from `trl_qarl/inherited_options.py`: `python docs/tables.py`."""
 
 import re
+import textwrap
 from pathlib import Path
 
 from trl_qarl import inherited_options as refused
@@ -38,7 +39,8 @@ def _table(options: dict[str, str]) -> str:
 
 
 def _names(names: frozenset[str]) -> str:
-    return f"> {', '.join(f'`{name}`' for name in sorted(names))}\n"
+    text = ", ".join(f"`{name}`" for name in sorted(names))
+    return textwrap.fill(text, 119, initial_indent="> ", subsequent_indent="> ", break_on_hyphens=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 import dataclasses
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
-from trl_qarl.inherited_options import MODEL_INIT_KWARGS_REFUSED, REFUSED, REFUSED_BY_TBPO
+from trl_qarl.inherited_options import REFUSED, REFUSED_BY_TBPO
 from trl_qarl.objectives.presets import OBJECTIVES, PRESETS
 from trl_qarl.qarl_config import QaRLConfig
 
@@ -380,14 +379,6 @@ def test_config_survives_a_round_trip_through_yaml_like_dicts(tmp_path):
     c = config(tmp_path, objective="grpo", scheme="w8a8")
     assert c.to_dict()["optim"] == "muon" and c.to_dict()["scheme"] == "w8a8"
     assert QaRLConfig(str(tmp_path), use_cpu=True, loss_type=c.loss_type, objective=c.objective).loss_type == "grpo"
-
-
-def test_every_refused_option_is_in_the_documentation():
-    page = (Path(__file__).parents[1] / "docs" / "trainer.md").read_text()
-    for name, why in (REFUSED | REFUSED_BY_TBPO).items():
-        assert f"| `{name}` | {why} |" in page
-    for name, why in MODEL_INIT_KWARGS_REFUSED.items():
-        assert f'| `model_init_kwargs["{name}"]` | {why} |' in page
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 
 CONFIG = {
     "objective": "tbpo",
-    "alignment": "aligned",
+    "quantize_learner": True,
     "scheme": "w4a16",
     "group_size": 128,
     "seed": 0,
@@ -31,6 +31,11 @@ CONFIG = {
     "learning_rate": 1e-5,
     "max_steps": 40,
     "versions": {"torch": "2.13.0", "trl": "1.16.0"},
+}
+CONFIGS = {
+    "QaRL": {},
+    "rollout-only": {"quantize_learner": False},
+    "bf16": {"scheme": "bf16", "group_size": None},
 }
 
 
@@ -96,11 +101,11 @@ def make_distributions(draw, mismatch, num_steps):
 
 def write_grid(path):
     """Three groups with three seeds, one of another model with one seed."""
-    for (alignment, final, mismatch), seed in itertools.product(
-        (("aligned", 0.8, 0.002), ("rollout-only", 0.5, 0.05), ("none", 0.79, 0.03)), (0, 1, 2)
+    for (name, final, mismatch), seed in itertools.product(
+        (("QaRL", 0.8, 0.002), ("rollout-only", 0.5, 0.05), ("bf16", 0.79, 0.03)), (0, 1, 2)
     ):
-        write_run(path / f"{alignment}-seed{seed}", alignment=alignment, final=final, mismatch=mismatch, seed=seed)
-    write_run(path / "other", model="org/other", scheme="bf16", alignment="none", group_size=None)
+        write_run(path / f"{name}-seed{seed}", **CONFIGS[name], final=final, mismatch=mismatch, seed=seed)
+    write_run(path / "other", model="org/other", **CONFIGS["bf16"])
     return path
 
 
@@ -352,15 +357,50 @@ def test_runs_that_share_everything_but_the_seed_form_a_group():
     )
     groups = make_groups([Run(str(index), {**CONFIG, **config}, {1: {}}) for index, config in enumerate(configs)])
     assert [(group.label, [run.name for run in group.runs]) for group in groups] == [
-        ("aligned tbpo w4a16 versions.torch=2.13.0", ["0", "1"]),
-        ("aligned tbpo fp8", ["2"]),
-        ("aligned tbpo w4a16 versions.torch=2.14.0", ["3"]),
+        ("QaRL tbpo w4a16 versions.torch=2.13.0", ["0", "1"]),
+        ("QaRL tbpo fp8", ["2"]),
+        ("QaRL tbpo w4a16 versions.torch=2.14.0", ["3"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "label"),
+    [
+        ({"quantize_learner": True, "objective": "tbpo", "scheme": "w4a16"}, "QaRL tbpo w4a16"),
+        ({"quantize_learner": False, "objective": "grpo", "scheme": "w8a8"}, "rollout-only grpo w8a8"),
+        ({"quantize_learner": True, "objective": "grpo-tis", "scheme": "bf16"}, "bf16 grpo-tis"),
+        ({"scheme": "w4a16"}, "w4a16"),
+        ({"scheme": "bf16"}, "bf16"),
+        ({}, "runs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_label_follows_from_learner_scheme_and_objective(config, label):
+    (group,) = make_groups([Run("run", {**config, "seed": 0, "model": "org/model"}, {1: {}})])
+    assert group.label == label
+
+
+def test_groups_that_their_names_do_not_tell_apart_differ_in_their_labels():
+    configs = ({"scheme": "bf16"}, {"scheme": "bf16", "quantize_learner": False})
+    groups = make_groups([Run("run", {**CONFIG, **config}, {1: {}}) for config in configs])
+    assert [group.label for group in groups] == [f"bf16 tbpo quantize_learner={value}" for value in (True, False)]
+
+
+def test_run_of_a_version_before_quantize_learner_is_one_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path / "runs" / "old", alignment="aligned")
+    with pytest.raises(SystemExit, match="2"):
+        report(tmp_path / "report.html", path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has `alignment`, which `quantize_learner` has replaced" in line
+    write_run(tmp_path / "runs" / "new")
+    report(tmp_path / "report.html", tmp_path / "runs")
+    assert "Left out: " in Page(read_page(tmp_path / "report.html")).text
 
 
 def test_different_models_are_named_and_not_compared():
     groups = make_groups([rewards_run(seed, [seed], model=model) for model in ("a", "b") for seed in (0, 1)])
-    assert [group.label for group in groups] == ["aligned tbpo w4a16 a", "aligned tbpo w4a16 b"]
+    assert [group.label for group in groups] == ["QaRL tbpo w4a16 a", "QaRL tbpo w4a16 b"]
     assert not any(describe_differences(groups).values())
 
 
@@ -453,12 +493,12 @@ def test_sentences_name_groups_difference_and_noise():
     runs = [rewards_run(seed, [value], scheme=s) for s, values in finals.items() for seed, value in enumerate(values)]
     found = describe_differences(make_groups(runs))
     assert found["exceeds"] == [
-        "aligned tbpo x ends at 0.805, aligned tbpo y at 0.205: the difference of 0.6 exceeds the seed noise of 0.0304."
+        "QaRL tbpo x ends at 0.805, QaRL tbpo y at 0.205: the difference of 0.6 exceeds the seed noise of 0.0304."
     ]
     assert found["within"] == []
     assert found["unknown"][0] == (
-        "aligned tbpo z ends at 0.8, aligned tbpo y at 0.205: the seed noise of this difference of 0.595 cannot be judged, "
-        "with one seed of aligned tbpo z."
+        "QaRL tbpo z ends at 0.8, QaRL tbpo y at 0.205: the seed noise of this difference of 0.595 cannot be judged, "
+        "with one seed of QaRL tbpo z."
     )
 
 
@@ -539,9 +579,9 @@ def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
 def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
     pytest.importorskip("matplotlib")
     paths = []
-    for alignment, solved in (("aligned", (80, 82, 81)), ("rollout-only", (20, 25, 30)), ("none", (79, 83, 80))):
+    for name, solved in (("QaRL", (80, 82, 81)), ("rollout-only", (20, 25, 30)), ("bf16", (79, 83, 80))):
         for seed, correct in enumerate(solved):
-            path = write_run(tmp_path / f"{alignment}-{seed}", alignment=alignment, seed=seed)
+            path = write_run(tmp_path / f"{name}-{seed}", **CONFIGS[name], seed=seed)
             (path / "evaluation.json").write_text(json.dumps({"greedy": {"correct": correct, "total": 100}}))
             paths.append(path)
     report(tmp_path / "report.html", *paths)
@@ -549,10 +589,10 @@ def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
     assert "Differences of the greedy evaluation" in text and "Differences of the sampled evaluation" not in text
     # s = sqrt((1 + 25) / 2) points, times 2.776 sqrt(2 / 3).
     assert (
-        "aligned tbpo w4a16 has a greedy score of 0.81, rollout-only tbpo w4a16 of 0.25: the difference of 0.56 exceeds the seed "
-        "noise of 0.0817." in text
+        "QaRL tbpo w4a16 has a greedy score of 0.81, rollout-only tbpo w4a16 of 0.25: the difference of 0.56 exceeds the "
+        "seed noise of 0.0817." in text
     )
-    assert "has a greedy score of 0.81, alignment=none tbpo w4a16 of 0.807: the difference of 0.00333 does not" in text
+    assert "has a greedy score of 0.81, bf16 tbpo of 0.807: the difference of 0.00333 does not" in text
 
 
 def test_worst_completions_of_each_group_are_on_the_page(tmp_path):

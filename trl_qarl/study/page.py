@@ -185,7 +185,16 @@ def _differences(groups: list[Group], score: str | None = None) -> list[str]:
 
 def _group_table(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
     scores = _score_names(groups)
-    fields = ("model", "alignment", "objective", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
+    fields = (
+        "model",
+        "quantize_learner",
+        "objective",
+        "scheme",
+        "group_size",
+        "use_vllm",
+        "learning_rate",
+        "max_steps",
+    )
     header = ["group", "seeds", "final reward, mean", "sd over seeds", "min to max", *scores, *fields]
     rows = []
     for group, summary in zip(groups, summaries, strict=True):

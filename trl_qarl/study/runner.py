@@ -1,8 +1,8 @@
 """
 Runs the cells of a grid, each as a process of its own, and continues after an interruption.
 
-A cell's directory says how far it got: `finished` marks one that is done, `trained` one that is still to be evaluated, a
-complete checkpoint one that resumes.
+A cell's directory says how far it got: `finished` marks one that is done, `trained` one that is still to be evaluated,
+and a complete checkpoint one that resumes.
 """
 
 import fcntl
@@ -181,7 +181,7 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
     """Exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None` all."""
     log.write(f"$ {shlex.join(command)}\n")
     log.flush()
-    # The lock lives as long as the process does, even when this one is killed: a second command then waits its turn.
+    # The process holds the lock too, so that a second command is refused for as long as it runs, even if this one is killed.
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -158,7 +158,7 @@ def evaluate(output_dir: Path, task: Task) -> None:
     print(json.dumps(scores))
 
 
-def _score(task: Task, master_weights: Path, scheme: str) -> dict[str, dict[str, int]]:
+def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm import SamplingParams
@@ -169,12 +169,12 @@ def _score(task: Task, master_weights: Path, scheme: str) -> dict[str, dict[str,
     from trl_qarl.rollout.engines import in_process_engine
     from trl_qarl.rollout.protocol import FILE_BACKEND
 
-    _, problems = make_problems(task, master_weights)
-    model = AutoModelForCausalLM.from_pretrained(master_weights, dtype=torch.float32)
-    dtype = getattr(torch, json.loads((master_weights / "qarl.json").read_text())["scale_dtype"])
+    _, problems = make_problems(task, masters)
+    model = AutoModelForCausalLM.from_pretrained(masters, dtype=torch.float32)
+    dtype = getattr(torch, json.loads((masters / "qarl.json").read_text())["scale_dtype"])
     prepare_model(model, get_scheme(scheme), scale_dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
-        export_checkpoint(model, folder, AutoTokenizer.from_pretrained(master_weights), dtype)
+        export_checkpoint(model, folder, AutoTokenizer.from_pretrained(masters), dtype)
         engine = in_process_engine(
             on_cpu=not torch.cuda.is_available(),
             model=folder,

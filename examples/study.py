@@ -4,8 +4,8 @@ One cell of the studies in docs/study.md: SmolLM2-135M-Instruct learns a task an
     python examples/study.py train --output_dir DIR --quantize_learner true --objective tbpo --scheme w4a16 --seed 0
     python examples/study.py evaluate --output_dir DIR
 
-`--task addition` has the problems and the reward of `trl-qarl quickstart`, `--task counting` asks for longer completions.
-Rollouts come from a vLLM server that is started for the run.
+`--task addition` has the problems and the reward of `trl-qarl quickstart`, `--task counting` asks for longer
+completions. Rollouts come from a vLLM server that is started for the run.
 """
 
 import json
@@ -45,7 +45,7 @@ def make_counts(num_held_out: int, eos_token: str) -> tuple[list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: problems to train on, held-out ones (the same for every seed of the training), and the reward."""
+    """What is learned: problems to train on and held-out ones, the same for every training seed, and the reward."""
 
     make_problems: Callable[[int, str], tuple[list[dict[str, str]], list[dict[str, str]]]]
     reward: Callable[..., list[float]]
@@ -148,8 +148,8 @@ def make_problems(task: Task, model: Path) -> tuple[list[dict[str, str]], list[d
 def evaluate(output_dir: Path, task: Task) -> None:
     """
     Print the held-out problems solved in vLLM as JSON: `greedy` and `sampled` by the deployed policy, which is the one
-    that made the rollouts. For comparison come `unquantized ...` with the master weights as they are, or after a bf16 run
-    `quantized ...` with its weights quantized after training.
+    that made the rollouts. For comparison come `unquantized ...` with the master weights as they are, or after a bf16
+    run `quantized ...` with its weights quantized after training.
     """
     deployed = json.loads((output_dir / "run.json").read_text())["scheme"]
     name, other = ("quantized", QUANTIZED_SCHEME) if deployed == "bf16" else ("unquantized", "bf16")

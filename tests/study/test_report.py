@@ -477,8 +477,7 @@ def test_verdict_is_students_test(a, b, verdict):
         rewards_run(seed, [value], scheme=s) for s, values in (("x", a), ("y", b)) for seed, value in enumerate(values)
     ]
     runs += [rewards_run(0, [None], scheme="x")] * (not a)
-    of_a, of_b = summarize(make_groups(runs))
-    result = compare_groups(of_a, of_b)
+    result = compare_groups(*summarize(make_groups(runs)))
     assert result["verdict"] == verdict
     if verdict != "unknown":
         n, m = len(a), len(b)
@@ -589,8 +588,8 @@ def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
     assert "Differences of the greedy evaluation" in text and "Differences of the sampled evaluation" not in text
     # s = sqrt((1 + 25) / 2) points, times 2.776 sqrt(2 / 3).
     assert (
-        "QaRL tbpo w4a16 has a greedy score of 0.81, rollout-only tbpo w4a16 of 0.25: the difference of 0.56 exceeds the "
-        "seed noise of 0.0817." in text
+        "QaRL tbpo w4a16 has a greedy score of 0.81, rollout-only tbpo w4a16 of 0.25: the difference of 0.56 exceeds "
+        "the seed noise of 0.0817." in text
     )
     assert "has a greedy score of 0.81, bf16 tbpo of 0.807: the difference of 0.00333 does not" in text
 

@@ -1,11 +1,12 @@
 """
 The modes of `trl-qarl bench` that need vLLM: `alignment`, `publish` and `rollout`, on a real model.
 
-`alignment` samples at temperature 1 from an engine that was given the learner's tensors. It compares log-probs with two
-learners: the quantized one, whose forward uses the same tensors, and one in high precision. One column is the difference
-of a learner from *itself* when its embeddings are rounded once more: two programs that round differently anywhere cannot
-be expected closer than that. `publish` times the weight sync with a server in another process. `rollout` times decoding
-and the parts of one training step; engines run side by side in one process and repeats alternate between them.
+`alignment` samples at temperature 1 from an engine that was given the learner's tensors. It compares log-probs with
+two learners: the quantized one, whose forward uses the same tensors, and one in high precision. One column is the
+difference of a learner from *itself* when its embeddings are rounded once more: two programs that round differently
+anywhere cannot be expected closer than that. `publish` times the weight sync with a server in another process.
+`rollout` times decoding and the parts of one training step. Its engines run side by side in one process, and repeats
+alternate between them.
 """
 
 import os
@@ -283,7 +284,7 @@ def _learner_logps(model, samples, dtype) -> list[float]:
 
 @contextmanager
 def _one_rounding(model, dtype) -> Iterator[None]:
-    """While open, each embedding is moved by half a unit in the last place of `dtype`, up or down by a fixed random choice."""
+    """While open, each embedding is half a unit in the last place of `dtype` larger or smaller, at random."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

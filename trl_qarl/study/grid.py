@@ -50,8 +50,8 @@ def load_grid(path: str | Path) -> dict[str, Any]:
             is_mapping = isinstance(value, dict) and all(map(_is_plain, value.values()))
             if not (is_mapping or all(map(_is_plain, values))):
                 raise ValueError(
-                    f"`train` sets `{name}` to {value!r}, which no option of a command line can hold: give text, numbers, "
-                    "true, false, a list or a mapping of them (a date in quotes), or write it to a file for "
+                    f"`train` sets `{name}` to {value!r}, which no option of a command line can hold: give text, "
+                    "numbers, true, false, a list or a mapping of them (a date in quotes), or write it to a file for "
                     "`trl-qarl train --config`."
                 )
     for key in ("command", "evaluate"):
@@ -81,8 +81,8 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     ```
 
     Raises:
-        ValueError: for an unknown axis, an axis without values, a value that cannot name a directory, two equal cells, a
-            cell whose unquantized rollout asks for an unquantized learner, or one that the command cannot be built for.
+        ValueError: for an unknown axis, an axis without values, a value that cannot name a directory, two equal cells,
+            a cell with scheme `bf16` and `quantize_learner=False`, or one that the command cannot be built for.
     """
     if "cells" in config:
         cells = config["cells"]
@@ -111,8 +111,8 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
         options = {**config.get("train", {}), **cell}
         if options.get("scheme") == "bf16" and options.get("quantize_learner", True) is False:
             raise ValueError(
-                f"The cell {cell_name(cell)} has scheme bf16 and quantize_learner false, but bf16 has no low-bit weights for "
-                "the rollout alone to run; remove `quantize_learner`, or name a quantized scheme."
+                f"The cell {cell_name(cell)} has scheme bf16 and quantize_learner false, but bf16 has no low-bit "
+                "weights for the rollout alone to run; remove `quantize_learner`, or name a quantized scheme."
             )
         if cell_name(cell) in names:
             raise ValueError(f"The cell {cell_name(cell)} occurs twice; remove one of them.")

@@ -99,8 +99,8 @@ def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
                 raise ValueError(
                     notes[-1].removeprefix("Left out: ")
                     if notes
-                    else f"{path} has no {METRICS_FILE}, nor has a directory in it; give directories that training runs "
-                    "wrote."
+                    else f"{path} has no {METRICS_FILE}, nor has a directory in it; give directories that training "
+                    "runs wrote."
                 )
         for key in runs.keys() & found.keys():
             raise ValueError(f"{key.name} is given twice; name each run once.")
@@ -131,8 +131,8 @@ def read_run(path: str | Path) -> Run:
         raise ValueError(f"{path / RUN_FILE} must hold a mapping, not {str(config)[:40]!r}.")
     if "alignment" in config:
         raise ValueError(
-            f"{path / RUN_FILE} has `alignment`, which `quantize_learner` has replaced: this version does not read runs of "
-            "before. Train the run again."
+            f"{path / RUN_FILE} has `alignment`, which `quantize_learner` has replaced: this version does not read "
+            "earlier runs. Train the run again."
         )
     for name in ("seed", "max_steps"):
         if isinstance(config.get(name), dict | list):
@@ -147,8 +147,8 @@ def read_run(path: str | Path) -> Run:
     last = -1
     for row in rows:
         step = row["step"]
-        # A step that goes back, or is trained twice, is the first one after a resume. What the killed process had logged
-        # from there on is void.
+        # A step that goes back, or is trained twice, is the first one after a resume. What the killed process had
+        # logged from there on is void.
         if step < last or (step == last and "loss" in row and "loss" in run.rows[step]):
             void = [known for known in run.rows if known >= step]
             repeated += len(void)
@@ -198,8 +198,8 @@ def read_run(path: str | Path) -> Run:
 
 def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
     """
-    Neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among 1, 3, ..., 9,
-    31, ... Fewer than three steps have no usual distance.
+    Neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among
+    1, 3, ..., 9, 31, ... Fewer than three steps have no usual distance.
     """
     pairs = list(itertools.pairwise(steps))
     if len(pairs) < 2:

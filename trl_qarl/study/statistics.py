@@ -64,22 +64,23 @@ def make_groups(runs: list[Run]) -> list[Group]:
             same = [run for run in group.runs if run.config.get("seed") == seed]
             if len(same) > 1:
                 same[0].notes.append(
-                    f"{', '.join(run.name for run in same)} share configuration and seed {seed}; they count as one seed."
+                    f"{', '.join(run.name for run in same)} share configuration and seed {seed}; they count as one "
+                    "seed."
                 )
     return ordered
 
 
 def summarize(groups: list[Group], score: str | None = None) -> list[dict[str, Any]]:
     """
-    Final reward of each group: the mean of `reward` over the logged steps in the last quarter. With `score`, the name of
-    an evaluation, it is the share that was solved.
+    Final reward of each group: the mean of `reward` over the logged steps in the last quarter. With `score`, the name
+    of an evaluation, it is the share that was solved.
 
     The last quarter ends at the largest step that any run with the same `max_steps` has reached, so runs that ended
     before it have no final reward.
 
     Returns:
-        Per group `{"by_run": {name: float or None}, "by_seed": {seed: float}, "mean", "sd", "min", "max"}`. `sd` is the
-        sample standard deviation over seeds, `None` for one seed; all are `None` without a final reward.
+        Per group `{"by_run": {name: float or None}, "by_seed": {seed: float}, "mean", "sd", "min", "max"}`. `sd` is
+        the sample standard deviation over seeds, `None` for one seed; all are `None` without a final reward.
     """
     horizons: dict[Any, int] = {}
     for group in groups:
@@ -146,8 +147,8 @@ def merge_histograms(rows: list[dict[str, Any]], max_bins: int = 200) -> tuple[l
     """
     Sum of histograms: edges and counts.
 
-    Histograms with other edges than the first one's are redistributed as if each bin were uniform, over `max_bins` equal
-    bins that cover all of them.
+    Histograms with other edges than the first one's are redistributed as if each bin were uniform, over `max_bins`
+    equal bins that cover all of them.
 
     Args:
         rows (`list[dict]`):

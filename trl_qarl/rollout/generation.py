@@ -297,7 +297,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         """The likeliest tokens at each position: [`~trl_qarl.rollout.scoring.prompt_log_probs`]."""
         return prompt_log_probs(self, sequences, num_top)
 
-    def take_publication(self) -> dict[str, float]:
+    def pop_publication(self) -> dict[str, float]:
         """Measurements of the last publication, once."""
         publication, self.publication = self.publication, {}
         return publication

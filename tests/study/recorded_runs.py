@@ -13,7 +13,7 @@ from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 
 CONFIG = {
     "objective": "tbpo",
-    "alignment": "aligned",
+    "quantize_learner": True,
     "scheme": "w4a16",
     "group_size": 128,
     "seed": 0,
@@ -22,6 +22,11 @@ CONFIG = {
     "learning_rate": 1e-5,
     "max_steps": 40,
     "versions": {"torch": "2.13.0", "trl": "1.16.0"},
+}
+CONFIGS = {
+    "QaRL": {},
+    "rollout-only": {"quantize_learner": False},
+    "bf16": {"scheme": "bf16", "group_size": None},
 }
 
 
@@ -87,11 +92,11 @@ def make_distributions(draw, mismatch, num_steps):
 
 def write_grid(path):
     """Three groups with three seeds, one of another model with one seed."""
-    for (alignment, final, mismatch), seed in itertools.product(
-        (("aligned", 0.8, 0.002), ("rollout-only", 0.5, 0.05), ("none", 0.79, 0.03)), (0, 1, 2)
+    for (name, final, mismatch), seed in itertools.product(
+        (("QaRL", 0.8, 0.002), ("rollout-only", 0.5, 0.05), ("bf16", 0.79, 0.03)), (0, 1, 2)
     ):
-        write_run(path / f"{alignment}-seed{seed}", alignment=alignment, final=final, mismatch=mismatch, seed=seed)
-    write_run(path / "other", model="org/other", scheme="bf16", alignment="none", group_size=None)
+        write_run(path / f"{name}-seed{seed}", **CONFIGS[name], final=final, mismatch=mismatch, seed=seed)
+    write_run(path / "other", model="org/other", **CONFIGS["bf16"])
     return path
 
 

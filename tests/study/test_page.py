@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recorded_runs import report, rewards_run, write_grid, write_run
+from recorded_runs import CONFIGS, report, rewards_run, write_grid, write_run
 from trl_qarl.study.page import describe_differences, find_gaps
 from trl_qarl.study.runs import Run, read_run
 from trl_qarl.study.statistics import make_groups
@@ -79,12 +79,12 @@ def test_sentences_name_groups_difference_and_noise():
     runs = [rewards_run(seed, [value], scheme=s) for s, values in finals.items() for seed, value in enumerate(values)]
     found = describe_differences(make_groups(runs))
     assert found["exceeds"] == [
-        "aligned tbpo x ends at 0.805, aligned tbpo y at 0.205: the difference of 0.6 exceeds the seed noise of 0.0304."
+        "QaRL tbpo x ends at 0.805, QaRL tbpo y at 0.205: the difference of 0.6 exceeds the seed noise of 0.0304."
     ]
     assert found["within"] == []
     assert found["unknown"][0] == (
-        "aligned tbpo z ends at 0.8, aligned tbpo y at 0.205: the seed noise of this difference of 0.595 cannot be judged, "
-        "with one seed of aligned tbpo z."
+        "QaRL tbpo z ends at 0.8, QaRL tbpo y at 0.205: the seed noise of this difference of 0.595 cannot be judged, "
+        "with one seed of QaRL tbpo z."
     )
 
 
@@ -157,9 +157,9 @@ def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
 def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
     pytest.importorskip("matplotlib")
     paths = []
-    for alignment, solved in (("aligned", (80, 82, 81)), ("rollout-only", (20, 25, 30)), ("none", (79, 83, 80))):
+    for name, solved in (("QaRL", (80, 82, 81)), ("rollout-only", (20, 25, 30)), ("bf16", (79, 83, 80))):
         for seed, correct in enumerate(solved):
-            path = write_run(tmp_path / f"{alignment}-{seed}", alignment=alignment, seed=seed)
+            path = write_run(tmp_path / f"{name}-{seed}", **CONFIGS[name], seed=seed)
             (path / "evaluation.json").write_text(json.dumps({"greedy": {"correct": correct, "total": 100}}))
             paths.append(path)
     report(tmp_path / "report.html", *paths)
@@ -167,10 +167,10 @@ def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
     assert "Differences of the greedy evaluation" in text and "Differences of the sampled evaluation" not in text
     # s = sqrt((1 + 25) / 2) points, times 2.776 sqrt(2 / 3).
     assert (
-        "aligned tbpo w4a16 has a greedy score of 0.81, rollout-only tbpo w4a16 of 0.25: the difference of 0.56 exceeds the seed "
-        "noise of 0.0817." in text
+        "QaRL tbpo w4a16 has a greedy score of 0.81, rollout-only tbpo w4a16 of 0.25: the difference of 0.56 exceeds "
+        "the seed noise of 0.0817." in text
     )
-    assert "has a greedy score of 0.81, alignment=none tbpo w4a16 of 0.807: the difference of 0.00333 does not" in text
+    assert "has a greedy score of 0.81, bf16 tbpo of 0.807: the difference of 0.00333 does not" in text
 
 
 def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
@@ -268,3 +268,15 @@ def test_page_over_an_earlier_one_is_the_same(grid, grid_page):
     before = grid_page.read_bytes()
     report(grid_page, grid)
     assert grid_page.read_bytes() == before
+
+
+def test_run_of_a_version_before_quantize_learner_is_one_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path / "runs" / "old", alignment="aligned")
+    with pytest.raises(SystemExit, match="2"):
+        report(tmp_path / "report.html", path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has `alignment`, which `quantize_learner` has replaced" in line
+    write_run(tmp_path / "runs" / "new")
+    report(tmp_path / "report.html", tmp_path / "runs")
+    assert "Left out: " in Page(read_page(tmp_path / "report.html")).text

@@ -22,15 +22,38 @@ def test_runs_that_share_everything_but_the_seed_form_a_group():
     )
     groups = make_groups([Run(str(index), {**CONFIG, **config}, {1: {}}) for index, config in enumerate(configs)])
     assert [(group.label, [run.name for run in group.runs]) for group in groups] == [
-        ("aligned tbpo w4a16 versions.torch=2.13.0", ["0", "1"]),
-        ("aligned tbpo fp8", ["2"]),
-        ("aligned tbpo w4a16 versions.torch=2.14.0", ["3"]),
+        ("QaRL tbpo w4a16 versions.torch=2.13.0", ["0", "1"]),
+        ("QaRL tbpo fp8", ["2"]),
+        ("QaRL tbpo w4a16 versions.torch=2.14.0", ["3"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "label"),
+    [
+        ({"quantize_learner": True, "objective": "tbpo", "scheme": "w4a16"}, "QaRL tbpo w4a16"),
+        ({"quantize_learner": False, "objective": "grpo", "scheme": "w8a8"}, "rollout-only grpo w8a8"),
+        ({"quantize_learner": True, "objective": "grpo-tis", "scheme": "bf16"}, "bf16 grpo-tis"),
+        ({"scheme": "w4a16"}, "w4a16"),
+        ({"scheme": "bf16"}, "bf16"),
+        ({}, "runs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_label_follows_from_learner_scheme_and_objective(config, label):
+    (group,) = make_groups([Run("run", {**config, "seed": 0, "model": "org/model"}, {1: {}})])
+    assert group.label == label
+
+
+def test_groups_that_their_names_do_not_tell_apart_differ_in_their_labels():
+    configs = ({"scheme": "bf16"}, {"scheme": "bf16", "quantize_learner": False})
+    groups = make_groups([Run("run", {**CONFIG, **config}, {1: {}}) for config in configs])
+    assert [group.label for group in groups] == [f"bf16 tbpo quantize_learner={value}" for value in (True, False)]
 
 
 def test_different_models_are_named_and_not_compared():
     groups = make_groups([rewards_run(seed, [seed], model=model) for model in ("a", "b") for seed in (0, 1)])
-    assert [group.label for group in groups] == ["aligned tbpo w4a16 a", "aligned tbpo w4a16 b"]
+    assert [group.label for group in groups] == ["QaRL tbpo w4a16 a", "QaRL tbpo w4a16 b"]
     assert not any(describe_differences(groups).values())
 
 
@@ -107,8 +130,7 @@ def test_verdict_is_students_test(a, b, verdict):
         rewards_run(seed, [value], scheme=s) for s, values in (("x", a), ("y", b)) for seed, value in enumerate(values)
     ]
     runs += [rewards_run(0, [None], scheme="x")] * (not a)
-    of_a, of_b = summarize(make_groups(runs))
-    result = compare_groups(of_a, of_b)
+    result = compare_groups(*summarize(make_groups(runs)))
     assert result["verdict"] == verdict
     if verdict != "unknown":
         n, m = len(a), len(b)

@@ -254,7 +254,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 "published: something else changes the engine's weights."
             )
 
-    def take_publication(self) -> dict[str, float]:
+    def pop_publication(self) -> dict[str, float]:
         """Measurements of the last publication, once."""
         publication, self.publication = self.publication, {}
         return publication

@@ -379,3 +379,38 @@ def test_config_survives_a_round_trip_through_yaml_like_dicts(tmp_path):
     c = config(tmp_path, objective="grpo", scheme="w8a8")
     assert c.to_dict()["optim"] == "muon" and c.to_dict()["scheme"] == "w8a8"
     assert QaRLConfig(str(tmp_path), use_cpu=True, loss_type=c.loss_type, objective=c.objective).loss_type == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9 .*[Uu]se 1.0"),
+        ({"top_k": 50}, "top_k=50"),
+        ({"min_p": 0.1}, "min_p=0.1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"top_p": 0.9, "temperature": 0.7}, "top_p=0.9"),
+        ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex masks tokens"),
+        ({"vllm_mode": "remote"}, "Choose 'server' or 'colocate'"),
+        ({"vllm_model_impl": "transformers"}, "Use 'vllm'"),
+        ({"vllm_server_autostart": True}, "vllm_mode='colocate'"),
+        ({"vllm_server_autostart": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}, "http://a:1"),
+        ({"use_vllm": False, "vllm_server_autostart": True}, "Set `use_vllm=True`"),
+        (
+            {"vllm_server_autostart": True, "vllm_mode": "server", "vllm_server_host": "10.0.0.7"},
+            "listens on 127.0.0.1",
+        ),
+        ({"vllm_token_file": "t", "use_vllm": False}, "vllm_token_file='t' is for a server that you start yourself"),
+        ({"vllm_token_file": "t", "vllm_mode": "colocate"}, "vllm_mode='colocate'.*Remove it"),
+        (
+            {"vllm_token_file": "t", "vllm_mode": "server", "vllm_server_autostart": True},
+            "vllm_server_autostart=True. Remove it",
+        ),
+        ({"generation_kwargs": {"logit_bias": {5: 9.0}}}, r"\['logit_bias'\], which change what vLLM samples"),
+        ({"vllm_enable_sleep_mode": True, "use_cpu": True}, "sleep mode"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("objective", ["tbpo", "dapo"])
+def test_what_would_bias_or_break_rollouts_is_refused(tmp_path, objective, options, message):
+    with pytest.raises(ValueError, match=message):
+        QaRLConfig(str(tmp_path), **({"use_vllm": True, "objective": objective, "use_cpu": True} | options))

@@ -19,6 +19,7 @@ __all__ = [
     "__version__",
     "export_checkpoint",
     "get_scheme",
+    "load_engine",
     "prepare_model",
     "restore_model",
 ]
@@ -31,6 +32,7 @@ _MODULES = {
     "SwapReport": "quantization.swap",
     "export_checkpoint": "quantization.export",
     "get_scheme": "quantization.schemes",
+    "load_engine": "rollout.engines",
     "prepare_model": "quantization.swap",
     "restore_model": "quantization.swap",
 }
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from .quantization.linear import QuantizedLinear
     from .quantization.schemes import QuantScheme, get_scheme
     from .quantization.swap import SwapReport, prepare_model, restore_model
+    from .rollout.engines import load_engine
 
 
 def __getattr__(name: str) -> Any:

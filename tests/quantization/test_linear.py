@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import trl_qarl.quantization.linear
+from testing_utils import product_reference, relative_error
 from trl_qarl.quantization import gemm
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.quantize import (
@@ -38,10 +39,6 @@ def count_quantizations(monkeypatch):
     return calls
 
 
-def relative_error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm()).item()
-
-
 # Rows on both sides of every kernel threshold.
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -53,18 +50,12 @@ def test_value_and_every_gradient_equal_the_float64_reference(name, dtype, rows)
     grad = torch.randn_like(y)
     y.backward(grad)
 
-    weight = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
-    seen = x.detach().double()
-    if layer.scheme.activation_type is not None:
-        seen = dequantize_weight(LowBitWeight(*quantize_activation(x.detach(), layer.scheme)), torch.float64)
-    grad = grad.double()
     # bf16: results, and the operands of the backward products, are rounded to 8 bits of mantissa (2**-9 = 2e-3 relative
     # each); float32: 2**-24 times the square root of a few hundred terms.
     tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-6
-    assert relative_error(y, seen @ weight.t() + layer.bias.double()) < tolerance
-    assert relative_error(x.grad, grad @ weight) < tolerance
-    assert relative_error(layer.weight.grad, grad.t() @ seen) < tolerance
-    assert relative_error(layer.bias.grad, grad.sum(0)) < tolerance
+    computed = (y, x.grad, layer.weight.grad, layer.bias.grad)
+    for actual, expected in zip(computed, product_reference(layer, x, grad), strict=True):
+        assert relative_error(actual, expected) < tolerance
     assert layer.weight.grad.dtype == layer.weight.dtype and layer.bias.grad.dtype == layer.bias.dtype
 
 

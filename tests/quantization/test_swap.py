@@ -4,10 +4,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
+from trl_qarl.quantization.export import export_checkpoint
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import (
     deactivate,
+    engine_precision,
     kernels_run,
     low_bit_forward,
     prepare_model,
@@ -249,3 +251,19 @@ def test_context_leaves_active_layers_active():
     with low_bit_forward(model):
         pass
     assert all(layer.is_active for layer in quantized_layers(model).values())
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma"])
+def test_engine_precision_computes_what_the_export_computes_and_gives_the_masters_back(tmp_path, arch):
+    model = tiny(arch)
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    masters = {name: p.clone() for name, p in model.state_dict().items()}
+    loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(model, tmp_path / "export"), dtype=torch.float32)
+    tokens = torch.randint(4, 200, (8, 12))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        outside = model(tokens).logits
+        with engine_precision(model, torch.bfloat16):
+            inside = model(tokens).logits
+        assert torch.equal(inside, loaded(tokens).logits) and not torch.equal(inside, outside)
+        assert torch.equal(model(tokens).logits, outside)
+    assert all(torch.equal(p, masters[name]) for name, p in model.state_dict().items())

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model
-from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.quantization.swap import quantized_layers
 
@@ -27,12 +27,12 @@ def engine_environment():
         yield
 
 
-def make_engine(path, dtype, overrides=None, load_format="dummy"):
+def make_engine(path, dtype, overrides=None):
     from vllm import LLM
 
     return LLM(
         model=str(path),
-        load_format=load_format,
+        load_format="dummy",
         hf_overrides=overrides,
         dtype=dtype,
         weight_transfer_config={"backend": "qarl"},
@@ -148,10 +148,8 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
     assert engine_logps(llm) == again
 
     # An engine that loads the export from disk computes the same, bit for bit.
-    exported = export_checkpoint(model, tmp_path / "export", dtype=dtype)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (exported / name).write_bytes((tmp_path / arch / name).read_bytes())
-    fresh = make_engine(exported, dtype, load_format="auto")
+    exported = export_checkpoint(model, tmp_path / "export", AutoTokenizer.from_pretrained(path), dtype)
+    fresh = load_engine(exported, max_model_len=128, max_num_seqs=8)
     assert engine_logps(fresh) == again
 
 

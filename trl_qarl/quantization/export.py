@@ -6,8 +6,6 @@ everything that is not quantized is written in the dtype in which the engine run
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +19,7 @@ from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantizati
 from .swap import quantized_layers
 
 
-__all__ = ["checkpoint_state_dict", "engine_precision", "export_checkpoint"]
+__all__ = ["checkpoint_state_dict", "export_checkpoint", "is_export"]
 
 # Tells an export, which may be written over, from masters, whatever the scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
@@ -68,7 +66,7 @@ def export_checkpoint(
             "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
             "with `save_model`, or train with scheme='bf16'."
         )
-    if any(output_dir.glob("*.safetensors")) and not _is_export(output_dir):
+    if any(output_dir.glob("*.safetensors")) and not is_export(output_dir):
         raise ValueError(
             f"{str(output_dir)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
             "what training resumes from."
@@ -105,30 +103,8 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
     return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, tensors).items()}
 
 
-@contextmanager
-def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """
-    While open, every floating tensor of the `state_dict` but the quantized layers' weights is rounded to `dtype`.
-
-    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
-    precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
-    """
-    quantized = {f"{name}.weight" for name in quantized_layers(model)}
-    # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
-    tensors = [t for name, t in model.state_dict().items() if t.is_floating_point() and name not in quantized]
-    saved = [tensor.detach().clone() for tensor in tensors]
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.copy_(tensor.to(dtype))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, saved, strict=True):
-                tensor.copy_(value)
-
-
-def _is_export(folder: Path) -> bool:
+def is_export(folder: Path) -> bool:
+    """Whether the weights in a folder were written by [`export_checkpoint`], and none of them by anything else."""
     # A later `save_pretrained` may leave either file behind, so all that are there must say so.
     found = []
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -20,6 +20,7 @@ from .vllm_kernels import LEARNER_KERNELS, check_vllm_kernel
 __all__ = [
     "SwapReport",
     "deactivate",
+    "engine_precision",
     "kernels_run",
     "low_bit_forward",
     "prepare_model",
@@ -180,6 +181,29 @@ def low_bit_forward(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in inactive:
             layer.is_active = False
+
+
+@contextmanager
+def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """
+    While open, every floating tensor of the `state_dict` but the quantized layers' weights is rounded to `dtype`.
+
+    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
+    precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
+    """
+    quantized = {f"{name}.weight" for name in quantized_layers(model)}
+    # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
+    tensors = [t for name, t in model.state_dict().items() if t.is_floating_point() and name not in quantized]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(tensor.to(dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
 
 
 def kernels_run(model: nn.Module) -> dict[str, int]:

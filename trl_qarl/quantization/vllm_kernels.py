@@ -51,6 +51,8 @@ def check_vllm_kernel(scheme: QuantScheme, dtype: torch.dtype, device: torch.dev
 
 def vllm_operands(low_bit: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, blocks of 16 output channels with 8 codes per int32, and `(K / group_size, N)` scales, as the kernel reads them."""
+    # Linux lets a process use AMX once it has asked. vLLM's kernel uses it without asking.
+    torch.cpu._init_amx()
     codes = unpack_int4(low_bit.qdata).t()
     in_features = codes.shape[0]
     shifts = 4 * torch.arange(8, dtype=torch.int32)

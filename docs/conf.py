@@ -16,7 +16,11 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 nitpicky = True
 
-# Docstrings have TRL's form: [`Name`] is a link, `name` is code. "Args:" and its entries are a definition list as they stand.
+# autodoc leaves out what cannot be imported, without a word.
+assert all(hasattr(trl_qarl, name) for name in trl_qarl.__all__)
+
+# Docstrings have TRL's form: [`Name`] is a link, `name` is code. "Args:" and its entries are a definition list as they
+# stand.
 default_role = "literal"
 autodoc_inherit_docstrings = False
 autodoc_typehints = "none"

@@ -34,7 +34,7 @@ from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
 from .objectives.weights import mismatch_ratio, mismatch_weight, sequence_log_ratio, weigh_advantages
 from .qarl_config import QaRLConfig, raise_problems
 from .quantization.schemes import get_scheme
-from .quantization.swap import deactivate, low_bit_forward, prepare_model, quantized_layers
+from .quantization.swap import disable_quantized_forward, prepare_model, quantized_forward, quantized_layers
 from .resume import (
     ROLLOUT_STATE_FILE,
     SCHEME_FILE,
@@ -219,7 +219,7 @@ class QaRLTrainer(GRPOTrainer):
         scheme = get_scheme("bf16") if args.alignment == "none" else get_scheme(args.scheme, args.group_size)
         self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if args.alignment == "rollout-only":
-            deactivate(self.model)
+            disable_quantized_forward(self.model)
         logger.info("alignment %s, %s", args.alignment, self.swap_report)
 
     def _make_generation(self, **kwargs):
@@ -289,7 +289,7 @@ class QaRLTrainer(GRPOTrainer):
         else:
             model = self.accelerator.unwrap_model(self.model_wrapped)
             recording = record_sampling_logps(model, self.temperature)
-            with recording as recorded, low_bit_forward(model), self.accelerator.autocast():
+            with recording as recorded, quantized_forward(model), self.accelerator.autocast():
                 completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             logps = recorded[0].cpu().tolist()
             logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
@@ -481,7 +481,7 @@ class QaRLTrainer(GRPOTrainer):
             if self.use_vllm:
                 engine_ids, engine_logps = likeliest(self.vllm_generation.top_log_probs([ids], TOP_K)[0][-count:])
             else:
-                with low_bit_forward(model):
+                with quantized_forward(model):
                     engine_ids, engine_logps = top_log_probs(
                         learner_log_probs(model, torch.tensor(ids, device=device), count)
                     )

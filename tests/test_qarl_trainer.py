@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-import trl_qarl.quantization.linear
+import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from trl_qarl.objectives.presets import PRESETS
 from trl_qarl.qarl_config import QaRLConfig
@@ -361,9 +361,9 @@ def test_several_updates_use_each_completion_once_per_generation_batch(tiny_mode
 
 def test_masters_are_quantized_once_per_optimizer_step(tiny_model, tmp_path, monkeypatch):
     calls = []
-    original = trl_qarl.quantization.linear.quantize_weight
+    original = trl_qarl.quantization.tensors.quantize_weight
     monkeypatch.setattr(
-        trl_qarl.quantization.linear, "quantize_weight", lambda *args: calls.append(1) or original(*args)
+        trl_qarl.quantization.tensors, "quantize_weight", lambda *args: calls.append(1) or original(*args)
     )
     trainer = make(tiny_model, tmp_path, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=3)
     trainer.train()

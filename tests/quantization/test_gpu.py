@@ -6,7 +6,7 @@ from torch import nn
 
 from testing_utils import logged, make_vllm_trainer
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.quantize import LowBitWeight, dequantize_weight, product_weight, quantize_activation
+from trl_qarl.quantization.quantize import dequantize, quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 
 
@@ -26,10 +26,10 @@ def test_value_and_every_gradient_equal_the_float64_reference(name, dtype, rows)
     y = layer(x)
     grad = torch.randn_like(y)
     y.backward(grad)
-    weight = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
+    weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     seen = x.detach().double()
     if layer.scheme.activation_type is not None:
-        seen = dequantize_weight(LowBitWeight(*quantize_activation(x.detach(), layer.scheme)), torch.float64)
+        seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
     # bf16 rounds results and operands to 2**-9 each; float32 products may run in TF32, which rounds to 2**-11.
     tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-3
     for actual, expected in (

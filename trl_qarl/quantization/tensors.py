@@ -117,6 +117,8 @@ def _fp8_tensor(weight: LowBitTensor) -> LowBitTensor:
     return LowBitTensor(*fp8_gemm_weight(weight.qdata, weight.scale), get_scheme("fp8"), weight.orig_dtype)
 
 
+# A tracer would take codes and kernels apart, and a compiler might round activations in another order.
+@torch.compiler.disable
 def straight_through_linear(
     x: torch.Tensor,
     weight: LowBitTensor,

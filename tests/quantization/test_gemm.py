@@ -1,5 +1,8 @@
 """Every kernel of every scheme against the dequantized product in float64, over shapes and numbers of rows."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +131,35 @@ def test_a_row_invariant_product_gives_a_row_the_same_bits_whatever_comes_with_i
         assert len(names) == 1, "one kernel for any number of rows"
         for rows, y in results.items():
             assert torch.equal(y, results[200][-rows:]), (out_features, in_features, rows, kernel)
+
+
+DOCUMENTED = re.findall(
+    r"^\| (`w.*?`|`fp8`.*?) \| (.*?) \| (any|up to \d+|from \d+) \| .*? \| `(.*?)` \|$",
+    (Path(__file__).parents[2] / "docs" / "schemes.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def test_the_documented_products_cover_every_scheme_and_kernel():
+    assert {scheme for schemes, *_ in DOCUMENTED for scheme in re.findall(r"`(\w+)`", schemes)} == set(IN_FEATURES)
+    kernels = {gemm.EXPANDED.format(bits=bits, dtype="bfloat16") for bits in (4, 8)}
+    kernels |= {gemm.INT4_KERNEL, gemm.INT8_WEIGHT_KERNEL, gemm.INT8_KERNEL, gemm.INT8_IN_FLOAT32}
+    assert {name for *_, name in DOCUMENTED} == kernels | {gemm.FP8_KERNEL, gemm.FP8_EMULATED}
+
+
+@pytest.mark.parametrize(("schemes", "device", "rows", "kernel"), DOCUMENTED)
+def test_the_documented_products_are_what_runs(monkeypatch, schemes, device, rows, kernel):
+    on_cuda = device.startswith("CUDA")
+    if on_cuda and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    monkeypatch.setattr(gemm, "_has_vnni", lambda: "without VNNI" not in device)
+    monkeypatch.setattr(gemm, "has_fast_bf16", lambda: True)
+    bound = int(rows.split()[-1]) if rows != "any" else 1
+    for name in re.findall(r"`(\w+)`", schemes):
+        layer = make_layer(name, 96, 256, torch.bfloat16).to("cuda" if on_cuda else "cpu")
+        for count in {"any": (1, 300), "up": (1, bound), "from": (bound, 300)}[rows.split()[0]]:
+            layer(torch.randn(count, 256, dtype=torch.bfloat16, device=layer.weight.device))
+            assert layer.kernel_name == kernel
+        if rows != "any":
+            layer(torch.randn(bound + 1 if rows.startswith("up") else bound - 1, 256, dtype=torch.bfloat16))
+            assert layer.kernel_name != kernel

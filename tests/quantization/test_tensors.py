@@ -147,7 +147,8 @@ def test_saved_pickled_copied_and_detached_it_is_the_same(name):
     file.seek(0)
     for other in (
         torch.load(file, weights_only=True)["weight"],
-        pickle.loads(pickle.dumps(weight)),
+        # PyTorch cannot unpickle FP8 outside of `torch.load`, plain tensors neither.
+        weight if name == "fp8" else pickle.loads(pickle.dumps(weight)),
         copy.deepcopy(weight),
         weight.detach(),
         weight.clone(),

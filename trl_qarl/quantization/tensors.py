@@ -196,7 +196,7 @@ def _to_copy(func, types, args, kwargs):
     to = self._get_to_kwargs(*args[1:], **kwargs)
     if not to["dtype"].is_floating_point:
         raise TypeError(f"A low-bit tensor has no {to['dtype']} form. Its codes are `qdata`.")
-    qdata, scale = (t.to(to["device"], non_blocking=to["non_blocking"]) for t in (self.qdata, self.scale))
+    qdata, scale = (t.to(to["device"], non_blocking=to.get("non_blocking", False)) for t in (self.qdata, self.scale))
     moved = LowBitTensor(qdata, scale, self.scheme, to["dtype"])
     return return_and_correct_aliasing(func, args, kwargs, moved)
 

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-import trl_qarl.quantization.linear
+import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, TRAINING, make_problems, make_tiny_model, make_tiny_tokenizer, spread, stop_at
 from trl_qarl.forward import FORWARD_KEYS, takes_positions
 from trl_qarl.objectives.presets import PRESETS
@@ -279,9 +279,9 @@ def test_several_updates_use_each_completion_once_per_generation_batch(tiny_mode
 
 def test_masters_are_quantized_once_per_optimizer_step(tiny_model, tmp_path, monkeypatch):
     calls = []
-    original = trl_qarl.quantization.linear.quantize_weight
+    original = trl_qarl.quantization.tensors.quantize_weight
     monkeypatch.setattr(
-        trl_qarl.quantization.linear, "quantize_weight", lambda *args: calls.append(1) or original(*args)
+        trl_qarl.quantization.tensors, "quantize_weight", lambda *args: calls.append(1) or original(*args)
     )
     trainer = make(tiny_model, tmp_path, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=3)
     trainer.train()

@@ -202,12 +202,12 @@ def product_reference(layer, x, grad):
     """
     import torch
 
-    from trl_qarl.quantization.quantize import LowBitWeight, dequantize_weight, product_weight, quantize_activation
+    from trl_qarl.quantization.quantize import dequantize, quantize_activation
 
-    weight = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
+    weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     seen, grad = x.detach().double(), grad.double()
     if layer.scheme.activation_type is not None:
-        seen = dequantize_weight(LowBitWeight(*quantize_activation(x.detach(), layer.scheme)), torch.float64)
+        seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
     return seen @ weight.t() + layer.bias.detach().double(), grad @ weight, grad.t() @ seen, grad.sum(0)
 
 

@@ -13,10 +13,12 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "QaRLConfig",
     "QaRLTrainer",
+    "QaRLWeightConfig",
     "QuantScheme",
     "QuantizedLinear",
     "SwapReport",
     "__version__",
+    "convert_model",
     "export_checkpoint",
     "get_scheme",
     "load_engine",
@@ -27,9 +29,11 @@ __all__ = [
 _MODULES = {
     "QaRLConfig": "qarl_config",
     "QaRLTrainer": "qarl_trainer",
+    "QaRLWeightConfig": "quantization.swap",
     "QuantScheme": "quantization.schemes",
     "QuantizedLinear": "quantization.linear",
     "SwapReport": "quantization.swap",
+    "convert_model": "quantization.swap",
     "export_checkpoint": "quantization.export",
     "get_scheme": "quantization.schemes",
     "load_engine": "rollout.engines",
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
     from .quantization.export import export_checkpoint
     from .quantization.linear import QuantizedLinear
     from .quantization.schemes import QuantScheme, get_scheme
-    from .quantization.swap import SwapReport, prepare_model, restore_model
+    from .quantization.swap import QaRLWeightConfig, SwapReport, convert_model, prepare_model, restore_model
     from .rollout.engines import load_engine
 
 

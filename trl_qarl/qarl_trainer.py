@@ -27,7 +27,7 @@ from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
 from .objectives.weights import mismatch_ratio, sequence_log_ratio, weigh_advantages
 from .qarl_config import QaRLConfig
 from .quantization.schemes import get_scheme
-from .quantization.swap import deactivate, low_bit_forward, prepare_model, quantized_layers
+from .quantization.swap import disable_quantized_forward, prepare_model, quantized_forward, quantized_layers
 from .rollout.engines import server_process
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
@@ -160,7 +160,7 @@ class QaRLTrainer(GRPOTrainer):
         scheme = get_scheme(args.scheme, args.group_size)
         self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if not args.quantize_learner:
-            deactivate(self.model)
+            disable_quantized_forward(self.model)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
 
     def _make_generation(self, **kwargs):
@@ -209,7 +209,7 @@ class QaRLTrainer(GRPOTrainer):
             else:
                 model = self.accelerator.unwrap_model(self.model_wrapped)
                 recording = record_sampling_logps(model, self.temperature)
-                with recording as recorded, low_bit_forward(model), self.accelerator.autocast():
+                with recording as recorded, quantized_forward(model), self.accelerator.autocast():
                     completion_ids, _ = super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
                 logps = recorded[0].cpu().tolist()
                 logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]

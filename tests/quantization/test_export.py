@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing_utils import make_tiny_model
 from trl_qarl.cli import main
 from trl_qarl.quantization.export import export_checkpoint
-from trl_qarl.quantization.quantize import dequantize_weight
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
@@ -53,7 +52,7 @@ def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, ar
             assert local[key].dtype is value.dtype
             assert torch.equal(local[key].view(torch.uint8), value.view(torch.uint8)), (fqn, key)
         weight = compressor.decompress(local, scheme)["weight"]
-        assert torch.equal(weight, dequantize_weight(layer.low_bit_weight(), weight.dtype))
+        assert torch.equal(weight, layer.low_bit_weight().dequantize(weight.dtype))
     masters = model.state_dict()
     assert all(torch.equal(value, masters[key].bfloat16()) for key, value in tensors.items())
     assert ("lm_head.weight" in tensors) == (not model.config.tie_word_embeddings)

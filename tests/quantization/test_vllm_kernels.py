@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from trl_qarl import QaRLConfig, prepare_model
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import kernels_run
 from trl_qarl.quantization.vllm_kernels import check_vllm_kernel
 
@@ -44,9 +45,7 @@ def test_the_product_and_its_gradients_are_those_of_the_torch_kernel(rows, out_f
 
 
 def _weight(layer):
-    from trl_qarl.quantization.quantize import dequantize_weight
-
-    return dequantize_weight(layer.low_bit_weight(), torch.bfloat16).double()
+    return layer.low_bit_weight().dequantize(torch.bfloat16).double()
 
 
 @pytest.mark.vllm
@@ -71,7 +70,6 @@ def test_a_changed_master_changes_what_the_kernel_computes():
     ],
 )
 def test_where_it_cannot_run_it_is_refused(scheme, dtype, shape, message):
-    from trl_qarl.quantization.schemes import get_scheme
 
     with pytest.raises(ValueError, match=message):
         check_vllm_kernel(get_scheme(scheme), dtype, torch.device("cpu"), torch.Size(shape))

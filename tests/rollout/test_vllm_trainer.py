@@ -6,7 +6,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from testing_utils import logged, make_vllm_trainer
 from trl_qarl.objectives.weights import mismatch_ratio
-from trl_qarl.quantization.swap import low_bit_forward
+from trl_qarl.quantization.swap import quantized_forward
 from trl_qarl.rollout.deep_audit import deep_audit
 
 
@@ -62,7 +62,7 @@ class TestColocated:
         assert max(logged(trainer, "quant/code_flip_rate")) > 0
         trainer.model.train()
         batch = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 8)
-        with low_bit_forward(trainer.model), torch.no_grad():
+        with quantized_forward(trainer.model), torch.no_grad():
             low_bit, _, _ = trainer._score(trainer.model, batch)
         mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
         assert (low_bit - sampling)[mask].abs().max() < 1e-5

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from trl_qarl.quantization import gemm
-from trl_qarl.quantization.quantize import checkpoint_tensors, dequantize_weight, quantize_weight
 from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 pytest.importorskip("vllm")
@@ -20,7 +20,7 @@ def make_engine_apply(name, low_bit, dtype, shape):
     from trl_qarl.vllm_plugin.cpu_kernels import QaRLInt8Kernel, QaRLWeightOnlyKernel
 
     layer = nn.Module()
-    for key, tensor in checkpoint_tensors(low_bit, get_scheme(name)).items():
+    for key, tensor in low_bit.checkpoint_tensors().items():
         layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
     if name == "w8a8":
         kernel = object.__new__(QaRLInt8Kernel)
@@ -42,13 +42,13 @@ def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dt
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
     for shape in [(64, 128), (33, 96), (256, 2048)] + [(16, 100)] * (name != "w4a16"):
         torch.manual_seed(0)
-        low_bit = quantize_weight(torch.randn(shape), get_scheme(name), dtype)
+        low_bit = LowBitTensor.from_hp(torch.randn(shape), get_scheme(name), dtype)
         apply = make_engine_apply(name, low_bit, dtype, shape)
         x, bias = torch.randn(300, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
         # Decode first: what a layer keeps must serve both.
         decode = torch.cat([apply(row, bias) for row in x[:64].split(1)])
         for rows in (16, 17, 33, 64, 300):
             assert torch.equal(apply(x[:rows], bias)[:64], decode[:rows]), (shape, rows)
-        exact = x.double() @ dequantize_weight(low_bit, torch.float64).t() + bias
+        exact = x.double() @ low_bit.dequantize(torch.float64).t() + bias
         error = (apply(x, bias).double() - exact).norm() / exact.norm()
         assert error < (2e-2 if name == "w8a8" else 5e-3)

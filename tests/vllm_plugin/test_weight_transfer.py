@@ -364,9 +364,9 @@ def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
 
 
 def test_log_probs_are_compared_with_the_low_bit_forward_of_an_unaligned_learner(publisher):
-    from trl_qarl.quantization.swap import deactivate
+    from trl_qarl.quantization.swap import disable_quantized_forward
 
-    deactivate(publisher.model)
+    disable_quantized_forward(publisher.model)
     try:
         assert publisher.publish("rollout-only")["publish/canary_abs_logp"] < 1e-5
         assert (
@@ -374,7 +374,7 @@ def test_log_probs_are_compared_with_the_low_bit_forward_of_an_unaligned_learner
         )
     finally:
         for layer in quantized_layers(publisher.model).values():
-            layer.is_active = True
+            layer.use_quantized_forward = True
 
 
 def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):

@@ -101,13 +101,12 @@ def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, fl
     """The floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
     import torch
 
-    from ..quantization.quantize import dequantize_weight
     from ..quantization.swap import quantized_layers, restore_model
 
     model = _load_learner(path, scheme, dtype)
     with torch.no_grad():
         for layer in quantized_layers(model).values():
-            layer.weight.copy_(dequantize_weight(layer.low_bit_weight(), dtype))
+            layer.weight.copy_(layer.low_bit_weight().dequantize(dtype))
     restore_model(model)
     with _engine(model, dtype, max_num_seqs=len(_TOPICS)) as (llm, publisher):
         publisher.publish("0")

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 
 import torch
 
-from .quantize import LowBitWeight, unpack_int4
+from .quantize import unpack_int4
 from .schemes import QuantScheme
+from .tensors import LowBitTensor
 
 
 __all__ = ["LEARNER_KERNELS", "check_vllm_kernel", "vllm_linear", "vllm_operands"]
@@ -49,25 +50,23 @@ def check_vllm_kernel(scheme: QuantScheme, dtype: torch.dtype, device: torch.dev
             raise ValueError(f"learner_kernel='vllm' cannot be used: {reason}. Use 'auto' or 'torch'.")
 
 
-def vllm_operands(low_bit: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
+def vllm_operands(weight: LowBitTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, blocks of 16 output channels with 8 codes per int32, and `(K / group_size, N)` scales, as the kernel reads them."""
     # Linux lets a process use AMX once it has asked. vLLM's kernel uses it without asking.
     torch.cpu._init_amx()
-    codes = unpack_int4(low_bit.qdata).t()
+    codes = unpack_int4(weight.qdata).t()
     in_features = codes.shape[0]
     shifts = 4 * torch.arange(8, dtype=torch.int32)
     packed = (codes.reshape(in_features, -1, 8) << shifts).sum(-1, dtype=torch.int32)
     packed = packed.view(in_features, -1, 2).permute(1, 0, 2).reshape(-1, in_features * 2).contiguous()
-    return packed, low_bit.scale.t().contiguous()
+    return packed, weight.scale.t().contiguous()
 
 
-def vllm_linear(
-    x: torch.Tensor, bias: torch.Tensor | None, operands: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, str]:
-    """`y = x @ w'.T + bias` for activations `(M, K)` with operands of [`vllm_operands`]; `y` and the kernel's name."""
+def vllm_linear(x: torch.Tensor, weight: LowBitTensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, str]:
+    """`y = x @ w'.T + bias` for activations `(M, K)`; `y` and the kernel's name."""
     import vllm._custom_ops as ops
 
-    packed, scale = operands
+    packed, scale = weight.cached(vllm_operands)
     isa = "amx" if torch.cpu._is_amx_tile_supported() and x.dtype is torch.bfloat16 else "vec"
     y = ops.cpu_gemm_wna16(
         input=x.contiguous(),

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..quantization.linear import QuantizedLinear
-from ..quantization.quantize import dequantize_weight, product_weight
 
 
 __all__ = [
@@ -90,9 +89,9 @@ def sqnr(layers: Mapping[str, QuantizedLinear]) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
     for name, layer in layers.items():
         weight = layer.weight.float()
-        low_bit = product_weight(layer.low_bit_weight(), layer.scheme)
+        low_bit = layer.low_bit_weight().gemm_weight()
         signal = weight.square().sum().item()
-        noise = (weight - dequantize_weight(low_bit, torch.float32)).square().sum().item()
+        noise = (weight - low_bit.dequantize(torch.float32)).square().sum().item()
         for key in ("quant/sqnr", f"quant/sqnr/{name.rpartition('.')[2]}"):
             total = sums.setdefault(key, [0.0, 0.0])
             total[0], total[1] = total[0] + signal, total[1] + noise

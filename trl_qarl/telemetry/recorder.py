@@ -15,7 +15,7 @@ from typing_extensions import override
 from ..forward import FORWARD_KEYS, loss_mask
 from ..objectives.presets import rejects_by_product
 from ..objectives.weights import mismatch_weight, sequence_log_ratio
-from ..quantization.swap import low_bit_forward, quantized_layers
+from ..quantization.swap import quantized_forward, quantized_layers
 from .bounds import histogram_bounds, sequence_bounds
 from .codes import (
     STALLED_FLIP_RATE,
@@ -227,7 +227,7 @@ class Recorder(TrainerCallback):
             if engine is not None:
                 engine_ids, engine_logps = likeliest(engine([ids], TOP_K)[0][-count:])
             else:
-                with low_bit_forward(self.model):
+                with quantized_forward(self.model):
                     engine_ids, engine_logps = top_log_probs(
                         learner_log_probs(self.model, torch.tensor(ids, device=device), count)
                     )

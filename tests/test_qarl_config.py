@@ -162,8 +162,7 @@ def test_unknown_scheme_and_objective_raise(tmp_path):
     [
         ({"group_size": 48}, "group_size=48"),
         ({"scheme": "fp8", "group_size": 64}, "has no groups"),
-        ({"alignment": "learner-only"}, "'learner-only' is unknown.*'rollout-only'"),
-        ({"alignment": "rollout-only", "scheme": "bf16"}, "alignment='rollout-only' with scheme='bf16'"),
+        ({"quantize_learner": False, "scheme": "bf16"}, "no low-bit weight for the rollout to run.*leave out"),
         ({"scheme": "bf16", "exclude_modules": ["o_proj"]}, "quantizes nothing"),
         ({"negative_epsilon_low": -1e-4}, "negative_epsilon_low"),
         ({"negative_epsilon_low": 1.5}, "between 0 and 1"),
@@ -266,8 +265,7 @@ def test_bounds_of_the_mismatch_keep_trls_defaults_under_tbpo(tmp_path):
     ("options", "match"),
     [
         ({}, "fp16=True with scheme='w4a16'.*underflows to NaN.*bf16=True"),
-        ({"alignment": "none"}, "fp16=True with use_cpu=True.*computes in float32"),
-        ({"scheme": "bf16"}, "fp16=True with use_cpu=True"),
+        ({"scheme": "bf16"}, "fp16=True with use_cpu=True.*computes in float32"),
     ],
 )
 def test_fp16_is_refused_where_it_is_not_what_it_says(tmp_path, options, match):

@@ -17,9 +17,10 @@ from trl.trainer import grpo_trainer
 
 import trl_qarl.quantization.linear
 from testing_utils import CHAT_TEMPLATE, TRAINING, make_problems, make_tiny_model, make_tiny_tokenizer, spread, stop_at
+from trl_qarl.forward import FORWARD_KEYS, takes_positions
 from trl_qarl.objectives.presets import PRESETS
 from trl_qarl.qarl_config import QaRLConfig
-from trl_qarl.qarl_trainer import QaRLTrainer, _takes_positions
+from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.export import export_checkpoint
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import quantized_layers, restore_model
@@ -146,7 +147,7 @@ def test_policy_that_its_updates_do_not_reach_is_warned_about_once(tiny_model, t
     trainer = make(tiny_model, tmp_path, learning_rate=1e-12, max_steps=54, optim="sgd", weight_decay=0.0)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    warnings = [record.getMessage() for record in caplog.records if "deaf" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "stalled" in record.getMessage()]
     assert len(warnings) == 1 and "Raise `learning_rate` (1e-12 here)" in warnings[0] and "float32" in warnings[0]
 
 
@@ -184,23 +185,23 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
     assert rows(trainer)[0]["mismatch/abs_logp_mean"] > 1e-3
 
 
-def test_learner_runs_its_masters_and_the_rollout_low_bits_with_alignment_rollout_only(tiny_model, tmp_path):
+def test_learner_that_is_not_quantized_runs_its_masters_and_the_rollout_low_bits(tiny_model, tmp_path):
     mismatch, divergence, batches = {}, {}, {}
-    for alignment in ("aligned", "rollout-only"):
-        options = {"alignment": alignment, "bf16": False, "max_steps": 1, "mismatch_probe_steps": 1}
-        trainer = make(tiny_model, tmp_path / alignment, **options)
+    for is_quantized in (True, False):
+        options = {"quantize_learner": is_quantized, "bf16": False, "max_steps": 1, "mismatch_probe_steps": 1}
+        trainer = make(tiny_model, tmp_path / str(is_quantized), **options)
         generate = trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = lambda x, f=generate, a=alignment: batches.setdefault(a, f(x))
+        trainer._generate_and_score_completions = lambda x, f=generate, q=is_quantized: batches.setdefault(q, f(x))
         initial = {name: p.clone() for name, p in trainer.model.state_dict().items()}
         trainer.train()
-        mismatch[alignment] = rows(trainer)[0]["mismatch/abs_logp_mean"]
-        divergence[alignment] = rows(trainer)[0]["mismatch/probe_kl"]
+        mismatch[is_quantized] = rows(trainer)[0]["mismatch/abs_logp_mean"]
+        divergence[is_quantized] = rows(trainer)[0]["mismatch/probe_kl"]
     # The rollouts run the same low-bit weights with the same seed.
-    aligned, batch = batches["aligned"], batches["rollout-only"]
+    quantized, batch = batches[True], batches[False]
     for name in ("completion_ids", "sampling_per_token_logps", "advantages"):
-        assert torch.equal(aligned[name], batch[name])
-    assert mismatch["aligned"] < 1e-6 and mismatch["rollout-only"] > 1e-3
-    assert abs(divergence["aligned"]) < 1e-6 < divergence["rollout-only"]
+        assert torch.equal(quantized[name], batch[name])
+    assert mismatch[True] < 1e-6 and mismatch[False] > 1e-3
+    assert abs(divergence[True]) < 1e-6 < divergence[False]
     assert len(quantized_layers(trainer.model)) == 14
     trainer.model.load_state_dict(initial)
     restore_model(trainer.model)
@@ -212,16 +213,17 @@ def test_learner_runs_its_masters_and_the_rollout_low_bits_with_alignment_rollou
     assert torch.equal(batch["old_per_token_logps"], untouched)
 
 
-def test_update_of_rollout_only_is_that_of_an_unquantized_learner_on_the_same_completions(tiny_model, tmp_path):
-    trainers = {
-        alignment: make(tiny_model, tmp_path / alignment, alignment=alignment, bf16=False, beta=0.1)
-        for alignment in ("rollout-only", "none")
-    }
-    quantized = trainers["rollout-only"]
-    quantized.model.train()
-    inputs = quantized._generate_and_score_completions([{"prompt": f"{i // 4} +"} for i in range(8)])
+def test_update_of_a_learner_that_is_not_quantized_is_that_of_scheme_bf16_on_the_same_completions(
+    tiny_model, tmp_path
+):
+    rollout_only, _ = trainers = [
+        make(tiny_model, tmp_path / str(i), **options, bf16=False, beta=0.1)
+        for i, options in enumerate(({"quantize_learner": False}, {"scheme": "bf16"}))
+    ]
+    rollout_only.model.train()
+    inputs = rollout_only._generate_and_score_completions([{"prompt": f"{i // 4} +"} for i in range(8)])
     gradients, references = [], []
-    for trainer in trainers.values():
+    for trainer in trainers:
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
         trainer._compute_loss(trainer.model, inputs).backward()
@@ -232,27 +234,16 @@ def test_update_of_rollout_only_is_that_of_an_unquantized_learner_on_the_same_co
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
-def test_reference_of_an_unaligned_run_is_its_unquantized_learner(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, alignment="rollout-only", beta=0.1, bf16=False, max_steps=2)
+def test_reference_of_a_learner_that_is_not_quantized_is_not_either(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, quantize_learner=False, beta=0.1, bf16=False, max_steps=2)
     trainer.train()
     assert not quantized_layers(trainer.ref_model)
     assert rows(trainer)[0]["kl"] == pytest.approx(0, abs=1e-7) and rows(trainer)[-1]["quant/code_flip_rate"] > 0
 
 
-def test_alignment_none_equals_scheme_bf16_bit_for_bit(tiny_model, tmp_path):
-    none = make(tiny_model, tmp_path / "none", alignment="none", exclude_modules=["o_proj"])
-    none.train()
-    bf16 = make(tiny_model, tmp_path / "bf16", scheme="bf16")
-    bf16.train()
-    assert none.args.scheme == "w4a16" and not none.swap_report.scheme.is_quantized
-    for expected, actual in zip(rows(bf16), rows(none), strict=True):
-        assert without_times(actual) == without_times(expected)
-    assert all(torch.equal(p, bf16.model.get_parameter(name)) for name, p in none.model.named_parameters())
-
-
 def test_rollout_func_that_would_run_the_masters_is_refused(tiny_model, tmp_path):
-    args = arguments(tmp_path, alignment="rollout-only")
-    with pytest.raises(ValueError, match="alignment='rollout-only' and use_vllm=False"):
+    args = arguments(tmp_path, quantize_learner=False)
+    with pytest.raises(ValueError, match="quantize_learner=False and use_vllm=False"):
         QaRLTrainer(tiny_model, spread, args, make_problems(), rollout_func=lambda prompts, trainer: {})
 
 
@@ -375,18 +366,11 @@ def test_checkpoint_of_another_scheme_is_refused(tiny_model, tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_checkpoint_of_another_alignment_is_refused(tiny_model, tmp_path):
+def test_checkpoint_of_another_kind_of_learner_is_refused(tiny_model, tmp_path):
     make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    other = make(tiny_model, tmp_path, max_steps=2, alignment="rollout-only")
-    with pytest.raises(ValueError, match="'alignment': 'aligned'.*'alignment': 'rollout-only'"):
+    other = make(tiny_model, tmp_path, max_steps=2, quantize_learner=False)
+    with pytest.raises(ValueError, match="'quantize_learner': True.*'quantize_learner': False"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_checkpoint_without_a_record_of_its_alignment_was_trained_aligned(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    path = tmp_path / "checkpoint-1" / "qarl.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "alignment"}))
-    assert make(tiny_model, tmp_path).find_checkpoint(str(path.parent)) == str(path.parent)
 
 
 def test_excluded_modules_may_be_a_tuple(tiny_model, tmp_path):
@@ -456,7 +440,7 @@ def test_save_model_writes_ordinary_masters_and_the_scheme(tiny_model, tmp_path)
     assert all(torch.equal(p, trainer.model.get_parameter(name)) for name, p in loaded.named_parameters())
     assert json.loads((tmp_path / "masters" / "qarl.json").read_text()) == {
         "scheme": "w4a16",
-        "alignment": "aligned",
+        "quantize_learner": True,
         "group_size": 64,
         "exclude_modules": ["o_proj"],
         "scale_dtype": "bfloat16",
@@ -704,7 +688,6 @@ def test_experts_in_high_precision_train_where_they_are_allowed_or_nothing_is_qu
     trainer.train()
     assert len(trainer.swap_report.converted) == 8
     make(model, tmp_path / "bf16", scheme="bf16")
-    make(model, tmp_path / "none", alignment="none")
 
 
 def with_pictures(name="image"):
@@ -796,9 +779,9 @@ def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_p
 
 def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert _takes_positions(model)
+    assert takes_positions(model)
     model.config.get_text_config = lambda: object()
-    assert not _takes_positions(model)
+    assert not takes_positions(model)
 
 
 @pytest.mark.parametrize(
@@ -894,20 +877,18 @@ def test_rollout_func_without_log_probs_raises(tiny_model, tmp_path):
 
 
 def test_the_forward_that_trl_scores_with_gets_no_positions():
-    """The seam that `_count_positions` leans on: the model is called once, with keyword arguments, and used for nothing else."""
+    """The seam that `count_positions` leans on: the model is called once, with keyword arguments, and used for nothing else."""
     source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
     assert "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)" in source
     assert source.count("model(") == 1 and "model." not in source and '"position_ids"' not in source
 
 
 def test_every_forward_argument_of_trl_reaches_the_scoring_forward():
-    """`_FORWARD_KEYS` repeats what TRL passes to `_get_per_token_logps_and_entropies`."""
-    from trl_qarl.qarl_trainer import _FORWARD_KEYS
-
+    """`FORWARD_KEYS` repeats what TRL passes to `_get_per_token_logps_and_entropies`."""
     names = set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     own = {"self", "model", "input_ids", "attention_mask", "logits_to_keep"}
     own |= {"batch_size", "compute_entropy", "compute_aux_loss"}
-    assert names - own == set(_FORWARD_KEYS)
+    assert names - own == set(FORWARD_KEYS)
 
 
 def test_the_seam_is_where_it_was():

@@ -17,6 +17,7 @@ from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
+from . import resume
 from .checks import PICTURES, check_arguments, check_dropout, check_launch, problems_of_masters
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
@@ -27,16 +28,6 @@ from .objectives.weights import mismatch_ratio, sequence_log_ratio, weigh_advant
 from .qarl_config import QaRLConfig
 from .quantization.schemes import get_scheme
 from .quantization.swap import deactivate, low_bit_forward, prepare_model, quantized_layers
-from .resume import (
-    SCHEME_FILE,
-    batch_shape,
-    find_checkpoint,
-    is_complete,
-    load_batch,
-    save_batch,
-    scheme_record,
-    write_scheme,
-)
 from .rollout.engines import server_process
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
@@ -130,7 +121,7 @@ class QaRLTrainer(GRPOTrainer):
                 environment_factory=environment_factory,
             )
         if rollout_func is not None:
-            self.rollout_func = self._shared(rollout_func)
+            self.rollout_func = all_or_none(self.accelerator)(rollout_func)
         if not args.use_vllm:
             self._prepare_policy()
             self.generation_config = OwnGenerationConfig(**self.generation_config.to_dict())
@@ -149,8 +140,11 @@ class QaRLTrainer(GRPOTrainer):
             "reward_funcs": self.reward_func_names,
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
         }
-        self.add_callback(_Requantize(self.recorder, self.ref_model))
+        self.add_callback(self.recorder)
         self.add_callback(RunLog(args, self.recorder, described))
+        if args.sync_ref_model:
+            # After TRL's callback that writes to it.
+            self.add_callback(_RefreshReference(self.ref_model))
 
     def _prepare_policy(self) -> None:
         check_launch(self.accelerator, is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
@@ -208,40 +202,29 @@ class QaRLTrainer(GRPOTrainer):
         if self.use_vllm and images is not None:
             raise ValueError(PICTURES)
         # Between calls of tools, processes generate each as often as they need.
-        generate = self._generate_and_measure if self._calls_tools else self._shared(self._generate_and_measure)
-        return generate(prompt_ids, images, *args, **kwargs)
+        shared = nullcontext() if self._calls_tools else all_or_none(self.accelerator)
+        with shared, self.recorder.time("rollout"):
+            if self.use_vllm:
+                completion_ids, logps = super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+            else:
+                model = self.accelerator.unwrap_model(self.model_wrapped)
+                recording = record_sampling_logps(model, self.temperature)
+                with recording as recorded, low_bit_forward(model), self.accelerator.autocast():
+                    completion_ids, _ = super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+                logps = recorded[0].cpu().tolist()
+                logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
+        self.recorder.observe_turn(completion_ids)
+        return completion_ids, logps
 
     @override
     def _tool_call_loop(self, *args, **kwargs):
         """As TRL's; a failure of one process is raised by all."""
         self._calls_tools = True
         try:
-            return self._shared(super()._tool_call_loop)(*args, **kwargs)
+            with all_or_none(self.accelerator):
+                return super()._tool_call_loop(*args, **kwargs)
         finally:
             self._calls_tools = False
-
-    def _shared(self, function):
-        """`function`, of which a failure of one process is raised by all."""
-
-        def shared(*args, **kwargs):
-            with all_or_none(self.accelerator):
-                return function(*args, **kwargs)
-
-        return shared
-
-    def _generate_and_measure(self, prompt_ids, *args, **kwargs):
-        with self.recorder.time("rollout"):
-            if self.use_vllm:
-                completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            else:
-                model = self.accelerator.unwrap_model(self.model_wrapped)
-                recording = record_sampling_logps(model, self.temperature)
-                with recording as recorded, low_bit_forward(model), self.accelerator.autocast():
-                    completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-                logps = recorded[0].cpu().tolist()
-                logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
-        self.recorder.observe_turn(completion_ids)
-        return completion_ids, logps
 
     @override
     def _generate(self, prompts):
@@ -314,7 +297,7 @@ class QaRLTrainer(GRPOTrainer):
             return
         folder = self._checkpoint_folder(trial=None)
         # The main process decides, as it is the one that completes the folder.
-        is_saved = [is_complete(folder)]
+        is_saved = [resume.is_complete(folder)]
         broadcast_object_list(is_saved, from_process=0)
         if is_saved[0]:
             logger.warning("%s is complete and stays as it is.", folder)
@@ -413,8 +396,8 @@ class QaRLTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
         With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely. A vLLM server that
-        was started here ends with training, however that ends, SIGTERM included. The next rollout publishes whatever the step count says, as
-        `load_best_model_at_end` may have changed the weights.
+        was started here ends with training, however that ends, SIGTERM included. The next rollout publishes whatever the
+        step count says, as `load_best_model_at_end` may have changed the weights.
         """
         restore_sigterm = exit_on_sigterm() if self.use_vllm and self.is_world_process_zero() else None
         try:
@@ -433,30 +416,30 @@ class QaRLTrainer(GRPOTrainer):
         Raises:
             ValueError: if there is no such checkpoint, or if it was trained with another scheme or learner.
         """
-        return find_checkpoint(resume_from_checkpoint, self.args.output_dir, self._scheme_record())
+        return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self._scheme_record())
 
     def _scheme_record(self) -> dict[str, Any]:
-        return scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
+        return resume.scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the masters, as TRL does, and beside them which scheme they were trained for."""
         super()._save(output_dir, state_dict)
-        write_scheme(self.args.output_dir if output_dir is None else output_dir, self._scheme_record())
+        resume.write_scheme(self.args.output_dir if output_dir is None else output_dir, self._scheme_record())
 
     @override
     def _save_checkpoint(self, model, trial):
         """Also saves the generation batch in progress, so that a resumed run goes on with the same completions."""
         # Before the rest, whose last file marks a complete checkpoint.
         folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
-        save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
+        resume.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
         super()._save_checkpoint(model, trial)
 
     @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Uploads the scheme with the model files, of which transformers copies those it knows."""
         if self.is_world_process_zero():
-            shutil.copy(Path(checkpoint_folder) / SCHEME_FILE, self.args.output_dir)
+            shutil.copy(Path(checkpoint_folder) / resume.SCHEME_FILE, self.args.output_dir)
         super()._push_from_checkpoint(checkpoint_folder)
 
     @override
@@ -464,29 +447,21 @@ class QaRLTrainer(GRPOTrainer):
         """Also restores the generation batch in progress, or drops it where this run's batches have another shape."""
         super()._load_optimizer_and_scheduler(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
-        batch = load_batch(checkpoint, rank, self._batch_shape(), device)
+        batch = resume.load_batch(checkpoint, rank, self._batch_shape(), device)
         if batch is not None:
             self._step, self._buffered_inputs = batch
 
     def _batch_shape(self) -> dict[str, int]:
-        return batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)
+        return resume.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)
 
 
-class _Requantize(TrainerCallback):
-    """Has the recorder quantize the masters after each optimizer step, and those of a synchronized reference quantized anew."""
+class _RefreshReference(TrainerCallback):
+    """TRL synchronizes the reference through `.data`, which no layer can notice where the optimizer's step was skipped."""
 
-    def __init__(self, recorder: Recorder, ref_model):
-        self.recorder, self.ref_model = recorder, ref_model
+    def __init__(self, ref_model):
+        self.ref_model = ref_model
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.recorder.begin_step()
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.recorder.end_step()
-
+    @override
     def on_step_end(self, args, state, control, **kwargs):
-        if args.sync_ref_model:
-            # TRL's callback, which comes before this one, writes through `.data`, which no layer can notice where a loss
-            # scaler skipped the optimizer's step.
-            for layer in quantized_layers(self.ref_model).values():
-                layer.invalidate()
+        for layer in quantized_layers(self.ref_model).values():
+            layer.invalidate()

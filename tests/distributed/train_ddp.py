@@ -5,12 +5,15 @@ import json
 import sys
 
 from accelerate import PartialState
+from datasets import Dataset
 
 from testing_utils import make_trainer
 
 
 model, output_dir, options = sys.argv[1:]
-trainer = make_trainer(model, output_dir, **({"per_device_train_batch_size": 2} | json.loads(options)))
+prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+options = {"per_device_train_batch_size": 2} | json.loads(options)
+trainer = make_trainer(model, output_dir, train_dataset=prompts, **options)
 trainer.train()
 digest = hashlib.sha256()
 for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters():

@@ -44,14 +44,16 @@ class TestColocated:
         assert logged(trainer, "mismatch/unknown_tokens") == [0, 0]
         assert logged(trainer, "rollout/weight_version") == [0, 2]
         # TRL's losses reject whole completions by their mismatch, TBPO does not.
-        assert logged(trainer, "mismatch/rejected_share") == ([] if trainer.args.objective == "tbpo" else [0, 0])
+        is_tbpo = trainer.args.objective == "tbpo"
+        assert logged(trainer, "mismatch/rejected_share") == ([] if is_tbpo else [0, 0])
+        assert bool(logged(trainer, "sampling/importance_sampling_ratio/mean")) != is_tbpo
         assert all(value > 0 for value in logged(trainer, "publish/tensors"))
         assert trainer.vllm_generation.llm.get_weight_version().startswith("2-")
         if scheme != "bf16":
             assert max(logged(trainer, "quant/code_flip_rate")) > 0
 
-    def test_engine_runs_low_bits_and_the_learner_its_masters_with_alignment_rollout_only(self, tmp_path):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", alignment="rollout-only", mismatch_probe_steps=2)
+    def test_learner_that_is_not_quantized_runs_its_masters_and_the_engine_low_bits(self, tmp_path):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", quantize_learner=False, mismatch_probe_steps=2)
         trainer.train()
         assert min(logged(trainer, "mismatch/abs_logp_mean")) > 1e-3
         # KL is of second order in the difference of log-probs.

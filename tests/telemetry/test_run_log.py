@@ -69,15 +69,15 @@ def test_every_generation_batch_has_a_row_whatever_is_logged(tiny_model, tmp_pat
 
 
 def test_run_file_says_what_was_run(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, objective="gspo", alignment="rollout-only", seed=7, max_steps=1).train()
+    make(tiny_model, tmp_path, objective="gspo", quantize_learner=False, seed=7, max_steps=1).train()
     run = json.loads((tmp_path / "run.json").read_text())
     versions, options = run.pop("versions"), run.pop("options")
     assert options["num_generations"] == 4 and options["max_completion_length"] == 8 and "save_strategy" not in options
     assert not options.keys() & run.keys() and not any("seed" in name or "dir" in name for name in options)
     assert run == {
         "objective": "gspo",
-        "alignment": "rollout-only",
         "scheme": "w4a16",
+        "quantize_learner": False,
         "group_size": 128,
         "seed": 7,
         "model": tiny_model,

@@ -1,4 +1,4 @@
-"""[`Recorder`]: everything that is measured about a run, between the trainer that calls and the callbacks that write."""
+"""[`Recorder`]: everything that is measured about a run, between the trainer that calls and the callback that writes."""
 
 import logging
 import time
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
+from typing_extensions import override
 
 from ..forward import FORWARD_KEYS, loss_mask
 from ..objectives.presets import rejects_by_product
@@ -44,7 +46,7 @@ __all__ = ["Recorder"]
 logger = logging.getLogger(__name__)
 
 
-class Recorder:
+class Recorder(TrainerCallback):
     """
     Counters, timers and histograms of one run.
 
@@ -249,13 +251,14 @@ class Recorder:
             counts = torch.cat([counts, ratio_histograms(sequences, advantages, mask.bool().any(-1))])
         self._histograms = counts if self._histograms is None else self._histograms + counts
 
-    def begin_step(self) -> None:
-        """Before the optimizer's step."""
+    @override
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._step_start = time.perf_counter()
         self._masters = sampled_masters(quantized_layers(self.model))
 
-    def end_step(self) -> None:
-        """After it: quantizes the masters, measures how many codes changed, and warns once where none do for long."""
+    @override
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Quantizes the masters, measures how many codes changed, and warns once where none do for long."""
         layers = quantized_layers(self.model)
         rate = code_flip_rate(layers.values())
         self.synchronize()

@@ -185,8 +185,8 @@ def _multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         raise TypeError("A low-bit tensor can be the weight of `F.linear` only. Use `dequantize()` elsewhere.")
     if weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            "A low-bit weight takes no gradient, but it has requires_grad=True. Train its master (`prepare_model`), "
-            "or freeze it: `weight.requires_grad_(False)`."
+            "A low-bit weight takes no gradient, but it has requires_grad=True. Train its master "
+            "(`prepare_model`), or freeze it: `weight.requires_grad_(False)`."
         )
     return straight_through_linear(input, weight, bias)
 

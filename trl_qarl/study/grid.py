@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..objectives.presets import OBJECTIVES
 from ..quantization.schemes import SCHEMES
 from .runs import label_parts
 
@@ -208,9 +209,6 @@ def _check_value(axis: str, value: Any) -> None:
 
 
 def _check_choice(axis: str, value: str) -> None:
-    # Imports torch, which a grid with a `command` of its own does without.
-    from ..objectives.presets import OBJECTIVES
-
     choices = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES)}[axis]
     if value not in choices:
         raise ValueError(f"`{axis}` has the value {value!r}; it can be {', '.join(choices)}.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..telemetry.run_files import METRICS_FILE, RUN_FILE
+from ..telemetry.run_files import DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
 
 
 __all__ = ["EVERY_BATCH", "Run", "find_holes", "is_evaluation", "label_parts", "printable", "read_run", "read_runs"]
@@ -121,24 +121,7 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     if not (path / METRICS_FILE).is_file():
         raise ValueError(f"{path} has no {METRICS_FILE}: no step of it was logged.")
-    try:
-        config = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} has no {RUN_FILE}, which holds the configuration of the run.") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path / RUN_FILE} is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path / RUN_FILE} must hold a mapping, not {str(config)[:40]!r}.")
-    if "alignment" in config:
-        raise ValueError(
-            f"{path / RUN_FILE} has `alignment`, which `quantize_learner` has replaced: this version does not read "
-            "earlier runs. Train the run again."
-        )
-    for name in ("seed", "max_steps"):
-        if isinstance(config.get(name), dict | list):
-            raise ValueError(f"{path / RUN_FILE}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
-    if type(config.get("group_size", None)) not in (int, type(None)) or config.get("group_size") == 0:
-        raise ValueError(f"{path / RUN_FILE}: `group_size` must be a number or null, not {config['group_size']!r}.")
+    config = _read_config(path / RUN_FILE)
     run = Run(path.resolve().name, config, {})
 
     rows, broken = _read_jsonl(path / METRICS_FILE, _is_metrics_row)
@@ -167,9 +150,9 @@ def read_run(path: str | Path) -> Run:
     if _is_number(max_steps) and 0 < max_steps != run.last_step > 0:
         run.notes.append(f"The run ended at step {run.last_step} of {max_steps}.")
 
-    if (path / "distributions.jsonl").is_file():
-        rows, broken = _read_jsonl(path / "distributions.jsonl", _is_distribution)
-        run.notes += _describe_broken("distributions.jsonl", broken)
+    if (path / DISTRIBUTIONS_FILE).is_file():
+        rows, broken = _read_jsonl(path / DISTRIBUTIONS_FILE, _is_distribution)
+        run.notes += _describe_broken(DISTRIBUTIONS_FILE, broken)
         kept: dict[tuple[int, str, str], dict[str, Any]] = {}
         last = -1
         for row in rows:
@@ -178,13 +161,13 @@ def read_run(path: str | Path) -> Run:
             last = row["step"]
             kept[row["step"], row["name"], row["sign"]] = row
         run.distributions = list(kept.values())
-    if (path / "worst_completions.jsonl").is_file():
-        rows, broken = _read_jsonl(path / "worst_completions.jsonl", _is_worst)
+    if (path / WORST_FILE).is_file():
+        rows, broken = _read_jsonl(path / WORST_FILE, _is_worst)
         for row in rows:
             if run.worst and row["step"] < run.worst[-1]["step"]:
                 run.worst = [known for known in run.worst if known["step"] < row["step"]]
             run.worst.append(row)
-        run.notes += _describe_broken("worst_completions.jsonl", broken)
+        run.notes += _describe_broken(WORST_FILE, broken)
     if (path / "evaluation.json").is_file():
         try:
             run.evaluation = json.loads((path / "evaluation.json").read_text(encoding="utf-8"))
@@ -225,6 +208,28 @@ def is_evaluation(scores: Any) -> bool:
 def printable(text: str) -> str:
     """Without control characters, which HTML does not allow, and surrogates, which UTF-8 does not."""
     return "".join(char if char in "\n\t" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent} has no {RUN_FILE}, which holds the configuration of the run.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a mapping, not {str(config)[:40]!r}.")
+    if "alignment" in config:
+        raise ValueError(
+            f"{path} has `alignment`, which `quantize_learner` has replaced: this version does not read "
+            "earlier runs. Train the run again."
+        )
+    for name in ("seed", "max_steps"):
+        if isinstance(config.get(name), dict | list):
+            raise ValueError(f"{path}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
+    if type(config.get("group_size", None)) not in (int, type(None)) or config.get("group_size") == 0:
+        raise ValueError(f"{path}: `group_size` must be a number or null, not {config['group_size']!r}.")
+    return config
 
 
 def _read_jsonl(path: Path, is_valid) -> tuple[list[dict[str, Any]], list[tuple[int, bool]]]:

@@ -143,7 +143,9 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
     amax = x.abs().amax(dim=-1, keepdim=True).float()
     if scheme.activation_type == "float":
         scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
-        return (x / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+        # vLLM multiplies by the reciprocal on a CPU and divides on CUDA; the codes differ now and then.
+        scaled = x.float() * scale.reciprocal() if x.device.type == "cpu" else x / scale
+        return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
     scale = torch.where(amax == 0, 1.0, amax / 127.0)
     return (x / scale).round_().to(torch.int8), scale
 

@@ -331,7 +331,7 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
             starts = (position_ids == 0).flatten()
             starts[::length] = True
             ends = [*starts.nonzero()[1:, 0].tolist(), starts.numel()]
-            key_lengths = query_lengths = tuple(b - a for a, b in zip([0, *ends], ends))
+            key_lengths = query_lengths = tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True))
         else:
             query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
         packed = (x.flatten(0, 1) for x in (query, key, value))

@@ -176,7 +176,9 @@ def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtyp
     table = first[:, None] + torch.arange(int(blocks.max()), dtype=torch.int32)
     # Beyond a sequence's blocks the table is not read; it must name blocks that exist nevertheless.
     table = table.clamp(max=int(blocks.sum()) - 1).int()
-    slots = torch.cat([int(start) * KV_BLOCK_SIZE + torch.arange(length) for start, length in zip(first, key_lengths)])
+    slots = torch.cat(
+        [int(start) * KV_BLOCK_SIZE + torch.arange(length) for start, length in zip(first, key_lengths, strict=True)]
+    )
     query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(key_lengths),

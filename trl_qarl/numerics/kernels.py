@@ -44,9 +44,10 @@ def has_engine_kernels() -> bool:
     """Whether vLLM's CPU kernels can be called in this process."""
     if find_spec("vllm") is None:
         return False
-    # Loads the build for this processor's instructions, and its operators.
     from vllm.platforms import current_platform
 
+    # Loads the build for this processor's instructions, which registers its operators.
+    current_platform.import_kernels()
     if not current_platform.is_cpu() or not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         return False
     if torch.cpu._is_amx_tile_supported():

@@ -62,7 +62,7 @@ TASKS = {
         num_held_out=100,
         max_new_tokens=6,
         num_prompts=6,
-        bands={"epsilon_high": 0.1, "negative_epsilon_low": 0.1, "negative_epsilon_high": 0.15},
+        bands={"positive_epsilon_high": 0.1, "negative_epsilon_low": 0.1, "negative_epsilon_high": 0.15},
     ),
     "counting": Task(
         make_problems=make_counts,
@@ -70,7 +70,7 @@ TASKS = {
         num_held_out=40,
         max_new_tokens=26,
         num_prompts=4,
-        bands={"epsilon_high": 0.05, "negative_epsilon_low": 0.05, "negative_epsilon_high": 0.075},
+        bands={"positive_epsilon_high": 0.05, "negative_epsilon_low": 0.05, "negative_epsilon_high": 0.075},
     ),
 }
 
@@ -94,9 +94,9 @@ def train(args: Namespace) -> None:
     from datasets import Dataset
 
     from trl_qarl import QaRLConfig, QaRLTrainer
-    from trl_qarl.kernels import has_fast_bf16
-    from trl_qarl.rollout.serve import free_port
-    from trl_qarl.scripts._smollm2 import convert_smollm2
+    from trl_qarl.quantization.gemm import has_fast_bf16
+    from trl_qarl.rollout.server import free_port
+    from trl_qarl.smollm2 import convert_smollm2
 
     task = TASKS[args.task]
     model = convert_smollm2(Path.home() / ".cache" / "trl_qarl" / "SmolLM2-135M-Instruct")
@@ -164,11 +164,11 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm import SamplingParams
 
-    from trl_qarl.export import export_checkpoint
-    from trl_qarl.rollout.generation import in_process_engine
-    from trl_qarl.rollout.plugin import FILE_BACKEND
-    from trl_qarl.schemes import get_scheme
-    from trl_qarl.swap import prepare_model
+    from trl_qarl.quantization.export import export_checkpoint
+    from trl_qarl.quantization.schemes import get_scheme
+    from trl_qarl.quantization.swap import prepare_model
+    from trl_qarl.rollout.engines import in_process_engine
+    from trl_qarl.rollout.protocol import FILE_BACKEND
 
     _, problems = make_problems(task, masters)
     model = AutoModelForCausalLM.from_pretrained(masters, dtype=torch.float32)

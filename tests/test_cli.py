@@ -11,8 +11,9 @@ import yaml
 
 from testing_utils import make_tiny_dataset, make_tiny_model
 from trl_qarl import __version__
-from trl_qarl.cli import COMMANDS, build_launch_args, configuration_errors, main
+from trl_qarl.cli import COMMANDS, build_launch_args, main
 from trl_qarl.scripts import export, train
+from trl_qarl.scripts.errors import configuration_errors
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,18 @@ def test_configuration_error_is_one_line_before_anything_is_launched(launched, t
     assert launched == []
 
 
+def test_without_an_accelerator_only_the_training_process_says_that_it_uses_the_cpu(
+    launched, train_argv, monkeypatch, caplog
+):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    index = train_argv.index("--use_cpu")
+    argv = train_argv[:index] + train_argv[index + 2 :]
+    assert main(["train", *argv]) == 0 and len(launched) == 1
+    assert not caplog.records
+    _, args, _, _ = train.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
+    assert args.use_cpu and [record.message[:24] for record in caplog.records] == ["No accelerator was found"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -178,6 +191,7 @@ def test_configuration_error_is_one_line_before_anything_is_launched(launched, t
             marks=pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),
         ),
         (["--load_in_4bit"], "quantization_config was given"),
+        (["--dtype", "bfloat16"], "masters are bfloat16"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -315,7 +329,7 @@ def test_export_writes_what_the_learner_computes_with(scheme, tiny_model, tmp_pa
     from transformers import AutoModelForCausalLM
 
     from trl_qarl import prepare_model
-    from trl_qarl.swap import quantized_layers
+    from trl_qarl.quantization.swap import quantized_layers
 
     out = tmp_path / "out"
     argv = ["--model_name_or_path", tiny_model, "--output_dir", str(out), "--scheme", scheme, "--dtype", "float32"]

@@ -26,23 +26,23 @@ __all__ = [
 _MODULES = {
     "QaRLConfig": "qarl_config",
     "QaRLTrainer": "qarl_trainer",
-    "QuantScheme": "schemes",
-    "QuantizedLinear": "linear",
-    "SwapReport": "swap",
-    "export_checkpoint": "export",
-    "get_scheme": "schemes",
-    "prepare_model": "swap",
-    "restore_model": "swap",
+    "QuantScheme": "quantization.schemes",
+    "QuantizedLinear": "quantization.linear",
+    "SwapReport": "quantization.swap",
+    "export_checkpoint": "quantization.export",
+    "get_scheme": "quantization.schemes",
+    "prepare_model": "quantization.swap",
+    "restore_model": "quantization.swap",
 }
 
 # For type checkers and editors; `__getattr__` does the same at run time.
 if TYPE_CHECKING:
-    from .export import export_checkpoint
-    from .linear import QuantizedLinear
     from .qarl_config import QaRLConfig
     from .qarl_trainer import QaRLTrainer
-    from .schemes import QuantScheme, get_scheme
-    from .swap import SwapReport, prepare_model, restore_model
+    from .quantization.export import export_checkpoint
+    from .quantization.linear import QuantizedLinear
+    from .quantization.schemes import QuantScheme, get_scheme
+    from .quantization.swap import SwapReport, prepare_model, restore_model
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ own registry and launcher look for scripts inside the `trl` package, hence the t
 
 import ast
 import importlib
+import logging
 import sys
 import textwrap
 from argparse import ArgumentParser
@@ -16,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from . import __version__
+from .scripts.errors import configuration_errors
 
 
-__all__ = ["configuration_errors", "main"]
+__all__ = ["main"]
 
 COMMANDS = {
     "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
@@ -81,20 +83,6 @@ def main(argv: list[str] | None = None) -> int:
     return module.main(parser.parse_args(argv[1:])) or 0
 
 
-@contextmanager
-def configuration_errors() -> Iterator[None]:
-    """
-    Turn a `ValueError`, `OSError` or `NotImplementedError` into one line on stderr and exit code 2.
-
-    Wrap only the part of a command that reads its configuration: an unexpected error elsewhere keeps its traceback.
-    """
-    try:
-        yield
-    except (ValueError, OSError, NotImplementedError) as error:
-        print(f"trl-qarl: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-
-
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
     """
     Arguments of `accelerate launch` that run the training script.
@@ -135,7 +123,7 @@ def _train(argv: list[str]) -> int:
     if "--help-all" in argv:
         parser.print_help()
         return 0
-    with configuration_errors():
+    with configuration_errors(), _without_warnings():
         # What the command line leaves over is an ordered subsequence of it; what the YAML leaves over is not.
         *_, config_remaining, cli_remaining = parser.parse_args_and_config(
             argv, return_remaining_strings=True, separate_remaining_strings=True
@@ -154,6 +142,18 @@ def _train(argv: list[str]) -> int:
         # The training process has said what went wrong.
         return error.returncode
     return 0
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The launcher makes the configuration to check it; what it warns of, the training process says."""
+    logger = logging.getLogger("trl_qarl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _describe_config_fields() -> Iterator[str]:

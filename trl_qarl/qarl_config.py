@@ -2,148 +2,38 @@
 
 import dataclasses
 import logging
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
-from .objectives import OBJECTIVES, PRESETS
-from .schemes import ALIGNMENTS, SCHEMES, get_scheme
-from .vllm_kernels import LEARNER_KERNELS
+from .inherited_options import (
+    BOUNDS_OF_MISMATCH,
+    GENERATION_KWARGS_THAT_RESHAPE,
+    MODEL_INIT_KWARGS_REFUSED,
+    OF_ONE_LOSS,
+    REFUSED,
+    REFUSED_BY_TBPO,
+    RESHAPES_SAMPLING,
+    UNSET,
+    VLLM_SAMPLING_KWARGS,
+)
+from .objectives.presets import OBJECTIVES, PRESETS
+from .quantization.gemm import has_fast_bf16
+from .quantization.schemes import ALIGNMENTS, SCHEMES, get_scheme
+from .quantization.vllm_kernels import LEARNER_KERNELS
 
 
 __all__ = ["QaRLConfig"]
 
 logger = logging.getLogger(__name__)
 
-_GENERATION_KWARGS_THAT_RESHAPE = frozenset(
-    [
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "constraints",
-        "diversity_penalty",
-        "do_sample",
-        "dola_layers",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "exponential_decay_length_penalty",
-        "force_words_ids",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "guidance_scale",
-        "min_length",
-        "min_new_tokens",
-        "min_p",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "penalty_alpha",
-        "prompt_lookup_num_tokens",
-        "renormalize_logits",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "sequence_bias",
-        "suppress_tokens",
-        "temperature",
-        "top_h",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "watermarking_config",
-    ]
-)
-
-# Of vLLM's SamplingParams: what reshapes the distribution, and what the trainer sets.
-_VLLM_SAMPLING_KWARGS = frozenset(
-    [
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-        "max_tokens",
-        "min_tokens",
-        "n",
-        "presence_penalty",
-        "structured_outputs",
-    ]
-)
-
-# Inherited options that no objective honours yet, with the reason and the fix.
-_REFUSED = {
-    "use_transformers_continuous_batching": "continuous batching casts the master weights to 16 bits and returns no "
-    "sampling log-probs; set it to `False`",
-    "use_transformers_paged": "continuous batching casts the master weights to 16 bits and returns no sampling "
-    "log-probs; set it to `False`",
-    "torch_compile": "the low-bit weight is cached by the version of its master, which a compiled graph does not see; "
-    "set `torch_compile=False`",
-    "bf16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
-    "fp16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
-    "fsdp": "sharded master weights are not supported in this release; use DDP (`accelerate launch --multi_gpu`)",
-    "deepspeed": "sharded master weights are not supported in this release; use DDP (`accelerate launch --multi_gpu`)",
-    "parallelism_config": "master weights and sequences split over processes are not supported in this release; use DDP "
-    "(`accelerate launch --multi_gpu`)",
-    "neftune_noise_alpha": "noise on the embeddings makes rollout, scoring and loss see different policies; leave it unset",
-    "label_smoothing_factor": "the loss of sampled completions has no labels to smooth; leave it at 0",
-    "enable_jit_checkpoint": "it can save between backward and optimizer step, and the resumed run would skip that step's "
-    "completions; save with `save_steps`",
-}
-
-_MODEL_INIT_KWARGS_REFUSED = {
-    "quantization_config": "the masters must stay in high precision; `scheme` quantizes the forward",
-    **dict.fromkeys(
-        ("tp_plan", "tp_size", "distributed_config"),
-        "master weights split over processes are not supported in this release; use DDP (`accelerate launch "
-        "--multi_gpu`)",
-    ),
-}
-
-# Inherited options that TBPO replaces or that have no meaning for one clipped ratio per sequence.
-_REFUSED_BY_TBPO = {
-    "epsilon": "TBPO's bounds are `epsilon_high`, `negative_epsilon_low` and `negative_epsilon_high`",
-    "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
-    "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it unset",
-    "sapo_temperature_neg": "it belongs to `objective='sapo'`",
-    "sapo_temperature_pos": "it belongs to `objective='sapo'`",
-    "vespo_k_pos": "it belongs to `objective='vespo'`",
-    "vespo_lambda_pos": "it belongs to `objective='vespo'`",
-    "vespo_k_neg": "it belongs to `objective='vespo'`",
-    "vespo_lambda_neg": "it belongs to `objective='vespo'`",
-    "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
-    "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
-    "entropy_coef": "the entropy bonus is a token-level term; use `objective='grpo'`",
-    "use_adaptive_entropy": "the entropy bonus is a token-level term; use `objective='grpo'`",
-    "vllm_importance_sampling_correction": "the mismatch weight is part of TBPO; its bound is `mismatch_cap`",
-    "vllm_importance_sampling_mode": "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
-    "vllm_importance_sampling_clip_max": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "vllm_importance_sampling_clip_min": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "vllm_importance_sampling_cap": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "top_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 1.0",
-    "top_k": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 0",
-    "min_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; leave it unset",
-    "repetition_penalty": "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ; "
-    "use 1.0",
-}
-
-_RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
-_OF_ONE_LOSS = tuple(name for name in _REFUSED_BY_TBPO if name.startswith(("sapo_", "vespo_")))
-_BOUNDS_OF_MISMATCH = (
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_cap",
-)
-
-# Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's default.
-_UNSET = (
-    "epsilon",
-    "importance_sampling_level",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-)
+# Beside TRL's own defaults.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
 
 
 @dataclass
@@ -158,7 +48,10 @@ class QaRLConfig(GRPOConfig):
     `generation_batch_size` is given). The table's batch sizes and lengths (512 completions in mini-batches of 64, 2,048
     and 16,384 tokens) depend on the hardware and stay at TRL's values.
 
-    An inherited option that is not honoured raises a `ValueError` that names the fix.
+    Without an accelerator `use_cpu` is switched on, and on a CPU `bf16` defaults to whether the processor multiplies
+    bfloat16 matrices natively; a value that is given is kept.
+
+    Inherited options that are not honoured raise one `ValueError` that names all of them and their fixes.
 
     Parameters:
         scheme (`str`, *optional*, defaults to `"w4a16"`):
@@ -180,17 +73,18 @@ class QaRLConfig(GRPOConfig):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
             `"on-policy"`, `"dual-clip"`, which set TRL's options; or one of TRL's losses (`"grpo"`, `"dapo"`, `"sapo"`,
             ...). Replaces `loss_type`.
+        positive_epsilon_high (`float`, *optional*, defaults to `4e-4`):
+            TBPO: for positive advantages, the ratio counts up to `1 + positive_epsilon_high`.
         negative_epsilon_low (`float`, *optional*, defaults to `3e-4`):
             TBPO: for negative advantages, the ratio counts from `1 - negative_epsilon_low` ...
         negative_epsilon_high (`float`, *optional*, defaults to `7e-4`):
             ... to `1 + negative_epsilon_high`; outside, the sequence contributes no gradient.
         mismatch_cap (`float`, *optional*, defaults to `2.0`):
             TBPO: bound `c > 1` of the mismatch weight, which stays in `[1/c, c]`.
-        epsilon_high (`float`, *optional*):
-            TBPO: for positive advantages, the ratio counts up to `1 + epsilon_high`; defaults to `4e-4`. For TRL's
-            losses the meaning and default are TRL's; the GSPO objectives default to `4e-4`.
         epsilon (`float`, *optional*):
             For TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO does not use it.
+        epsilon_high (`float`, *optional*):
+            For TRL's losses, as in TRL; the GSPO objectives default to `4e-4`. TBPO does not use it.
         importance_sampling_level (`str`, *optional*):
             For TRL's losses, defaults to TRL's `"token"`. The GSPO objectives set it to `"sequence"`.
         vllm_importance_sampling_correction (`bool`, *optional*):
@@ -204,6 +98,17 @@ class QaRLConfig(GRPOConfig):
             `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
             Start the server of `vllm_mode="server"` as a child process, and end it with training.
+        allow_low_precision_masters (`bool`, *optional*, defaults to `False`):
+            Train masters in bfloat16 (or, unquantized, float16) nevertheless, in which most updates round to nothing.
+        allow_high_precision_experts (`bool`, *optional*, defaults to `False`):
+            Without vLLM, train a mixture of experts whose experts no scheme quantizes, and which has no low-bit export.
+        vllm_request_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds that the server has to answer a request that does not generate, such as to take a chunk of weights. After
+            that it counts as lost.
+        vllm_generation_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds that the server has to generate a batch of completions.
+        vllm_token_file (`str`, *optional*):
+            File with the secret that opens the session of a server on another host: a copy of the server's token file.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
             of [`~transformers.TrainingArguments`].
@@ -256,6 +161,10 @@ class QaRLConfig(GRPOConfig):
             "choices": list(OBJECTIVES),
         },
     )
+    positive_epsilon_high: float = field(
+        default=4e-4,
+        metadata={"help": "TBPO: upper offset of the trust band for positive advantages."},
+    )
     negative_epsilon_low: float = field(
         default=3e-4,
         metadata={"help": "TBPO: lower offset of the trust band for negative advantages."},
@@ -272,13 +181,6 @@ class QaRLConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Clip offset of TRL's losses, 0.2 unless given (GSPO objectives: 3e-4). TBPO does not use it."
-        },
-    )
-    epsilon_high: float | None = field(
-        default=None,
-        metadata={
-            "help": "TBPO: upper offset of the trust band for positive advantages, 4e-4 unless given. For TRL's losses, "
-            "as in TRL."
         },
     )
     importance_sampling_level: str | None = field(
@@ -324,24 +226,55 @@ class QaRLConfig(GRPOConfig):
             "is vllm_server.log in the output directory."
         },
     )
+    allow_low_precision_masters: bool = field(
+        default=False,
+        metadata={
+            "help": "Train masters in bfloat16 (or, unquantized, float16) nevertheless, in which most updates round to nothing."
+        },
+    )
+    allow_high_precision_experts: bool = field(
+        default=False,
+        metadata={
+            "help": "Without vLLM, train a mixture of experts whose experts no scheme quantizes, and which has no low-bit "
+            "export."
+        },
+    )
+    vllm_request_timeout: float = field(
+        default=300.0,
+        metadata={
+            "help": "Seconds that the vLLM server has to answer a request that does not generate, such as to take a chunk of "
+            "weights. After that it counts as lost."
+        },
+    )
+    vllm_generation_timeout: float = field(
+        default=1800.0,
+        metadata={"help": "Seconds that the vLLM server has to generate a batch of completions."},
+    )
+    vllm_token_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with the secret that opens the session of a server on another host: a copy of its --token_file, "
+            "which only you can read. By default the file that the server names, on the same host."
+        },
+    )
     weight_decay: float = field(default=0.01, metadata={"help": "Weight decay."})
 
     def __post_init__(self):
-        self._check_scheme()
-        self._check_objective()
-        self._check_refused()
-        self._check_probe()
-        self._check_vllm()
+        loss_type = self.loss_type
+        self._choose_device()
+        problems = [
+            *self._check_scheme(),
+            *self._check_precision(),
+            *self._check_objective(),
+            *self._check_refused(),
+            *self._check_probe(),
+            *self._check_vllm(),
+        ]
+        not_of_tbpo = [*self._refused_by_tbpo(loss_type)] if self.objective == "tbpo" else []
+        _raise_config_problems(problems, not_of_tbpo, loss_type if loss_type in OBJECTIVES else "grpo")
         is_on_policy = self.objective in PRESETS and PRESETS[self.objective].is_on_policy
-        if is_on_policy:
-            self._one_update_per_batch()
         if self.steps_per_generation is None and self.generation_batch_size is None:
-            self.steps_per_generation = 8 * self.gradient_accumulation_steps
-        if self.fp16:
-            logger.warning(
-                "fp16=True: the paper saw fp16 with dynamic loss scaling underflow to NaN under quantized training "
-                "(arXiv 2604.07853). Prefer bf16=True."
-            )
+            self.steps_per_generation = (1 if is_on_policy else 8) * self.gradient_accumulation_steps
         # transformers knows no such optimizer name; the trainer builds it.
         is_muon = self.optim == "muon"
         if is_muon:
@@ -352,73 +285,109 @@ class QaRLConfig(GRPOConfig):
         if is_on_policy:
             self._check_one_update_per_batch()
         # Some options switch on others, as `torch_compile_backend` does with `torch_compile`.
-        _check_refused_by_all(self)
+        raise_problems([*_refused_by_all(self)])
 
-    def _check_scheme(self) -> None:
-        get_scheme(self.scheme, self.group_size)
+    def _choose_device(self) -> None:
+        has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()
+        is_chosen = not self.use_cpu and not has_accelerator
+        if is_chosen:
+            self.use_cpu = True
+        if self.use_cpu and self.bf16 is None and not self.fp16:
+            self.bf16 = has_fast_bf16()
+        if is_chosen:
+            logger.warning(
+                "No accelerator was found: training on the CPU (use_cpu=True) with bf16=%s, fp16=%s.",
+                self.bf16,
+                self.fp16,
+            )
+
+    def _check_scheme(self) -> Iterator[str]:
+        try:
+            get_scheme(self.scheme, self.group_size)
+        except ValueError as error:
+            yield str(error)
         if self.alignment not in ALIGNMENTS:
-            raise ValueError(f"alignment={self.alignment!r} is unknown. Choose one of {list(ALIGNMENTS)}.")
+            yield f"alignment={self.alignment!r} is unknown. Choose one of {list(ALIGNMENTS)}."
         if self.alignment == "rollout-only" and self.scheme == "bf16":
-            raise ValueError(
+            yield (
                 "alignment='rollout-only' with scheme='bf16': there is no low-bit weight for the rollout to run. Choose a "
                 "quantized scheme, or alignment='none'."
             )
         if self.learner_kernel not in LEARNER_KERNELS:
-            raise ValueError(
-                f"learner_kernel={self.learner_kernel!r} is unknown. Choose one of {list(LEARNER_KERNELS)}."
-            )
+            yield f"learner_kernel={self.learner_kernel!r} is unknown. Choose one of {list(LEARNER_KERNELS)}."
         if self.exclude_modules and self.scheme == "bf16":
-            raise ValueError(
-                f"exclude_modules={self.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
-            )
+            yield f"exclude_modules={self.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
 
-    def _check_objective(self) -> None:
+    @property
+    def is_quantized(self) -> bool:
+        """Whether anything runs low-bit weights."""
+        return self.scheme != "bf16" and self.alignment != "none"
+
+    def _check_precision(self) -> Iterator[str]:
+        if self.fp16 and self.is_quantized:
+            yield (
+                f"fp16=True with scheme={self.scheme!r}: under quantized training float16 with loss scaling underflows to "
+                "NaN (arXiv 2604.07853). Set `bf16=True`, or `bf16=False` for float32, and leave out `fp16`."
+            )
+        elif self.fp16 and self.use_cpu:
+            yield (
+                "fp16=True with use_cpu=True: accelerate has no float16 autocast on CPUs and computes in float32 without a "
+                "word. Set `bf16=True`, or `bf16=False` for float32, and leave out `fp16`."
+            )
+        problem = low_precision_masters(self, _as_dict(self.model_init_kwargs).get("dtype"))
+        if problem:
+            yield problem
+
+    def _check_objective(self) -> Iterator[str]:
         if self.objective not in OBJECTIVES:
-            raise ValueError(f"Unknown objective {self.objective!r}. Choose one of {list(OBJECTIVES)}.")
+            yield f"Unknown objective {self.objective!r}. Choose one of {list(OBJECTIVES)}."
+            return
         loss_type = "grpo" if self.objective in PRESETS else self.objective
-        if self.loss_type not in (None, loss_type):
-            raise ValueError(
+        if self.objective != "tbpo" and self.loss_type not in (None, loss_type):
+            yield (
                 f"loss_type={self.loss_type!r} contradicts objective={self.objective!r}. Remove `loss_type`; "
                 "`objective` takes the same names."
             )
         self.loss_type = loss_type
         if self.objective in PRESETS:
-            self._apply_preset()
+            yield from self._apply_preset()
         if self.objective != "tbpo":
-            self._fill_unset()
-            if self.importance_sampling_level not in ("token", "sequence"):
-                raise ValueError(
-                    f"importance_sampling_level={self.importance_sampling_level!r} is unknown. Choose 'token' or "
-                    "'sequence'."
-                )
-            for name in ("negative_epsilon_low", "negative_epsilon_high", "mismatch_cap"):
-                if getattr(self, name) != _default(QaRLConfig, name):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} belongs to objective='tbpo', but objective={self.objective!r}. "
-                        "Remove it or change the objective."
-                    )
+            yield from self._check_trls_loss()
             return
-        self.epsilon_high = 4e-4 if self.epsilon_high is None else self.epsilon_high
         for name, upper in (
-            ("epsilon_high", None),
+            ("positive_epsilon_high", None),
             ("negative_epsilon_high", None),
             ("negative_epsilon_low", 1.0),
         ):
             value = getattr(self, name)
             if not value >= 0 or (upper is not None and value > upper):
                 bound = "at least 0" if upper is None else f"between 0 and {upper:g}"
-                raise ValueError(f"{name}={value!r} must be {bound}: it is an offset from a ratio of 1.")
+                yield f"{name}={value!r} must be {bound}: it is an offset from a ratio of 1."
         if not self.mismatch_cap > 1:
-            raise ValueError(
+            yield (
                 f"mismatch_cap={self.mismatch_cap!r} must be greater than 1: the weight is bounded to [1/c, c]. The "
                 "paper uses 2."
             )
 
-    def _apply_preset(self) -> None:
+    def _check_trls_loss(self) -> Iterator[str]:
+        self._fill_unset()
+        if self.importance_sampling_level not in ("token", "sequence"):
+            yield (
+                f"importance_sampling_level={self.importance_sampling_level!r} is unknown. Choose 'token' or "
+                "'sequence'."
+            )
+        for name in ("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high", "mismatch_cap"):
+            if getattr(self, name) != _default(QaRLConfig, name):
+                yield (
+                    f"{name}={getattr(self, name)!r} belongs to objective='tbpo', but objective={self.objective!r}. "
+                    "Remove it or change the objective."
+                )
+
+    def _apply_preset(self) -> Iterator[str]:
         preset = PRESETS[self.objective]
         for name, value in preset.options.items():
             if getattr(self, name) not in (None, value):
-                raise ValueError(
+                yield (
                     f"{name}={getattr(self, name)!r} contradicts objective={self.objective!r}, which is {name}={value!r}. "
                     "Remove it, or use objective='grpo', which takes every option of TRL's."
                 )
@@ -427,45 +396,39 @@ class QaRLConfig(GRPOConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if not preset.corrects_mismatch:
-            refused, why = _BOUNDS_OF_MISMATCH, "does not correct the mismatch; `mis-gspo` and `grpo-tis` do"
-            self._refuse_changed(refused, why)
-        else:
-            self._refuse_changed(
-                _RESHAPES_SAMPLING,
+            refused, why = BOUNDS_OF_MISMATCH, "does not correct the mismatch; `mis-gspo` and `grpo-tis` do"
+            yield from self._refuse_changed(refused, why)
+        elif not self.use_vllm:
+            yield from self._refuse_changed(
+                RESHAPES_SAMPLING,
                 "weighs by the sampling log-probs, which would not be those of the distribution that was sampled from; "
                 "leave it at its default",
             )
-        self._refuse_changed(_OF_ONE_LOSS, "does not use it; it belongs to TRL's loss of that name")
+        yield from self._refuse_changed(OF_ONE_LOSS, "does not use it; it belongs to TRL's loss of that name")
         if self.objective == "dual-clip":
             epsilon_high = next(value for value in (self.epsilon_high, self.epsilon, 0.2) if value is not None)
             if not self.delta >= 1 + epsilon_high:
-                raise ValueError(
+                yield (
                     f"delta={self.delta!r} is below 1 + epsilon_high={1 + epsilon_high:g}: the second clip of "
                     "objective='dual-clip' must lie outside the first. Raise `delta`; the default is 3."
                 )
-
-    def _refuse_changed(self, names: tuple[str, ...], why: str) -> None:
-        for name in names:
-            default = None if name in _UNSET else _default(GRPOConfig, name)
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not honoured: objective={self.objective!r} {why}."
-                )
-
-    def _fill_unset(self) -> None:
-        for name in _UNSET:
-            is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
-            if getattr(self, name) is None and not is_unused:
-                setattr(self, name, _default(GRPOConfig, name))
-
-    def _one_update_per_batch(self) -> None:
-        if self.num_iterations != 1:
-            raise ValueError(
+        if preset.is_on_policy and self.num_iterations != 1:
+            yield (
                 f"num_iterations={self.num_iterations!r} contradicts objective={self.objective!r}, which makes one update "
                 "per generation batch. Set it to 1."
             )
-        if self.steps_per_generation is None and self.generation_batch_size is None:
-            self.steps_per_generation = self.gradient_accumulation_steps
+
+    def _refuse_changed(self, names: tuple[str, ...], why: str) -> Iterator[str]:
+        for name in names:
+            default = None if name in UNSET else _default(GRPOConfig, name)
+            if getattr(self, name) not in (default, *_NEUTRAL.get(name, ())):
+                yield f"{name}={getattr(self, name)!r} is not honoured: objective={self.objective!r} {why}."
+
+    def _fill_unset(self) -> None:
+        for name in UNSET:
+            is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
+            if getattr(self, name) is None and not is_unused:
+                setattr(self, name, _default(GRPOConfig, name))
 
     def _check_one_update_per_batch(self) -> None:
         if self.steps_per_generation != self.gradient_accumulation_steps:
@@ -475,55 +438,65 @@ class QaRLConfig(GRPOConfig):
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}. Remove it."
             )
 
-    def _check_probe(self) -> None:
+    def _check_probe(self) -> Iterator[str]:
         if self.mismatch_probe_steps < 0:
-            raise ValueError(
-                f"mismatch_probe_steps={self.mismatch_probe_steps} must be 0 (never) or a number of updates."
-            )
+            yield f"mismatch_probe_steps={self.mismatch_probe_steps} must be 0 (never) or a number of updates."
         if not self.mismatch_probe_steps or not self.use_vllm or self.vllm_mode != "colocate":
             return
         for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
             if getattr(self, name) != usual:
-                raise ValueError(
+                yield (
                     f"mismatch_probe_steps={self.mismatch_probe_steps} asks the engine between rollouts, which {name}="
                     f"{getattr(self, name)!r} does not allow: it sleeps, or needs all processes. Leave out one of them."
                 )
 
-    def _check_vllm(self) -> None:
+    def _check_vllm(self) -> Iterator[str]:
+        has_own_server = self.use_vllm and self.vllm_mode == "server" and not self.vllm_server_autostart
+        if self.vllm_token_file is not None and not has_own_server:
+            yield (
+                f"vllm_token_file={self.vllm_token_file!r} is for a server that you start yourself, but use_vllm={self.use_vllm}, "
+                f"vllm_mode={self.vllm_mode!r}, vllm_server_autostart={self.vllm_server_autostart}. Remove it."
+            )
         if not self.use_vllm:
             if self.vllm_server_autostart:
-                raise ValueError("vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`.")
+                yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."
             return
         if self.vllm_mode not in ("server", "colocate"):
-            raise ValueError(f"vllm_mode={self.vllm_mode!r} is unknown. Choose 'server' or 'colocate'.")
-        if self.vllm_server_autostart and (self.vllm_mode != "server" or self.vllm_server_base_url is not None):
-            raise ValueError(
+            yield f"vllm_mode={self.vllm_mode!r} is unknown. Choose 'server' or 'colocate'."
+        elif self.vllm_server_autostart and (self.vllm_mode != "server" or self.vllm_server_base_url is not None):
+            yield (
                 "vllm_server_autostart=True starts a server on this machine, which contradicts "
                 f"vllm_mode={self.vllm_mode!r}, vllm_server_base_url={self.vllm_server_base_url!r}. Use vllm_mode='server' "
                 "and choose its port with `vllm_server_port`."
             )
+        for name in ("vllm_request_timeout", "vllm_generation_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                yield (
+                    f"{name}={getattr(self, name)} must be a positive number of seconds: a server that never answers would hold "
+                    f"the run for good. The default is {_default(QaRLConfig, name):g}."
+                )
         if self.vllm_model_impl not in ("vllm", "auto"):
-            raise ValueError(
+            yield (
                 f"vllm_model_impl={self.vllm_model_impl!r} is not supported: the audit knows the parameters of vLLM's own "
                 "models. Use 'vllm'."
             )
         if self.vllm_enable_sleep_mode and self.use_cpu:
-            raise ValueError(
+            yield (
                 "vllm_enable_sleep_mode=True with use_cpu=True: vLLM has sleep mode on GPUs only. Set it to `False`."
             )
         if self.vllm_server_autostart and self.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"):
-            raise ValueError(
+            yield (
                 f"vllm_server_host={self.vllm_server_host!r} with vllm_server_autostart=True: the server is started on this "
                 "machine and listens on 127.0.0.1. Remove it."
             )
-        reshaping = sorted(_VLLM_SAMPLING_KWARGS & _as_dict(self.generation_kwargs).keys())
+        reshaping = sorted(VLLM_SAMPLING_KWARGS & _as_dict(self.generation_kwargs).keys())
         if reshaping:
-            raise ValueError(
+            yield (
                 f"generation_kwargs contains {reshaping}, which change what vLLM samples or returns, so sampling log-probs and "
                 "the learner's would differ. Remove them."
             )
         if self.vllm_structured_outputs_regex is not None:
-            raise ValueError(
+            yield (
                 "vllm_structured_outputs_regex masks tokens while sampling, so sampling log-probs and the learner's would "
                 "differ. Remove it."
             )
@@ -535,47 +508,97 @@ class QaRLConfig(GRPOConfig):
         ):
             value = getattr(self, name)
             if value not in neutral:
-                raise ValueError(
+                yield (
                     f"{name}={value!r} with use_vllm=True: vLLM's log-probs would be those of the reshaped distribution, the "
                     f"learner's those of the whole one, and every importance weight would be biased. Use {neutral[0]!r}; "
                     "`temperature` is applied on both sides."
                 )
 
-    def _check_refused(self) -> None:
-        _check_refused_by_all(self)
-        for name, why in _MODEL_INIT_KWARGS_REFUSED.items():
+    def _check_refused(self) -> Iterator[str]:
+        yield from _refused_by_all(self)
+        for name, why in MODEL_INIT_KWARGS_REFUSED.items():
             if _as_dict(self.model_init_kwargs).get(name) is not None:
-                raise ValueError(f"model_init_kwargs[{name!r}] is not supported: {why}.")
-        reshaping = sorted(_GENERATION_KWARGS_THAT_RESHAPE & _as_dict(self.generation_kwargs).keys())
+                yield f"model_init_kwargs[{name!r}] is not supported: {why}."
+        generation_kwargs = _as_dict(self.generation_kwargs)
+        if generation_kwargs.get("do_sample") is True:
+            # What TRL sets itself; vLLM has no such option.
+            self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
+        reshaping = sorted(GENERATION_KWARGS_THAT_RESHAPE & _as_dict(self.generation_kwargs).keys())
         if reshaping:
-            raise ValueError(
+            yield (
                 f"generation_kwargs contains {reshaping}, which change what is sampled and from which distribution, so "
                 "the recorded sampling log-probs would be wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` "
                 "and `repetition_penalty` are options of their own."
             )
         if self.optim == "muon" and self.optim_args:
-            raise ValueError(
+            yield (
                 f"optim_args={self.optim_args!r} is not honoured by optim='muon', which has the options `learning_rate`, "
                 "`weight_decay`, `adam_beta1`, `adam_beta2` and `adam_epsilon`. Remove it or choose another `optim`."
             )
-        if self.objective != "tbpo":
-            return
-        for name, why in _REFUSED_BY_TBPO.items():
-            allowed = [_default(GRPOConfig, name)]
-            if name in _UNSET:
+
+    def _refused_by_tbpo(self, loss_type: str | None) -> Iterator[tuple[str, str]]:
+        if loss_type not in (None, "tbpo"):
+            yield f"loss_type={loss_type!r}", "TBPO replaces TRL's losses; `objective` takes the same names"
+        for name, why in REFUSED_BY_TBPO.items():
+            allowed = [_default(GRPOConfig, name), *_NEUTRAL.get(name, ())]
+            if name in UNSET:
                 # TRL's own defaults do not say that a correction was asked for, unlike a clip offset.
                 allowed = [None, *allowed] if name.startswith("vllm") else [None]
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not honoured by objective='tbpo': {why}.")
-        for name in _UNSET:
+            # vLLM takes these for no objective.
+            is_refused_already = self.use_vllm and name in RESHAPES_SAMPLING
+            if getattr(self, name) not in allowed and not is_refused_already:
+                yield f"{name}={getattr(self, name)!r}", why
+        for name in UNSET:
             if name.startswith("vllm"):
                 setattr(self, name, _default(GRPOConfig, name))
 
 
-def _check_refused_by_all(config: QaRLConfig) -> None:
-    for name, why in _REFUSED.items():
+def raise_problems(problems: list[str]) -> None:
+    """Raise one `ValueError` that lists all `problems`, if there are any."""
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        raise ValueError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
+
+
+def low_precision_masters(config: QaRLConfig, dtype: torch.dtype | str | None) -> str | None:
+    """What is wrong with masters in `dtype`: nothing where it is float32, or known once the weights are loaded only."""
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize >= 4:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    # The distance of neighbouring values at 0.02, a usual weight.
+    spacing = torch.finfo(dtype).eps * 2**-6
+    text = (
+        f"The masters are {name}, where a weight of 0.02 moves in steps of {spacing:.1e}: updates of learning_rate="
+        f"{config.learning_rate:g} round to nothing. Load the model in float32 (TRL's default: leave out `dtype`); `bf16=True` "
+        "still computes in bfloat16."
+    )
+    if dtype is torch.float16 and config.is_quantized:
+        return f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    if config.allow_low_precision_masters:
+        return None
+    return f"{text} `allow_low_precision_masters=True` trains them nevertheless."
+
+
+def _raise_config_problems(problems: list[str], not_of_tbpo: list[tuple[str, str]], objective: str) -> None:
+    if len(not_of_tbpo) == 1:
+        option, why = not_of_tbpo[0]
+        problems = [*problems, f"{option} is not honoured by objective='tbpo': {why}."]
+    elif not_of_tbpo:
+        lines = [f"{len(not_of_tbpo)} options do not apply to objective='tbpo':"]
+        lines += [f"- {option}: {why}." for option, why in not_of_tbpo]
+        lines += [f"objective={objective!r} takes them as TRL does."]
+        if problems:
+            lines += ["Apart from them:", *(f"- {problem}" for problem in problems)]
+        raise ValueError("\n".join(lines))
+    raise_problems(problems)
+
+
+def _refused_by_all(config: QaRLConfig) -> Iterator[str]:
+    for name, why in REFUSED.items():
         if getattr(config, name, None):
-            raise ValueError(f"{name}={getattr(config, name)!r} is not supported: {why}.")
+            yield f"{name}={getattr(config, name)!r} is not supported: {why}."
 
 
 def _default(config_class: type, name: str) -> Any:

@@ -1,34 +1,69 @@
 """[`QaRLTrainer`]: the order of calls of quantization-aware reinforcement learning on quantized rollouts."""
 
+import inspect
 import json
 import logging
-import os
 import shutil
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
-from .objectives import (
-    PRESETS,
-    mismatch_ratio,
-    rejects_by_product,
-    sequence_bounds,
-    token_bounds,
-    weigh_advantages,
+from .checks import (
+    PICTURES,
+    check_arguments,
+    check_dropout,
+    check_launch,
+    problems_of_masters,
 )
-from .optim import create_muon_adamw
-from .probe import (
+from .muon import create_muon_adamw
+from .objectives.presets import PRESETS, rejects_by_product
+from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
+from .objectives.weights import mismatch_ratio, mismatch_weight, sequence_log_ratio, weigh_advantages
+from .qarl_config import QaRLConfig, raise_problems
+from .quantization.schemes import get_scheme
+from .quantization.swap import deactivate, low_bit_forward, prepare_model, quantized_layers
+from .resume import (
+    ROLLOUT_STATE_FILE,
+    SCHEME_FILE,
+    TRAINER_STATE_FILE,
+    last_complete_checkpoint,
+)
+from .rollout.engines import server_process
+from .rollout.generation import EngineLost, QaRLVLLMGeneration, all_or_none, use_generation_factory
+from .rollout.server import exit_on_sigterm
+from .rollout.transformers_rollout import record_sampling_logps
+from .telemetry.bounds import sequence_bounds, token_bounds
+from .telemetry.codes import (
+    DEAF_FLIP_RATE,
+    DEAF_UPDATES,
+    code_flip_rate,
+    is_deaf,
+    sampled_masters,
+    sqnr,
+    update_to_step,
+)
+from .telemetry.mismatch import (
+    mismatch_metrics,
+    mismatch_sums,
+    ratio_histograms,
+    split_metrics,
+    split_sums,
+    weight_metrics,
+)
+from .telemetry.probe import (
     MAX_SCORED,
     NUM_PROBES,
     TOP_K,
@@ -38,40 +73,19 @@ from .probe import (
     probe_metrics,
     top_log_probs,
 )
-from .qarl_config import QaRLConfig
-from .rollout.embedded import record_sampling_logps
-from .rollout.generation import EngineLost, QaRLVLLMGeneration, server_process, use_generation_factory
-from .run_log import RunLog
-from .schemes import get_scheme
-from .swap import deactivate, low_bit_forward, prepare_model, quantized_layers
-from .tbpo import mismatch_weight, reduce_tbpo_metrics, sequence_log_ratio, tbpo_loss, tbpo_metrics
-from .telemetry import (
-    DEAF_FLIP_RATE,
-    DEAF_UPDATES,
-    code_flip_rate,
-    has_loop,
-    is_deaf,
-    is_garbled,
-    mismatch_metrics,
-    mismatch_sums,
-    ratio_histograms,
-    sampled_masters,
-    split_metrics,
-    split_sums,
-    sqnr,
-    update_to_step,
-    weight_metrics,
-    worst_examples,
-)
+from .telemetry.run_log import RunLog
+from .telemetry.text import has_loop, is_garbled, worst_examples
 
 
-__all__ = ["SCHEME_FILE", "QaRLTrainer"]
+__all__ = ["QaRLTrainer"]
 
 logger = logging.getLogger(__name__)
 
-SCHEME_FILE = "qarl.json"
-_ROLLOUT_STATE_FILE = "rollout_state_{rank}.pt"
-_TRAINER_STATE_FILE = "trainer_state.json"
+# accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of several
+# processes on a CPU could be resumed. Called after torch's own.
+torch.serialization.register_package(
+    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
 
 # Inputs of a generation batch that the model's forward takes beside tokens and masks.
 _FORWARD_KEYS = (
@@ -138,9 +152,17 @@ class QaRLTrainer(GRPOTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
-        # An environment may supply the prompts.
-        columns = None if environment_factory is not None else getattr(train_dataset, "column_names", None)
-        _check_arguments(model, args, columns, quantization_config, peft_config, optimizers, rollout_func)
+        check_arguments(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            quantization_config,
+            peft_config,
+            optimizers,
+            rollout_func,
+            has_environment=environment_factory is not None,
+        )
         self._preset = PRESETS.get(args.objective)
         self._counts_sequences = sequence_bounds(args) is not None
         bounds = token_bounds(args) | (sequence_bounds(args) or {})
@@ -149,6 +171,7 @@ class QaRLTrainer(GRPOTrainer):
         self._worst_examples: list[dict[str, Any]] = []
         self._batch_metrics: list[dict[str, float]] = []
         self._next_probe = 0
+        self._calls_tools = False
         self._rollout_seconds = self._batch_seconds = self._forward_backward_seconds = 0.0
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
             super().__init__(
@@ -165,6 +188,8 @@ class QaRLTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        if rollout_func is not None:
+            self.rollout_func = self._shared(rollout_func)
         if not args.use_vllm:
             self._prepare_policy()
             self.generation_config = _OwnGenerationConfig(**self.generation_config.to_dict())
@@ -181,9 +206,10 @@ class QaRLTrainer(GRPOTrainer):
         self.add_callback(RunLog(self))
 
     def _prepare_policy(self) -> None:
-        _check_launch(self)
+        check_launch(self)
         args = self.args
-        _check_dropout(self.model, args)
+        raise_problems([*problems_of_masters(self.model, args)])
+        check_dropout(self.model, args)
         self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
         self._swap_arguments = {
             "exclude_modules": args.exclude_modules,
@@ -206,6 +232,9 @@ class QaRLTrainer(GRPOTrainer):
             server=server_process(self.args, self.model, self._scale_dtype)
             if self.args.vllm_server_autostart
             else None,
+            request_timeout=self.args.vllm_request_timeout,
+            generation_timeout=self.args.vllm_generation_timeout,
+            token_file=self.args.vllm_token_file,
         )
 
     @override
@@ -224,14 +253,39 @@ class QaRLTrainer(GRPOTrainer):
         return super().create_optimizer(model)
 
     @override
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        """Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores."""
-        begin = start = time.perf_counter()
-        loaded_step = getattr(self, "_last_loaded_step", None)
+    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
+        """
+        Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores. A
+        failure of one process is raised by all.
+        """
+        if self.use_vllm and images is not None:
+            raise ValueError(PICTURES)
+        # Between calls of tools, processes generate each as often as they need.
+        generate = self._generate_and_measure if self._calls_tools else self._shared(self._generate_and_measure)
+        return generate(prompt_ids, images, *args, **kwargs)
+
+    @override
+    def _tool_call_loop(self, *args, **kwargs):
+        """As TRL's; a failure of one process is raised by all."""
+        self._calls_tools = True
+        try:
+            return self._shared(super()._tool_call_loop)(*args, **kwargs)
+        finally:
+            self._calls_tools = False
+
+    def _shared(self, function):
+        """`function`, of which a failure of one process is raised by all."""
+
+        def shared(*args, **kwargs):
+            with all_or_none(self.accelerator):
+                return function(*args, **kwargs)
+
+        return shared
+
+    def _generate_and_measure(self, prompt_ids, *args, **kwargs):
+        start = time.perf_counter()
         if self.use_vllm:
             completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            if self._last_loaded_step != loaded_step:
-                start += self.vllm_generation.publication.get("publish/seconds", 0.0)
         else:
             model = self.accelerator.unwrap_model(self.model_wrapped)
             recording = record_sampling_logps(model, self.temperature)
@@ -242,7 +296,7 @@ class QaRLTrainer(GRPOTrainer):
         num_tokens = sum(len(ids) for ids in completion_ids)
         mode = "train" if self.model.training else "eval"
         seconds = time.perf_counter() - start
-        self._rollout_seconds += time.perf_counter() - begin
+        self._rollout_seconds += seconds
         self._metrics[mode]["rollout/seconds"].append(seconds)
         self._metrics[mode]["rollout/tokens_per_second"].append(num_tokens / seconds)
         self._metrics[mode]["rollout/mean_length"].append(num_tokens / max(len(completion_ids), 1))
@@ -250,7 +304,9 @@ class QaRLTrainer(GRPOTrainer):
 
     @override
     def _generate(self, prompts):
-        """Measures how many completions loop or are garbled."""
+        """Publishes what has changed, before, and measures how many completions loop or are garbled."""
+        if self.use_vllm:
+            self._publish_what_changed()
         output = super()._generate(prompts)
         _, completion_ids, _, completions, *_ = output
         loops = sum(has_loop(ids) for ids in completion_ids)
@@ -269,8 +325,7 @@ class QaRLTrainer(GRPOTrainer):
         try:
             output = super()._generate_and_score_completions(inputs)
         except EngineLost:
-            if self.state.global_step > 0:
-                self._save_checkpoint(self.model, trial=None)
+            self._save_before_leaving()
             raise
         if "sampling_per_token_logps" not in output:
             raise ValueError(
@@ -296,6 +351,34 @@ class QaRLTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["step/scoring_seconds"].append(self._batch_seconds - self._rollout_seconds)
         return output
+
+    def _publish_what_changed(self) -> None:
+        """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""
+        if self._last_loaded_step == self.state.global_step and self.vllm_generation.is_published():
+            return
+        start = time.perf_counter()
+        with all_or_none(self.accelerator), profiling_context(self, "sync_weights"):
+            self.vllm_generation.sync_weights()
+        self._last_loaded_step = self.state.global_step
+        self._rollout_seconds += time.perf_counter() - start
+
+    def _save_before_leaving(self) -> None:
+        """Saves what was trained, unless it is saved: nobody must find a complete checkpoint half overwritten."""
+        if self.state.global_step == 0:
+            return
+        folder = self._checkpoint_folder(trial=None)
+        # The main process decides, as it is the one that completes the folder.
+        is_saved = [(folder / TRAINER_STATE_FILE).is_file()]
+        broadcast_object_list(is_saved, from_process=0)
+        if is_saved[0]:
+            logger.warning("%s is complete and stays as it is.", folder)
+        else:
+            self._save_checkpoint(self.model, trial=None)
+        # A launcher ends the other processes as soon as one has failed.
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoint_folder(self, trial) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
@@ -335,7 +418,7 @@ class QaRLTrainer(GRPOTrainer):
             of_batch["mismatch/rejected_share"] = self._masked_mean((ratio == 0).float(), counts)
         if self.use_vllm:
             of_batch |= self.vllm_generation.take_publication()
-            of_batch["rollout/weight_version"] = self._checked_weight_version()
+            of_batch["rollout/weight_version"] = float(self._last_loaded_step)
         for name, value in of_batch.items():
             metrics[name].append(value)
         if self.model.training:
@@ -356,7 +439,7 @@ class QaRLTrainer(GRPOTrainer):
         )
 
     def take_worst_examples(self) -> list[dict[str, Any]]:
-        """What [`~trl_qarl.telemetry.worst_examples`] found in the generation batches since the last call, on this process."""
+        """What [`~trl_qarl.telemetry.text.worst_examples`] found in the generation batches since the last call, on this process."""
         examples, self._worst_examples = self._worst_examples, []
         return examples
 
@@ -404,16 +487,6 @@ class QaRLTrainer(GRPOTrainer):
                     )
         return compare_positions(engine_ids.to(device), engine_logps.to(device), learner_logps)
 
-    def _checked_weight_version(self) -> float:
-        stamped = self.vllm_generation.engine_weight_version()
-        published = self.vllm_generation.published_version
-        if stamped is not None and stamped != published:
-            raise RuntimeError(
-                f"The completions were sampled with weights of version {stamped!r}, but version {published!r} was published: "
-                "something else changes the engine's weights."
-            )
-        return float(self._last_loaded_step)
-
     @override
     def training_step(self, *args, **kwargs):
         """Measures forward and backward alone; TRL's `step_time` includes what happens once per generation batch."""
@@ -458,7 +531,7 @@ class QaRLTrainer(GRPOTrainer):
             inputs["sampling_per_token_logps"],
             inputs["advantages"],
             mask,
-            epsilon_high=self.args.epsilon_high,
+            positive_epsilon_high=self.args.positive_epsilon_high,
             negative_epsilon_low=self.args.negative_epsilon_low,
             negative_epsilon_high=self.args.negative_epsilon_high,
             mismatch_cap=self.args.mismatch_cap,
@@ -485,9 +558,13 @@ class QaRLTrainer(GRPOTrainer):
         return loss / (self.current_gradient_accumulation_steps if mode == "train" else 1.0)
 
     @override
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """Keeps the log-probs for what is measured beside TRL's losses, which do not return them."""
-        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        """
+        Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for what is
+        measured beside TRL's losses, which do not return them.
+        """
+        forward = _count_positions(model) if _takes_positions(self.accelerator.unwrap_model(model)) else model
+        output = super()._get_per_token_logps_and_entropies(forward, *args, **kwargs)
         self._forward_logps = output[0].detach()
         return output
 
@@ -526,15 +603,18 @@ class QaRLTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
         With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely. A vLLM server that
-        was started here ends with training, however that ends. The next rollout publishes whatever the step count says, as
+        was started here ends with training, however that ends, SIGTERM included. The next rollout publishes whatever the step count says, as
         `load_best_model_at_end` may have changed the weights.
         """
+        restore_sigterm = exit_on_sigterm() if self.use_vllm and self.is_world_process_zero() else None
         try:
             return super().train(resume_from_checkpoint=self.find_checkpoint(resume_from_checkpoint), **kwargs)
         finally:
             if self.use_vllm:
                 self._last_loaded_step = -1
                 self.vllm_generation.stop_server()
+            if restore_sigterm is not None:
+                restore_sigterm()
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
@@ -546,7 +626,7 @@ class QaRLTrainer(GRPOTrainer):
         if not resume_from_checkpoint:
             return None
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _last_complete_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
         folder = Path(resume_from_checkpoint)
         if not folder.is_dir():
             raise ValueError(
@@ -584,11 +664,11 @@ class QaRLTrainer(GRPOTrainer):
     @override
     def _save_checkpoint(self, model, trial):
         """Also saves the generation batch in progress, so that a resumed run goes on with the same completions."""
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = self._checkpoint_folder(trial)
         folder.mkdir(parents=True, exist_ok=True)
         # Before the rest: `trainer_state.json`, which TRL writes last, then marks a complete checkpoint.
         state = {"shape": self._rollout_shape(), "step": self._step, "buffered_inputs": self._buffered_inputs}
-        torch.save(state, folder / _ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index))
+        torch.save(state, folder / ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index))
         super()._save_checkpoint(model, trial)
 
     @override
@@ -602,7 +682,7 @@ class QaRLTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         """Also restores the generation batch in progress, or drops it where this run's batches have another shape."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        path = Path(checkpoint or "") / _ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index)
+        path = Path(checkpoint or "") / ROLLOUT_STATE_FILE.format(rank=self.accelerator.process_index)
         if checkpoint is None or not path.is_file():
             # Where processes were added, the others find another `num_processes` and start a new batch too.
             return
@@ -693,6 +773,22 @@ class _Requantize(TrainerCallback):
                 layer.invalidate()
 
 
+def _takes_positions(model: nn.Module) -> bool:
+    # A model of pictures and text counts in several dimensions, by itself.
+    is_text_model = model.config.get_text_config() is model.config
+    return is_text_model and "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _count_positions(model: nn.Module) -> Callable[..., Any]:
+    """Forward of `model` that counts positions from the first token that is not padding."""
+
+    def forward(**inputs):
+        position_ids = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        return model(**inputs, position_ids=position_ids)
+
+    return forward
+
+
 def _text(completion: str | list[dict[str, Any]]) -> str:
     if isinstance(completion, str):
         return completion
@@ -707,88 +803,3 @@ def _without_padding(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-
-def _last_complete_checkpoint(output_dir: str) -> str:
-    folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    steps = sorted((int(f.name.rpartition("-")[2]), f) for f in folders if f.name.rpartition("-")[2].isdigit())
-    for _, folder in reversed(steps):
-        if (folder / _TRAINER_STATE_FILE).is_file():
-            return os.fspath(folder)
-        logger.warning("%s is incomplete (no %s) and is skipped.", folder, _TRAINER_STATE_FILE)
-    raise ValueError(
-        f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
-    )
-
-
-def _check_launch(trainer: QaRLTrainer) -> None:
-    # Chosen through `accelerate launch`, which the configuration does not see.
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise NotImplementedError(
-            "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
-            "(`accelerate launch --multi_gpu`)."
-        )
-    parallel = trainer.accelerator.parallelism_config
-    if parallel is not None:
-        raise NotImplementedError(
-            f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
-            "over processes. That is not supported in this release. Launch with DDP (`accelerate launch --multi_gpu`)."
-        )
-    backend = trainer.accelerator.state.dynamo_plugin.backend
-    if backend != "NO":
-        raise NotImplementedError(
-            f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
-            "version of its master, which a compiled graph does not see. Launch with `--dynamo_backend no`."
-        )
-
-
-def _check_dropout(model: nn.Module, args: QaRLConfig) -> None:
-    """Switches off what TRL's `disable_dropout` leaves on, and has TBPO ask for it where a model drops anything."""
-    active = {
-        (name, key): value
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        # Attention takes its rate from an attribute of the layer and calls a function.
-        if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
-        and isinstance(value, float)
-        and value > 0
-    }
-    if args.disable_dropout:
-        for name, key in active:
-            setattr(model.get_submodule(name), key, 0.0)
-    elif active and args.objective == "tbpo":
-        (name, key), value = next(iter(active.items()))
-        raise ValueError(
-            f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
-            "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
-        )
-
-
-def _check_arguments(model, args, columns, quantization_config, peft_config, optimizers, rollout_func) -> None:
-    if not isinstance(args, QaRLConfig):
-        raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
-    if rollout_func is not None and args.alignment == "rollout-only" and not args.use_vllm:
-        raise ValueError(
-            "`rollout_func` was given with alignment='rollout-only' and use_vllm=False: its completions would come from the "
-            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
-        )
-    if peft_config is not None or hasattr(model, "peft_config"):
-        raise NotImplementedError(
-            "PEFT adapters are not supported in this release: merging an adapter into a low-bit base loses its signal. "
-            "Train the full model, or wait for the next release."
-        )
-    if quantization_config is not None:
-        raise ValueError(
-            "quantization_config was given, but the master weights must stay in high precision. Remove it; "
-            f"scheme={args.scheme!r} quantizes the forward."
-        )
-    if columns is not None and "prompt" not in columns:
-        raise ValueError(
-            f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
-        )
-    if isinstance(model, nn.Module) and next(model.parameters()).dtype is torch.float16 and args.fp16:
-        logger.warning(
-            "The masters themselves are float16; updates of 1e-6 round to nothing. Load the model in float32."
-        )
-    if optimizers[0] is not None and args.optim == "muon":
-        logger.info("`optimizers` was given, so `optim='muon'` is not used.")

@@ -7,20 +7,24 @@ from pathlib import Path
 import pytest
 
 from testing_utils import make_tiny_model
-from trl_qarl.rollout.serve import free_port
+from trl_qarl.rollout.server import free_port
+
+
+def launch_two(script: str, tmp_path, results: str, *arguments: str) -> list[dict]:
+    """Run a script on two processes and return what each of them wrote."""
+    model = make_tiny_model(tmp_path, "qwen2")
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    launch += [str(Path(__file__).with_name(script)), model, str(output_dir), *arguments]
+    result = subprocess.run(launch, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [json.loads((output_dir / f"{results}{rank}.json").read_text()) for rank in range(2)]
 
 
 def train_on_two_processes(tmp_path, **options) -> list[dict]:
     """Train with `train_ddp.py` and return what each rank wrote; both must have the same masters."""
-    model = make_tiny_model(tmp_path, "qwen2")
-    output_dir = tmp_path / "out"
-    output_dir.mkdir()
-    script = Path(__file__).with_name("train_ddp.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    launch += [str(script), model, str(output_dir), json.dumps(options)]
-    result = subprocess.run(launch, capture_output=True, text=True, timeout=400)
-    assert result.returncode == 0, result.stderr[-4000:]
-    ranks = [json.loads((output_dir / f"rank{rank}.json").read_text()) for rank in range(2)]
+    ranks = launch_two("train_ddp.py", tmp_path, "rank", json.dumps(options))
     assert ranks[0]["digest"] == ranks[1]["digest"]
     return ranks
 
@@ -62,3 +66,27 @@ def test_two_processes_share_one_server(tmp_path):
     rows = [row for row in ranks[0]["rows"] if "rollout/weight_version" in row]
     assert [row["rollout/weight_version"] for row in rows] == [0, 2]
     assert max(row["mismatch/abs_logp_max"] for row in rows) < 1e-5
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_what_fails_on_one_process_ends_both_with_a_checkpoint(tmp_path):
+    pytest.importorskip("vllm")
+    ranks = launch_two("fail_ddp.py", tmp_path, "failed")
+    expected = {
+        "server_publish": ("EngineLost", "Publishing to vLLM failed 4 times. The last error: no server answers"),
+        "server_generate": ("EngineLost", "Generating with vLLM failed 4 times. The last error: no server answers"),
+        "server_nan": ("FloatingPointError", "NaN as the log-prob of 8 of 8"),
+        "colocate_publish": ("EngineLost", "Publishing to vLLM failed: a tensor differs"),
+        "colocate_generate": ("EngineLost", "Generating with vLLM failed: RuntimeError: out of memory"),
+        "colocate_nan": ("FloatingPointError", "NaN as the log-prob of 8 of 8"),
+    }
+    for name, (kind, message) in expected.items():
+        for rank in ranks:
+            assert rank[name]["raised"].startswith(f"{kind}: ") and message in rank[name]["raised"], (name, rank[name])
+            files = {"trainer_state.json", "model.safetensors", "rollout_state_0.pt", "rollout_state_1.pt"}
+            assert files <= set(rank[name]["files"]) or kind != "EngineLost", name
+    for name, failing in (("server_start", 0), ("colocate_start", 1)):
+        assert ranks[failing][name]["raised"] == "ValueError: a port is taken"
+        assert ranks[1 - failing][name]["raised"].startswith("RuntimeError: Another process failed with ValueError")

@@ -21,7 +21,7 @@ def naive_tbpo(
     sampling_logps,
     advantages,
     mask,
-    epsilon_high,
+    positive_epsilon_high,
     negative_epsilon_low,
     negative_epsilon_high,
     mismatch_cap,
@@ -47,8 +47,8 @@ def naive_tbpo(
             region, clipped = "empty", 0.0
         elif advantage == 0.0:
             region, clipped = "zero advantage", 0.0
-        elif advantage > 0 and ratio > 1 + epsilon_high:
-            region, clipped = "positive high", 1 + epsilon_high
+        elif advantage > 0 and ratio > 1 + positive_epsilon_high:
+            region, clipped = "positive high", 1 + positive_epsilon_high
         elif advantage < 0 and ratio < 1 - negative_epsilon_low:
             region, clipped = "negative low", 1 - negative_epsilon_low
         elif advantage < 0 and ratio > 1 + negative_epsilon_high:

@@ -1,7 +1,7 @@
 """
 Putting the engine's operations into a transformers model, and taking them out.
 
-A module is changed by its class, as [`~trl_qarl.linear.QuantizedLinear`] is: parameters, names, hooks and ties stay, and so
+A module is changed by its class, as [`~trl_qarl.quantization.linear.QuantizedLinear`] is: parameters, names, hooks and ties stay, and so
 does whatever looks at `isinstance`. What passes between decoder layers is the residual stream in float32, before the
 engine's rounding ([`~trl_qarl.numerics.ops.add`]), so each layer stays one unit for gradient checkpointing and sharding.
 """
@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from ..linear import QuantizedLinear
+from ..quantization.linear import QuantizedLinear, _weight_version
 from . import kernels, ops
 
 
@@ -214,7 +214,7 @@ class _Linear(_EngineModule):
 
     @_without_autocast
     def forward(self, x):
-        version = QuantizedLinear._weight_version(self)
+        version = _weight_version(self.weight)
         if version != self._product_version:
             self._product = kernels.PackedLinear(self.weight.detach().to(self.engine_dtype))
             self._product_version = version

@@ -11,7 +11,7 @@ log-probs need kernels whose result for a row does not depend on the number of r
 | `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
 | `cpu_gemm_wna16` (INT4 weights) | yes |
 | `F.linear` in float32 | no: another kernel below 16 rows |
-| FP8 product in float64 ([`~trl_qarl.kernels.fp8_product`]) | yes: every sum is exact |
+| FP8 product in float64 ([`~trl_qarl.quantization.gemm.fp8_product`]) | yes: every sum is exact |
 | attention, keys not split over threads | yes, up to the length one tile of keys holds |
 
 [`row_invariant_linear`] is the one unquantized product that both sides run: the learner here, the engine through

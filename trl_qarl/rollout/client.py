@@ -2,38 +2,109 @@
 The trainer's connection to a vLLM server: TRL's client, holding the server's session while it lives.
 """
 
+import ipaddress
 import json
 import os
+import secrets
 import socket
+import ssl
 import time
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
+from typing_extensions import override
 
-from .gate import SESSION_HEADER, SESSION_PATH, STATE_PATH
-from .publish import PublishError
+from .handshake import is_proof, proof, read_token_file
+from .protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
 
 
 __all__ = ["QaRLClient", "ServerLost"]
 
 
-# Seconds to connect, and to wait for an answer: generating a batch of long completions takes a while.
-_TIMEOUT = (10, 3600)
+_CONNECT_SECONDS = 10
+_HEALTH_SECONDS = 10
 
 
 class ServerLost(ConnectionError):
-    """The server cannot be reached, or no longer knows this trainer."""
+    """
+    A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
+
+    Args:
+        message (`str`):
+            What failed.
+        status (`int`, *optional*):
+            The status of the answer, if there was one.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+
+class LocalSession(requests.Session):
+    """Session that leaves the environment's proxies out for addresses of this machine, which no proxy can reach."""
+
+    @override
+    def request(self, method, url, **kwargs):
+        self.trust_env = not _is_local(urlsplit(url).hostname)
+        return super().request(method, url, **kwargs)
+
+
+class _Session(LocalSession):
+    """
+    Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in time.
+
+    Args:
+        request_timeout (`float`), generation_timeout (`float`):
+            Seconds to wait for an answer, and for completions.
+    """
+
+    def __init__(self, request_timeout: float, generation_timeout: float):
+        super().__init__()
+        self.request_timeout = request_timeout
+        self.generation_timeout = generation_timeout
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, HTTPAdapter(pool_maxsize=64))
+
+    @override
+    def request(self, method, url, *, expected=(200,), **kwargs):
+        path = urlsplit(url).path
+        generates = method == "POST" and path.endswith(_GENERATING_PATHS)
+        seconds = self.generation_timeout if generates else self.request_timeout
+        kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
+        try:
+            response = super().request(method, url, **kwargs)
+        except requests.ReadTimeout as error:
+            option = "vllm_generation_timeout" if generates else "vllm_request_timeout"
+            waited = kwargs["timeout"][1] if isinstance(kwargs["timeout"], tuple) else kwargs["timeout"]
+            raise ServerLost(
+                f"The vLLM server did not answer {url} within {waited:g} s. If it only needs longer, raise `{option}`."
+            ) from error
+        except requests.RequestException as error:
+            raise ServerLost(f"The vLLM server did not answer {url}: {error}") from error
+        if response.status_code not in expected:
+            raise ServerLost(
+                f"{url} failed with status {response.status_code}: {_error_text(response)}", response.status_code
+            )
+        return response
+
+
+_GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
 class QaRLClient(VLLMClient):
     """
     Client of a server started by `trl-qarl vllm-serve`.
 
-    It opens the server's session, so that no second trainer can change the weights, and leaves retries to its caller: TRL's
-    client repeats failed requests on its own, and an update must not be repeated in part.
+    It opens the server's session, so that no second trainer can change the weights, after both have proved that they know one
+    secret; once the session's connection has ended, nothing is sent to whatever then listens there. Retries are left to the
+    caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
 
     Args:
         base_url (`str`):
@@ -42,50 +113,143 @@ class QaRLClient(VLLMClient):
             Port of the NCCL group.
         connection_timeout (`float`, *optional*, defaults to `0.0`):
             Seconds to wait for the server.
+        request_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds to wait for the answer to a request that does not generate.
+        generation_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds to wait for completions.
+        token (`str`, *optional*):
+            The secret of a server that was started here.
+        token_file (`str` or `Path`, *optional*):
+            File with the secret. Defaults to the one the server names, which only a process of the same user can read.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
-        RuntimeError: if the server was started in another way, or works for another trainer.
+        RuntimeError: if the server was started in another way, works for another trainer, has another secret or does not
+            prove that it knows it.
+        ValueError: if the token file cannot be read or others can.
     """
 
-    def __init__(self, base_url: str, group_port: int = 51216, connection_timeout: float = 0.0):
+    def __init__(
+        self,
+        base_url: str,
+        group_port: int = 51216,
+        connection_timeout: float = 0.0,
+        request_timeout: float = 300.0,
+        generation_timeout: float = 1800.0,
+        token: str | None = None,
+        token_file: str | Path | None = None,
+    ):
+        self._timeouts = request_timeout, generation_timeout
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
-        except requests.ConnectionError as error:
+        except ServerLost as error:
             raise ConnectionError(
-                f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s). Start one with `trl-qarl "
+                f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s: {error}). Start one with `trl-qarl "
                 "vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE`, or set `vllm_server_autostart=True`."
             ) from error
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(pool_maxsize=64))
+            self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))
+        self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
         self.instance: str | None = None
         self.transfer_dir: str | None = None
         self.open_session()
 
+    @override
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
+        """Waits for the server. The constructor calls it before its first request, which then already ends in time."""
+        self.session = _Session(*self._timeouts)
+        deadline = time.monotonic() + total_timeout
+        while True:
+            try:
+                self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
+                return
+            except ServerLost:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(retry_interval)
+
     def open_session(self) -> None:
         """Become the trainer of this server. A session this client held before is given up."""
         self.close_session()
         trainer = f"process {os.getpid()} on {socket.gethostname()}"
-        # The server writes a line every 30 seconds, so silence for longer means that it is gone.
-        url = f"{self.base_url}{SESSION_PATH}"
-        held = requests.post(url, json={"trainer": trainer}, stream=True, timeout=(10, 120))
-        if held.status_code == 404:
+        self.session.headers.pop(SESSION_HEADER, None)
+        # Nothing here follows a redirection: it would lead to somebody else.
+        opening = {"expected": range(200, 500), "allow_redirects": False}
+        challenge = self.session.request("GET", f"{self.base_url}{STATE_PATH}", **opening)
+        if challenge.status_code == 404:
             raise RuntimeError(
                 f"The server at {self.base_url} was not started by `trl-qarl vllm-serve`: it would generate before weights "
                 "are published, and let two trainers change them. Start it with that command."
             )
-        if held.status_code != 200:
+        state = _json_object(challenge.content)
+        token, source = self._find_token(state.get("token_file"))
+        nonces = [secrets.token_hex(16), state.get("nonce")]
+        request = {"trainer": trainer, "nonce": nonces[0], "proof": proof(token, "trainer", nonces, trainer)}
+        # The server writes a line every 30 seconds, so silence for longer means that it is gone.
+        url = f"{self.base_url}{SESSION_PATH}"
+        held = self.session.request("POST", url, json=request, stream=True, timeout=(_CONNECT_SECONDS, 120), **opening)
+        if held.status_code == 409:
             raise RuntimeError(
                 f"{_error_text(held)} One server works for one trainer at a time: start another server."
             )
+        if held.status_code == 403:
+            raise RuntimeError(
+                f"The server at {self.base_url} has another secret than this trainer, which has it from {source}: "
+                f"{_error_text(held)} Set `vllm_token_file` to the file that the server was started with "
+                f"({state.get('token_file')!r} on its host), or to a copy of it."
+            )
+        if held.status_code != 200:
+            raise RuntimeError(f"The server at {self.base_url} opened no session: {_error_text(held)}")
         # The iterator is kept with the response: one that is collected half way closes the connection.
         lines = held.iter_lines()
-        state = json.loads(next(lines))
+        state = _json_object(next(lines, b""))
+        if not is_proof(state.pop("proof", None), token, "server", nonces, state):
+            held.close()
+            raise RuntimeError(
+                f"What listens at {self.base_url} did not prove that it knows the secret of the trainer's server, which the "
+                f"trainer has from {source}. It may have taken the port while the server was down, so it gets no weights. "
+                "Find out what it is (`ss -ltnp`), end it and start the server again."
+            )
         self._held, self._lines = held, lines
         self.session.headers[SESSION_HEADER] = state["session"]
         self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
+
+    def _find_token(self, named_by_server: Any) -> tuple[str, str]:
+        """The secret, and where it comes from in words. Read each time: a server that is started again may have another."""
+        if self._token is not None:
+            return self._token, "the server's start"
+        path = self._token_file or named_by_server
+        if not isinstance(path, (str, Path)):
+            raise ValueError(
+                f"The server at {self.base_url} names no file with the secret that a trainer must know. Start it with "
+                "`trl-qarl vllm-serve --token_file FILE` and set `vllm_token_file` to that file, or to a copy of it."
+            )
+        try:
+            return read_token_file(path), f"the file {str(path)!r}"
+        except ValueError as error:
+            raise ValueError(
+                f"{error} A trainer must know the secret of the server at {self.base_url}: copy the server's token file "
+                f"({named_by_server!r} on its host) to this host, with mode 0600, and set `vllm_token_file` to the copy."
+            ) from error
+
+    def has_lost_session(self) -> bool:
+        """Whether the server has closed the session's connection, which it does not while it lives."""
+        held = self._held
+        sock = None if held is None else getattr(held.raw.connection, "sock", None)
+        if sock is None:
+            return False
+        sock.settimeout(0)
+        try:
+            # What it has written meanwhile are empty lines.
+            while sock.recv(4096):
+                pass
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
+        except OSError:
+            pass
+        return True
 
     def close_session(self) -> None:
         """Let another trainer use the server."""
@@ -107,7 +271,7 @@ class QaRLClient(VLLMClient):
                 if self.is_healthy():
                     self.open_session()
                     return self.instance != instance
-            except (requests.RequestException, RuntimeError, StopIteration) as error:
+            except (OSError, RuntimeError, StopIteration, ValueError, KeyError) as error:
                 # The server notices only after a moment that the old session's connection has gone.
                 if time.monotonic() >= deadline:
                     raise ServerLost(f"No vLLM server at {self.base_url} after {timeout:g} s: {error}") from error
@@ -118,8 +282,9 @@ class QaRLClient(VLLMClient):
     def is_healthy(self) -> bool:
         """Whether the server answers and its engine lives."""
         try:
-            return requests.get(f"{self.base_url}/health", timeout=10).status_code == 200
-        except requests.RequestException:
+            self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
+            return True
+        except ServerLost:
             return False
 
     def control(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
@@ -131,41 +296,71 @@ class QaRLClient(VLLMClient):
             PublishError: if the server refuses.
         """
         try:
-            response = self.session.post(f"{self.base_url}{path}", json=body or {}, timeout=_TIMEOUT)
-        except requests.RequestException as error:
-            raise ServerLost(f"The vLLM server at {self.base_url} did not answer {path}: {error}") from error
-        if response.status_code == 409:
-            raise ServerLost(f"{path}: {_error_text(response)}")
-        if response.status_code != 200:
-            raise PublishError(f"{path} failed with status {response.status_code}: {_error_text(response)}")
-        return response
+            return self.session.post(f"{self.base_url}{path}", json=body or {})
+        except ServerLost as error:
+            if error.status in (None, 409):
+                raise
+            raise PublishError(str(error)) from error
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of [`~trl_qarl.rollout.engine.WorkerExtension`] on every worker and return the results."""
-        return self.control("/collective_rpc", {"method": method, "kwargs": kwargs}).json()["results"]
+        """Call a method of [`~trl_qarl.vllm_plugin.weight_transfer.WorkerExtension`] on every worker and return the results."""
+        return _json(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
 
     def weight_version(self) -> str:
         """The version that the server stamps on what it generates."""
-        try:
-            return self._get(f"{self.base_url}/weight_info")["weight_version"]
-        except requests.RequestException as error:
-            raise ServerLost(f"The vLLM server at {self.base_url} went away: {error}") from error
+        return self._get(f"{self.base_url}/weight_info")["weight_version"]
 
     def state(self) -> dict[str, Any]:
         """The gate's state: `is_open`, `num_publications`, `holder`, `instance`, `transfer_dir`."""
         return self._get(f"{self.base_url}{STATE_PATH}")
 
+    @override
+    def _get(self, url: str, **kwargs) -> dict:
+        return _json(self.session.get(url, **kwargs))
+
+    @override
     def _post(self, url: str, **kwargs) -> dict:
-        try:
-            response = self.session.post(url, timeout=_TIMEOUT, **kwargs)
-        except requests.RequestException as error:
-            raise ServerLost(f"The vLLM server went away: {error}") from error
         # 503: nothing is published; 500: the engine behind the server has died.
-        if response.status_code >= 500:
-            raise ServerLost(f"{url} failed with status {response.status_code}: {_error_text(response)}")
-        if response.status_code != 200:
-            raise RuntimeError(f"{url} failed with status {response.status_code}: {_error_text(response)}")
+        return _json(self.session.post(url, **kwargs))
+
+
+def _is_local(host: str | None) -> bool:
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def _json(response: requests.Response) -> dict:
+    try:
         return response.json()
+    except ValueError as error:
+        raise ServerLost(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
+
+
+class _SessionAdapter(HTTPAdapter):
+    """Sends requests as long as the server that proved who it is holds the session's connection open."""
+
+    def __init__(self, client: QaRLClient, **kwargs):
+        super().__init__(**kwargs)
+        # The session ends with the last reference to its client, which must not wait for the garbage collector.
+        self._client = weakref.ref(client)
+
+    def send(self, request, *args, **kwargs):
+        client = self._client()
+        if client is not None and client.has_lost_session():
+            raise requests.ConnectionError("the server has ended the session", request=request)
+        return super().send(request, *args, **kwargs)
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    """The JSON object in what a server has sent, or an empty one where there is none."""
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _error_text(response: requests.Response) -> str:

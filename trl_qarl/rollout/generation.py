@@ -4,57 +4,47 @@ Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend wi
 The seam is TRL's `VLLMGeneration`: the trainer calls `sync_weights()` when the optimizer step has changed and `generate()`.
 """
 
-import gc
 import logging
 import os
 import secrets
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import ensure_master_addr_port
 from typing_extensions import override
 
-from ..export import quantization_config
-from ..swap import quantized_layers
 from .client import QaRLClient, ServerLost
-from .deep_audit import deep_audit, prompt_log_probs
-from .plugin import FILE_BACKEND, NCCL_BACKEND
-from .publish import DirectTransport, FileTransport, NCCLTransport, Publisher, PublishError
-from .serve import (
-    WORKER_EXTENSION,
+from .deep_audit import deep_audit
+from .engines import make_engine
+from .protocol import NCCL_BACKEND, PublishError
+from .publisher import Publisher
+from .scoring import prompt_log_probs
+from .server import (
     ServerProcess,
-    build_server_command,
-    check_engine_runs,
-    cpu_environment,
-    default_transfer_dir,
 )
+from .transports import DirectTransport, FileTransport, NCCLTransport
 
 
-__all__ = [
-    "EngineLost",
-    "QaRLVLLMGeneration",
-    "in_process_engine",
-    "make_engine",
-    "server_process",
-    "use_generation_factory",
-]
+__all__ = ["EngineLost", "QaRLVLLMGeneration", "all_or_none", "use_generation_factory"]
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Publications, or generations, tried before giving up."""
 
+BACKOFF_SECONDS = 2.0
+"""Waited before the second attempt, twice as long before each further one."""
+
 
 class EngineLost(RuntimeError):
     """
-    The engine could not be filled; a server, not in [`MAX_ATTEMPTS`] attempts.
+    The engine could not be filled, or did not generate; a server, not in [`MAX_ATTEMPTS`] attempts.
 
     Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them stop
     at the same line instead of waiting for each other.
@@ -75,72 +65,24 @@ def use_generation_factory(factory: Callable[..., Any]):
         grpo_trainer.VLLMGeneration = original
 
 
-def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
+@contextmanager
+def all_or_none(accelerator):
     """
-    A vLLM engine in this process that waits for the weights of `model`, a learner prepared by [`prepare_model`].
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The learner; the engine reads configuration and tokenizer from `model.name_or_path`.
-        dtype (`torch.dtype`):
-            Dtype of everything that is not quantized.
-        on_cpu (`bool`):
-            Whether the engine runs on a CPU.
-        arguments:
-            Further arguments of `vllm.LLM`.
+    While open, an error of one process is raised by all of them, which would otherwise wait for it at their next meeting. Every
+    process has to open it, and a meeting inside must fail for all alike.
     """
-    config = quantization_config(model) if quantized_layers(model) else None
-    check_engine_runs(config, str(dtype).removeprefix("torch."), on_cpu)
-    return in_process_engine(
-        on_cpu=on_cpu,
-        model=model.name_or_path,
-        load_format="dummy",
-        hf_overrides={"quantization_config": config} if config else None,
-        dtype=dtype,
-        weight_transfer_config={"backend": FILE_BACKEND},
-        worker_extension_cls=WORKER_EXTENSION,
-        **arguments,
-    )
-
-
-def in_process_engine(*, on_cpu: bool, **arguments):
-    """`vllm.LLM(**arguments)` whose worker lives in this process and whose log-probs are those after temperature."""
-    # Read when vLLM starts an engine: a worker in another process could not be handed tensors.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if on_cpu:
-        os.environ.update(cpu_environment())
-    from vllm import LLM
-
-    # An engine that nothing refers to any more ends the process group that the next one shares when it is collected.
-    gc.collect()
-    # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.
-    return LLM(logprobs_mode="processed_logprobs", enforce_eager=on_cpu, **arguments)
-
-
-def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
-    """The server of `vllm_server_autostart=True`, not yet started, for a prepared `model` and a [`QaRLConfig`]."""
-    vllm_args = []
-    if args.vllm_max_model_length is not None:
-        vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]
-    on_cpu = args.use_cpu or not torch.cuda.is_available()
-    vllm_args += ["--model-impl", args.vllm_model_impl]
-    if not on_cpu:
-        vllm_args += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
-        vllm_args += ["--tensor-parallel-size", str(args.vllm_tensor_parallel_size)]
-    if args.trust_remote_code:
-        vllm_args.append("--trust-remote-code")
-    argv, environment = build_server_command(
-        model.name_or_path,
-        quantization_config(model) if quantized_layers(model) else None,
-        dtype=str(dtype).removeprefix("torch."),
-        port=args.vllm_server_port,
-        on_cpu=on_cpu,
-        # NCCL refuses two processes on one GPU, which is what a child without settings of its own gets.
-        transport="file",
-        transfer_dir=default_transfer_dir(args.vllm_server_port).with_name(f"trl-qarl-{secrets.token_hex(8)}"),
-        vllm_args=vllm_args,
-    )
-    return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failures = [failure]
+    if accelerator.num_processes > 1:
+        failures = gather_object([None if failure is None else _for_others(failure)])
+    culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
+    if culprit is not None:
+        # All raise the same kind: what they do about it may be another meeting.
+        raise failure if culprit == accelerator.process_index else failures[culprit]
 
 
 class QaRLVLLMGeneration(VLLMGeneration):
@@ -154,12 +96,18 @@ class QaRLVLLMGeneration(VLLMGeneration):
             Gives the name of the learner's current weights.
         server ([`ServerProcess`], *optional*):
             A server to start, and to start again when it ends.
+        request_timeout (`float`, *optional*, defaults to `300.0`), generation_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds that a server has to answer, and to generate.
+        token_file (`str`, *optional*):
+            File with the secret of a server that was started otherwise.
 
     All other arguments are those of the parent class.
 
     Attributes:
         publication (`dict[str, float]`):
             Measurements of the last publication.
+        published_version (`str` or `None`):
+            What the last publication has stamped on the engine's weights.
         engine (`dict[str, Any]`):
             The engine's description of itself.
     """
@@ -170,39 +118,59 @@ class QaRLVLLMGeneration(VLLMGeneration):
         dtype: torch.dtype,
         weight_version: Callable[[], str],
         server: ServerProcess | None = None,
+        request_timeout: float = 300.0,
+        generation_timeout: float = 1800.0,
+        token_file: str | None = None,
         **kwargs,
     ):
         self.dtype = dtype
         self.weight_version = weight_version
         self.server = server
+        self.request_timeout = request_timeout
+        self.generation_timeout = generation_timeout
+        self.token_file = token_file
         self.publication: dict[str, float] = {}
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
+        self._published_parameters: list[tuple[int, int]] | None = None
+        self._lost_images: EngineLost | None = None
         super().__init__(*args, **kwargs)
 
     @override
     def _init_vllm(self):
         """Connects to a server, or builds an engine, that was made for the learner's scheme, and checks that it was."""
-        if self.mode == "server":
-            if self.accelerator.is_main_process:
+        with all_or_none(self.accelerator):
+            if self.mode != "server":
+                self._build_engine()
+            elif self.accelerator.is_main_process:
                 self._connect()
-        else:
-            self._build_engine()
-        self.accelerator.wait_for_everyone()
 
     def _connect(self) -> None:
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         if self.server is not None:
             self.server.start()
             self.server.wait(base_url, self.server_timeout)
-        self.vllm_client = QaRLClient(base_url, self.group_port, self.server_timeout)
+        self.vllm_client = QaRLClient(
+            base_url,
+            self.group_port,
+            self.server_timeout,
+            self.request_timeout,
+            self.generation_timeout,
+            token=None if self.server is None else self.server.token,
+            token_file=self.token_file,
+        )
         transport = FileTransport(self.vllm_client)
         if transport.describe()["backend"] == NCCL_BACKEND:
             self.vllm_client.init_communicator(device=self.accelerator.device)
             transport = NCCLTransport(self.vllm_client)
         self._set_publisher(transport)
-        generate = self.vllm_client.generate
+        self._keep_trying()
+
+    def _keep_trying(self) -> None:
+        """Have TRL's calls of the client survive a lost server."""
+        generate, image_features = self.vllm_client.generate, self.vllm_client.image_features
         self.vllm_client.generate = lambda *args, **kwargs: self._generate_persistently(generate, *args, **kwargs)
+        self.vllm_client.image_features = lambda images: self._image_features_persistently(image_features, images)
 
     def _build_engine(self) -> None:
         on_cpu = self.accelerator.device.type == "cpu"
@@ -244,44 +212,57 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._set_publisher(DirectTransport(self.llm))
 
     def _set_publisher(self, transport) -> None:
-        self.publisher = Publisher(self.model, self.dtype, transport)
+        self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
         self.engine = self.publisher.check_engine()
         logger.info("vLLM engine on %s, kernels %s", self.engine["device"], self.engine["kernels"])
 
     @override
     def sync_weights(self):
-        """Publishes the learner's low-bit tensors; a failure reaches every process as [`EngineLost`]."""
+        """
+        Publishes the learner's low-bit tensors. What fails is [`EngineLost`]: from a server on every process, from an engine in
+        this process on this one.
+        """
         if self.mode == "colocate":
-            if self.enable_sleep_mode:
-                empty_cache()
-                self.llm.wake_up(tags=["weights"])
-                if self._llm_weights_sleeping:
-                    # Sleeping has discarded them.
-                    self.publisher.forget()
-                self._llm_weights_sleeping = False
-            try:
-                self.publication = self._publish()
-            except PublishError as error:
-                raise EngineLost(str(error)) from error
-            return
-        outcome: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            try:
-                outcome = [self._publish_persistently()]
-            except EngineLost as error:
-                outcome = [error]
-            except Exception as error:
-                logger.exception("Publishing failed in an unforeseen way")
-                outcome = [EngineLost(f"{type(error).__name__}: {error}")]
-        broadcast_object_list(outcome, from_process=0)
-        if isinstance(outcome[0], EngineLost):
-            raise outcome[0]
-        self.publication = outcome[0]
+            self._publish_directly()
+        else:
+            outcome: list[Any] = [None]
+            if self.accelerator.is_main_process:
+                try:
+                    outcome = [self._publish_persistently()]
+                except EngineLost as error:
+                    outcome = [error]
+            broadcast_object_list(outcome, from_process=0)
+            if isinstance(outcome[0], EngineLost):
+                raise outcome[0]
+            self.publication = outcome[0]
+        self._published_parameters = self._parameter_versions()
+
+    def is_published(self) -> bool:
+        """
+        Whether no process' parameters have been written to since the last publication. What is written through `.data` is
+        not seen.
+        """
+        is_published = self._parameter_versions() == self._published_parameters
+        if self.accelerator.num_processes == 1:
+            return is_published
+        return all(gather_object([is_published]))
+
+    def _parameter_versions(self) -> list[tuple[int, int]]:
+        return [(parameter._version, parameter.data_ptr()) for parameter in self.model.parameters()]
 
     @override
     def generate(self, prompts, images, num_generations, profiler=None):
-        """As the parent's; log-probs that are not numbers raise, as they show an engine that computes nonsense."""
-        output = super().generate(prompts, images, num_generations, profiler)
+        """
+        As the parent's; log-probs that are not numbers raise, as they show an engine that computes nonsense, and so do
+        completions from other weights than those published. What else fails is [`EngineLost`].
+        """
+        self._lost_images = None
+        try:
+            output = super().generate(prompts, images, num_generations, profiler)
+            if self.mode == "colocate":
+                self._check_weight_version(self.llm.get_weight_version())
+        except Exception as error:
+            raise _as_lost(error, "Generating with vLLM failed") from error
         _, completion_ids, logprobs, _ = output
         unknown = sum(position[0] is None for sequence in logprobs for position in sequence)
         if unknown:
@@ -292,18 +273,28 @@ class QaRLVLLMGeneration(VLLMGeneration):
             )
         return output
 
-    def engine_weight_version(self) -> str | None:
-        """The version stamped on the engine's weights; known to the main process, `None` on others in server mode."""
-        if self.mode == "colocate":
-            return self.llm.get_weight_version()
-        return self.vllm_client.weight_version() if self.accelerator.is_main_process else None
+    @override
+    def _place_features(self, features, prompt_ids):
+        """As the parent's; what it refuses, on the main process alone, reaches every process with the completions."""
+        try:
+            return super()._place_features(features, prompt_ids)
+        except ValueError as error:
+            self._lost_images = EngineLost(str(error))
+            return None
+
+    def _check_weight_version(self, stamped: str) -> None:
+        if stamped != self.published_version:
+            raise EngineLost(
+                f"The completions were sampled with weights of version {stamped!r}, but version {self.published_version!r} was "
+                "published: something else changes the engine's weights."
+            )
 
     def deep_audit(self, sequences: list[list[int]]) -> float:
         """Largest difference to an engine that loads the export: [`~trl_qarl.rollout.deep_audit.deep_audit`]."""
         return deep_audit(self, sequences)
 
     def top_log_probs(self, sequences: list[list[int]], num_top: int) -> list[list[dict[int, float]]]:
-        """The likeliest tokens at each position: [`~trl_qarl.rollout.deep_audit.prompt_log_probs`]."""
+        """The likeliest tokens at each position: [`~trl_qarl.rollout.scoring.prompt_log_probs`]."""
         return prompt_log_probs(self, sequences, num_top)
 
     def take_publication(self) -> dict[str, float]:
@@ -325,6 +316,19 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version = version
         return publication
 
+    def _publish_directly(self) -> None:
+        if self.enable_sleep_mode:
+            empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            if self._llm_weights_sleeping:
+                # Sleeping has discarded them.
+                self.publisher.forget()
+            self._llm_weights_sleeping = False
+        try:
+            self.publication = self._publish()
+        except Exception as error:
+            raise _as_lost(error, "Publishing to vLLM failed") from error
+
     def _publish_persistently(self) -> dict[str, float]:
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -334,39 +338,85 @@ class QaRLVLLMGeneration(VLLMGeneration):
             except (ServerLost, PublishError) as error:
                 logger.warning("Publication attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
                 last = error
-            except ValueError as error:
-                # A server started in the lost one's place, but for something else.
-                raise EngineLost(str(error)) from error
+            except Exception as error:
+                # Among others a server started in the lost one's place, but for something else.
+                raise _as_lost(error, "Publishing to vLLM failed") from error
         raise EngineLost(f"Publishing to vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")
 
-    def _generate_persistently(self, generate, *args, **kwargs) -> dict[str, Any]:
+    def _persistently(self, request: Callable[[], Any]) -> Any:
+        """The answer to a request to the server, which is filled again after each failure."""
         for attempt in range(MAX_ATTEMPTS):
             try:
                 if attempt:
                     self.publication = self._publish_persistently()
-                return generate(*args, **kwargs)
-            except (ServerLost, EngineLost) as error:
+                return request()
+            except ServerLost as error:
                 logger.warning("Generation attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
                 last = error
-                if isinstance(error, EngineLost):
-                    break
-        lost = EngineLost(f"Generating with vLLM failed. The last error: {last}")
-        return dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), lost)
+            except Exception as error:
+                raise _as_lost(error, "Generating with vLLM failed") from error
+        raise EngineLost(f"Generating with vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")
+
+    def _generate_persistently(self, generate, *args, **kwargs) -> dict[str, Any]:
+        def generate_and_check():
+            completions = generate(*args, **kwargs)
+            # Now and not when they have been rewarded: nothing is asked of the server until the next completions.
+            self._check_weight_version(self.vllm_client.weight_version())
+            return completions
+
+        try:
+            if self._lost_images is not None:
+                raise self._lost_images
+            return self._persistently(generate_and_check)
+        except EngineLost as lost:
+            return dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), lost)
+
+    def _image_features_persistently(self, image_features, images: list) -> list:
+        """What the server makes of images; where that fails for good, the completions say so to every process."""
+        try:
+            return self._persistently(lambda: image_features(images))
+        except EngineLost as lost:
+            self._lost_images = lost
+            return [None] * len(images)
 
     def _recover(self, attempt: int) -> None:
-        """Get back to a server that can take a publication: the same one, or one that was started in its place."""
+        """
+        Get back to a server that can take a publication: the same one, or one that was started in its place.
+
+        Raises:
+            ServerLost: if there is none, or if starting one fails.
+        """
         self.vllm_client.close_session()
-        time.sleep(min(2.0**attempt, 30.0))
-        if self.server is not None and not self.vllm_client.is_healthy():
-            # Also where the server still runs: one whose engine has died does not end by itself.
-            self.server.stop()
-            self.server.start()
-            self.server.wait(self.vllm_client.base_url, self.server_timeout)
-        self.publisher.forget()
-        if self.vllm_client.reconnect(self.server_timeout):
-            logger.warning("The vLLM server was restarted; all weights are published again.")
-        if self.vllm_client.communicator is not None:
-            # Also with the same server: a broadcast that failed has left the two sides out of step.
-            self.vllm_client.close_communicator()
-            self.vllm_client.init_communicator(device=self.accelerator.device)
+        time.sleep(min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), 30.0))
+        try:
+            if self.server is not None and not self.vllm_client.is_healthy():
+                # Also where the server still runs: one whose engine has died does not end by itself.
+                self.server.stop()
+                self.server.start()
+                self.server.wait(self.vllm_client.base_url, self.server_timeout)
+            self.publisher.forget()
+            if self.vllm_client.reconnect(self.server_timeout):
+                logger.warning("The vLLM server was restarted; all weights are published again.")
+            if self.vllm_client.communicator is not None:
+                # Also with the same server: a broadcast that failed has left the two sides out of step.
+                self.vllm_client.close_communicator()
+                self.vllm_client.init_communicator(device=self.accelerator.device)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ServerLost(str(error)) from error
         self.engine = self.publisher.check_engine()
+
+
+def _as_lost(error: Exception, doing: str) -> EngineLost:
+    if isinstance(error, EngineLost):
+        return error
+    if not isinstance(error, (ServerLost, PublishError, ValueError)):
+        logger.error("%s in an unforeseen way", doing, exc_info=error)
+        return EngineLost(f"{doing}: {type(error).__name__}: {error}")
+    return EngineLost(f"{doing}: {error}")
+
+
+def _for_others(error: Exception) -> Exception:
+    """What the other processes raise; not every error can be pickled."""
+    if isinstance(error, (EngineLost, FloatingPointError)):
+        return type(error)(str(error))
+    return RuntimeError(f"Another process failed with {type(error).__name__}: {error}")

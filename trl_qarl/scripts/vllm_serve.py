@@ -6,10 +6,11 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from ..cli import configuration_errors
-from ..rollout.gate import TRANSFER_DIR_VARIABLE
-from ..rollout.serve import build_server_command, make_transfer_dir
-from ..schemes import SCHEMES
+from ..quantization.schemes import SCHEMES
+from ..rollout.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
+from ..rollout.protocol import TRANSFER_DIR_VARIABLE
+from ..rollout.server import build_server_command, default_transfer_dir, make_transfer_dir
+from .errors import configuration_errors
 
 
 __all__ = ["main", "make_parser"]
@@ -48,6 +49,11 @@ def make_parser(prog: str) -> ArgumentParser:
         "--transfer_dir",
         help="directory for the file transport, shared with the trainer's host (default: in shared memory)",
     )
+    parser.add_argument(
+        "--token_file",
+        help="file with the secret that a trainer must know, made if there is none; for a trainer on another host, copy it "
+        "there and name the copy with --vllm_token_file (default: in the transfer directory)",
+    )
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--print_command", action="store_true", help="print the plain vLLM command and exit")
     return parser
@@ -65,42 +71,61 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             port=args.port,
             on_cpu=not torch.cuda.is_available(),
             transport=args.transport,
-            transfer_dir=args.transfer_dir,
+            transfer_dir=args.transfer_dir or default_transfer_dir(args.port, _largest_chunk(args)),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
+    directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
+    token_file = os.path.abspath(args.token_file or os.path.join(directory, TOKEN_FILE_NAME))
+    environment[TOKEN_FILE_VARIABLE] = token_file
     command = shlex.join([*(f"{name}={value}" for name, value in environment.items()), *argv])
     print(command if args.print_command else f"Equivalent command:\n{command}", flush=True)
     if args.print_command:
         return 0
     if args.host not in ("127.0.0.1", "localhost", "::1"):
         print(
-            f"trl-qarl: warning: --host {args.host} lets other machines reach endpoints that change weights and run code in "
-            "the workers. They are protected by nothing but your network; keep it closed.",
+            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Only who knows the secret in "
+            f"{token_file} can change its weights, but everybody there can generate, and nothing is encrypted; keep the "
+            "network closed.",
             file=sys.stderr,
             flush=True,
         )
     with configuration_errors():
-        if TRANSFER_DIR_VARIABLE in environment:
-            make_transfer_dir(environment[TRANSFER_DIR_VARIABLE])
+        if TRANSFER_DIR_VARIABLE in environment or args.token_file is None:
+            make_transfer_dir(directory)
+        make_token_file(token_file)
+        read_token_file(token_file)
     os.execve(argv[0], argv, {**os.environ, **environment})
 
 
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:
-    """What the learner's [`~trl_qarl.export.quantization_config`] will be, from the shapes of the model alone."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from ..export import quantization_config
-    from ..schemes import get_scheme
-    from ..swap import prepare_model
+    """What the learner's [`~trl_qarl.quantization.checkpoint.quantization_config`] will be, from the shapes of the model alone."""
+    from ..quantization.checkpoint import quantization_config
+    from ..quantization.schemes import get_scheme
+    from ..quantization.swap import prepare_model
 
     scheme = get_scheme(args.scheme, args.group_size)
     if not scheme.is_quantized:
         if args.exclude_modules:
             raise ValueError(f"--exclude_modules was given, but scheme {scheme.name!r} quantizes nothing. Remove it.")
         return None
-    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    model = _shapes(args)
     prepare_model(model, scheme, exclude_modules=args.exclude_modules)
     return quantization_config(model)
+
+
+def _largest_chunk(args: Namespace) -> int:
+    import torch
+
+    from ..rollout.publisher import largest_chunk
+
+    return largest_chunk(_shapes(args), getattr(torch, args.dtype))
+
+
+def _shapes(args: Namespace):
+    """The model without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)

@@ -1,0 +1,92 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_model
+from trl_qarl.bench.learner import format_table, prepare_variants, run_benchmark
+from trl_qarl.cli import main
+from trl_qarl.quantization.swap import quantized_layers
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("mode", ["learner", "decode"])
+def test_bench_prints_one_row_per_scheme_and_size(mode, tiny_model, tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    options = {"model_name_or_path": tiny_model, "num_layers": 1, "sequence_length": 8, "repeats": 1, "json": path}
+    argv = [token for name, value in options.items() for token in (f"--{name}", str(value))]
+    assert main(["bench", mode, *argv, "--tokens", "8", "80", "--schemes", "w4a16", "w8a8"]) == 0
+    result = json.loads(path.read_text())
+    assert [(row["scheme"], row["tokens"]) for row in result["rows"]] == [
+        (scheme, tokens) for tokens in (8, 80) for scheme in (None, "w4a16", "w8a8")
+    ]
+    output = capsys.readouterr().out
+    assert output.count("| nn.Linear |") == 2
+    assert output.startswith("forward of" if mode == "decode" else "forward + backward of")
+    assert "torch" in result["machine"]
+    for row in result["rows"]:
+        assert row["step_seconds"] > 0
+        assert sum(row["kernels"].values()) == (0 if row["scheme"] is None else 7)
+        assert row["scheme"] is not None or row["step_ratio"] == row["linear_ratio"] == 1
+
+
+def test_variants_share_their_masters_and_keep_no_gradient(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    variants, reports = prepare_variants(model, ["w4a16", "fp8"])
+    for name in ("w4a16", "fp8"):
+        assert len(quantized_layers(variants[name])) == len(reports[name].converted) == 14
+        assert all(a is b for a, b in zip(model.parameters(), variants[name].parameters(), strict=True))
+    assert not quantized_layers(model)
+    run_benchmark(variants, reports, [16], repeats=1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_extra_memory_counts_the_tensors_that_are_held(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    result = run_benchmark(*prepare_variants(model, ["w4a16", "w8a8"]), [128], repeats=1)
+    extra = {row["scheme"]: row.get("extra_memory") for row in result["rows"]}
+    assert extra[None] is None
+    # 4 of 16 bits, one bf16 scale per 128 weights, and 8 bytes per layer for the count of flipped codes.
+    assert extra["w4a16"] == pytest.approx(1 / 4 + 1 / 128, abs=1e-3)
+    # 8 of 16 bits and one float32 scale per row of 128 or 256.
+    assert 1 / 2 + 2 / 256 < extra["w8a8"] < 1 / 2 + 2 / 128 + 1e-3
+    assert "aten::linear" in format_table(result)
+
+
+def test_bench_under_autocast_keeps_float32_masters(tiny_model, capsys):
+    argv = ["--model_name_or_path", tiny_model, "--autocast", "--tokens", "16", "--repeats", "1", "--schemes", "w4a16"]
+    assert main(["bench", "learner", *argv]) == 0
+    assert "bfloat16, float32 masters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--group_size", "48"], "group_size=48 is not supported"),
+        (["--tokens", "0"], "must be at least 1"),
+        (["--model_name_or_path", "./no_such_model"], "no_such_model"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_bad_option_is_one_line(options, message, tiny_model, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "learner", "--model_name_or_path", tiny_model, *options])
+    error = capsys.readouterr().err
+    assert "trl-qarl: error: " in error
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--num_layers", "2"), ("--group_size", "32"), ("--dtype", "float32"), ("--autocast", None)]
+)
+def test_option_that_a_mode_does_not_use_is_refused(monkeypatch, capsys, option, value):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "rollout", option, *([value] if value else [])])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"`{option}` is for `bench learner`" in line

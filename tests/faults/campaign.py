@@ -1,0 +1,522 @@
+"""
+Real trainers that lose their server, and what has become of them.
+
+Run as a program it is a fork server: it imports torch and the trainer once, then reads lists of scenarios ([`scenarios`]), one
+JSON line each, from its standard input, and writes one JSON line for each scenario that has ended. A scenario has processes of
+its own: a supervisor, the trainers that it starts one after the other, and their servers ([`stand_in`]).
+
+Whatever happens first, afterwards a run that was not completed is resumed with a healthy server. The final weights must be
+those of an undisturbed run bit for bit, and no process and no file may be left.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import requests
+
+from trl_qarl.rollout.server import free_port
+
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+NUM_STEPS = 3
+PATIENCE = 60
+"""Seconds after which a trainer counts as hanging. On an idle machine one takes about one second."""
+
+TIMEOUTS = {"vllm_request_timeout": 1.0, "vllm_generation_timeout": 1.0}
+
+
+def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event, options: dict):
+    """A trainer of the tiny model beside `folder`, whose server is the stand-in."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
+
+    real_server_process = qarl_trainer.server_process
+
+    def server_process(*args, **kwargs):
+        process = real_server_process(*args, **kwargs)
+        process.argv[: process.argv.index("--model")] = [sys.executable, str(HERE / "stand_in.py")]
+        (folder.parent / "command.json").write_text(json.dumps([process.argv, process.environment]))
+        return process
+
+    qarl_trainer.server_process = server_process
+
+    class Events(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            on_event("step_begin", state)
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            on_event("optimizer", state)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            on_event("step_end", state)
+
+        def on_save(self, args, state, control, **kwargs):
+            on_event("save", state)
+
+    def reward(completions, **kwargs):
+        on_event("reward", trainer.state)
+        return [sum(map(ord, text)) % 97 / 97 for text in completions]
+
+    known = {field.name for field in dataclasses.fields(QaRLConfig)}
+    trainer = QaRLTrainer(
+        str(folder.parent / "qwen2"),
+        reward,
+        QaRLConfig(
+            str(output),
+            use_cpu=True,
+            bf16=False,
+            scheme="w8a16",
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_autostart=is_child,
+            vllm_server_port=port,
+            vllm_server_host="127.0.0.1",
+            vllm_max_model_length=128,
+            model_init_kwargs={"dtype": "float32"},
+            report_to=[],
+            logging_steps=1,
+            max_steps=NUM_STEPS,
+            num_generations=4,
+            steps_per_generation=1,
+            max_completion_length=8,
+            learning_rate=1e-2,
+            disable_tqdm=True,
+            **{name: value for name, value in options.items() if name in known},
+        ),
+        Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]}),
+        callbacks=[Events()],
+    )
+    return trainer
+
+
+def digest(model) -> str:
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        total.update(parameter.detach().numpy().tobytes())
+    return total.hexdigest()
+
+
+class TrainerProcess:
+    """A trainer in a process of its own, forked from this one; `scenario` says what happens to it, if anything."""
+
+    def __init__(self, supervisor: "Supervisor", scenario: dict, output: Path, resume: bool, rank: int = 0):
+        self.supervisor, self.scenario, self.output = supervisor, scenario, output
+        self.resume, self.rank = resume, rank
+        self.result_file = supervisor.folder / f"result-{time.monotonic_ns()}.json"
+        self.pid = fork(self._run)
+        supervisor.pids.append(self.pid)
+
+    def wait(self) -> dict:
+        """How it ended: `ended` is `"completes"`, the name of an exception, a signal, or `"hangs"`."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                break
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                return {"ended": "hangs", "step": None}
+            time.sleep(0.02)
+        if self.result_file.exists():
+            return json.loads(self.result_file.read_text())
+        code = os.waitstatus_to_exitcode(status)
+        return {"ended": signal.Signals(-code).name if code < 0 else f"exit {code}", "step": None}
+
+    def _run(self) -> None:
+        log = self.supervisor.log.fileno()
+        os.setsid()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self._prepare()
+            result = self._train()
+            self.result_file.with_suffix(".part").write_text(json.dumps(result))
+            self.result_file.with_suffix(".part").rename(self.result_file)
+        finally:
+            # As an interpreter that ends.
+            atexit._run_exitfuncs()
+
+    def _prepare(self) -> None:
+        from trl_qarl.rollout import client, publisher, server
+
+        # Several chunks to a publication.
+        publisher.CHUNK_BYTES = 100_000
+        # Waits of seconds, between attempts and for servers that are slow to start.
+        sleep = time.sleep
+        time.sleep = lambda seconds: sleep(seconds / 10)
+        client._HEALTH_SECONDS = 1.0
+        shm, tmp = self.supervisor.shm, self.supervisor.tmp
+        tempfile.tempdir = str(tmp)
+        server.transfer_bases = lambda: [shm]
+        if self.scenario.get("ranks") == 2:
+            os.environ |= {
+                "RANK": str(self.rank),
+                "LOCAL_RANK": str(self.rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+            }
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.supervisor.rendezvous_port)}
+
+    def _train(self) -> dict:
+        scenario, trainer, result = self.scenario, None, {}
+        # With no checkpoint but the one that a lost engine leaves.
+        saves = self.resume or scenario["expect"] != "EngineLost" or scenario.get("at") == "save"
+        options = {"save_strategy": "steps", "save_steps": 1} if saves else {"save_strategy": "no"}
+        options["per_device_train_batch_size"] = 4 // scenario.get("ranks", 1)
+        options["vllm_server_timeout"] = 1.0 if scenario.get("server") == "apart" else 10.0
+        is_child = scenario.get("server", "child") == "child"
+        try:
+            trainer = make_trainer(
+                self.supervisor.folder, self.output, self.supervisor.port, is_child, self._on_event, options | TIMEOUTS
+            )
+            trainer.train(resume_from_checkpoint=self.resume)
+            result = {"ended": "completes", "digest": digest(trainer.accelerator.unwrap_model(trainer.model))}
+        except BaseException as error:
+            traceback.print_exc()
+            result = {"ended": type(error).__name__, "message": str(error)[:1000]}
+        return result | {"step": trainer.state.global_step if trainer else None}
+
+    def _on_event(self, event: str, state) -> None:
+        """What the scenario has in store for the second step, once."""
+        # A step is counted before its end.
+        step = state.global_step - (event in ("step_end", "save"))
+        mark = self.supervisor.folder / "acted"
+        is_time = event == self.scenario.get("at") and step == 1 and self.rank == self.scenario.get("rank", 0)
+        if not is_time or self.resume or mark.exists():
+            return
+        mark.touch()
+        getattr(self, "_" + self.scenario["action"].replace(" ", "_"))()
+
+    def _kill_server(self) -> None:
+        (self.supervisor.folder / "fired-0").touch()
+        os.kill(self.supervisor.server_pid(), signal.SIGKILL)
+
+    def _kill_trainer(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _raise(self) -> None:
+        raise ZeroDivisionError("The scenario says so.")
+
+    def _fill_disk(self) -> None:
+        self.supervisor.filler.write_bytes(bytes(free_bytes(self.supervisor.shm) - 2**16))
+
+    def _fill_disk_for_a_moment(self) -> None:
+        self._fill_disk()
+        # Until an attempt has failed of it, which is logged.
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.supervisor.filler.unlink(missing_ok=True)
+        logging.getLogger("trl_qarl").addHandler(handler)
+
+    def _wait(self) -> None:
+        (self.supervisor.folder / "waiting").touch()
+        while not (self.supervisor.folder / "go").exists():
+            time.sleep(0.1)
+
+
+class Supervisor:
+    """Runs one scenario; see the module's docstring. `undisturbed` has digest and calls of a run without faults."""
+
+    def __init__(self, root: Path, scenario: dict, undisturbed: dict | None):
+        self.scenario, self.undisturbed = scenario, undisturbed
+        self.folder = root / "".join(c if c.isalnum() else "-" for c in scenario["name"])
+        self.output, self.tmp = self.folder / "output", self.folder / "tmp"
+        self.tmp.mkdir(parents=True)
+        # Memory of its own in place of the machine's, so that what is left there is this scenario's.
+        shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.tmp
+        self.shm = Path(tempfile.mkdtemp(prefix="campaign-", dir=shared))
+        self.filler = self.shm / "filler"
+        self.log = (self.folder / "log").open("a")
+        self.pids: list[int] = []
+        self.problems: list[str] = []
+        self.port, self.rendezvous_port = free_port(), free_port()
+        self.server: subprocess.Popen | None = None
+        # Known to every process of the scenario that is started by command line.
+        os.environ["CAMPAIGN"] = str(self.folder)
+        os.environ["TMPDIR"] = str(self.tmp)
+
+    def run(self) -> dict:
+        start, scenario = time.monotonic(), self.scenario
+        ended = []
+        with self.limited_room():
+            (self.folder / "faults.json").write_text(json.dumps(self.faults()))
+            if "deaths" in scenario:
+                (self.folder / "deaths").write_text(str(scenario["deaths"]))
+            self.start_apart()
+            results = self.train(scenario, resume=False)
+            ended.append(results[0]["ended"])
+            self.check_first(results)
+            self.check_fired()
+            self.calm_down()
+            if any(result["ended"] != "completes" for result in results):
+                results = self.train(scenario, resume=last_checkpoint(self.output) is not None)
+                ended.append(results[0]["ended"])
+            self.check_last(results)
+            self.stop_apart()
+            self.check_nothing_left()
+        shutil.rmtree(self.shm, ignore_errors=True)
+        report = {"name": scenario["name"], "ended": ended, "problems": self.problems}
+        report |= {"digest": results[0].get("digest"), "seconds": round(time.monotonic() - start, 2)}
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        report["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 2)
+        if not self.undisturbed and not self.problems:
+            report["calls"] = (self.folder / "calls").read_text().split()
+        if self.problems:
+            report["log"] = (self.folder / "log").read_text(errors="replace")[-5000:]
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return report
+
+    def faults(self) -> list[dict]:
+        """With numbers for moments."""
+        faults = []
+        for fault in self.scenario.get("faults", []):
+            count = self.undisturbed["calls"].count(fault["endpoint"])
+            call = {"first": 1, "middle": (count + 1) // 2, "last": count}.get(fault["call"], fault["call"])
+            faults.append(fault | {"call": call})
+        return faults
+
+    def train(self, scenario: dict, resume: bool) -> list[dict]:
+        """Runs the trainer, or both, to the end."""
+        ranks = range(scenario.get("ranks", 1))
+        if self.output.exists() and not resume:
+            shutil.rmtree(self.output)
+        processes = [TrainerProcess(self, scenario, self.output, resume, rank) for rank in ranks]
+        if scenario.get("rival") and not resume:
+            self.meet_rival()
+        keeper = self.keep_server_alive() if scenario.get("server") == "back" else contextlib.nullcontext()
+        with keeper:
+            return [process.wait() for process in processes]
+
+    def check_first(self, results: list[dict]) -> None:
+        expect = self.scenario["expect"]
+        for result in results:
+            ended, step = result["ended"], result["step"]
+            if expect in ("completes", "EngineLost"):
+                is_fine = ended == expect
+            elif expect == "starts or refuses":
+                is_fine = ended == "completes" or (ended != "hangs" and not step)
+            else:
+                is_fine = ended != "hangs"
+            if not is_fine:
+                self.problems.append(f"expected: {expect}; got: {result}")
+            last = last_checkpoint(self.output)
+            if ended == "EngineLost" and last != (step or None):
+                self.problems.append(f"EngineLost after step {step}, but the last complete checkpoint is of {last}")
+
+    def check_fired(self) -> None:
+        if self.scenario.get("action", "").endswith("for a moment") and self.filler.exists():
+            self.problems.append("the disk was full without consequences")
+        num_fired = len(list(self.folder.glob("fired-*")))
+        if num_fired < len(self.scenario.get("faults", [])) or (
+            "at" in self.scenario and not (self.folder / "acted").exists()
+        ):
+            self.problems.append(f"only {num_fired} of the faults happened")
+
+    def check_last(self, results: list[dict]) -> None:
+        for result in results:
+            if result["ended"] != "completes":
+                self.problems.append(f"the run did not complete afterwards: {result}")
+            elif self.undisturbed and result["digest"] != self.undisturbed["digest"]:
+                self.problems.append("the final weights are not those of the undisturbed run")
+
+    def check_nothing_left(self) -> None:
+        """A process that was told to end may need a moment."""
+        deadline = time.monotonic() + 10
+        while (processes := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.filler.unlink(missing_ok=True)
+        files = [path.name for folder in (self.shm, self.tmp) for path in folder.glob("*trl-qarl*")]
+        if processes or files:
+            self.problems.append(f"left behind: processes {processes}, files {files}")
+        for pid in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def processes(self) -> list[int]:
+        """What was started by command line with this scenario's environment and still runs."""
+        mark, found = f"CAMPAIGN={self.folder}\0".encode(), []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes():
+                        found.append(int(entry.name))
+        return found
+
+    def server_pid(self) -> int:
+        return int((self.folder / "starts").read_text().split()[-1])
+
+    def calm_down(self) -> None:
+        """Nothing fails from here on."""
+        for name in ("faults.json", "deaths", "filler"):
+            (self.folder / name).unlink(missing_ok=True)
+        self.filler.unlink(missing_ok=True)
+        if self.scenario.get("room", 1e9) < 1e6:
+            subprocess.run(["mount", "-o", "remount,size=8M", str(self.shm)], check=True)
+        if self.server is not None and self.server.poll() is not None:
+            self.start_apart()
+
+    def start_apart(self) -> None:
+        """The server of a trainer that does not start it, by the command that the undisturbed run's trainer used."""
+        if self.scenario.get("server", "child") == "child":
+            return
+        argv, environment = json.loads((self.folder.parent / "command.json").read_text())
+        argv[argv.index("--port") + 1] = str(self.port)
+        directory = self.tmp / "transfer"
+        directory.mkdir(exist_ok=True, mode=0o700)
+        environment["TRL_QARL_TRANSFER_DIR"] = str(directory)
+        self.server = subprocess.Popen(argv, env=os.environ | environment, stdout=self.log, stderr=self.log)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            # Not a request, which a fault might count.
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            time.sleep(0.02)
+
+    def stop_apart(self) -> None:
+        if self.server is not None:
+            self.server.kill()
+            self.server.wait()
+
+    @contextlib.contextmanager
+    def keep_server_alive(self):
+        """Starts it again half a second after it has ended, as somebody would."""
+        is_over = threading.Event()
+
+        def keep():
+            while not is_over.wait(0.05):
+                if self.server.poll() is not None and not is_over.wait(0.5):
+                    self.start_apart()
+
+        thread = threading.Thread(target=keep)
+        thread.start()
+        yield
+        is_over.set()
+        thread.join()
+
+    def meet_rival(self) -> None:
+        """Somebody else comes to the server while the trainer waits in the middle of its work; they must be turned away."""
+        deadline = time.monotonic() + PATIENCE
+        while not (self.folder / "waiting").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        rival = self.scenario["rival"]
+        if rival == "stranger":
+            url = f"http://127.0.0.1:{self.port}"
+            paths = (
+                "/pause?mode=abort",
+                "/start_weight_update",
+                "/update_weights",
+                "/finish_weight_update",
+                "/qarl/session",
+            )
+            answers = {path: requests.post(url + path, json={}, timeout=5).status_code for path in paths}
+            if not all(400 <= status < 500 for status in answers.values()):
+                self.problems.append(f"a stranger got {answers}")
+        else:
+            scenario = {"expect": "ends", "server": self.scenario["server"]}
+            result = TrainerProcess(self, scenario, self.folder / "rival", resume=False).wait()
+            reason = "already works for process" if rival == "trainer" else "cannot start a server on port"
+            if reason not in result.get("message", ""):
+                self.problems.append(f"the second trainer was not turned away: {result}")
+        (self.folder / "go").touch()
+
+    @contextlib.contextmanager
+    def limited_room(self):
+        """A transfer directory of a fixed size, where this process may mount one."""
+        room = self.scenario.get("room")
+        if room is None:
+            yield
+            return
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(self.shm)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "-l", str(self.shm)], check=True)
+
+
+def free_bytes(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def last_checkpoint(output: Path) -> int | None:
+    """Step of the last checkpoint that says that it is complete."""
+    steps = [int(path.parent.name.rpartition("-")[2]) for path in output.glob("checkpoint-*/trainer_state.json")]
+    return max(steps, default=None)
+
+
+def fork(function) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def main(root: Path, at_once: int) -> None:
+    # Once, for all.
+    import trl_qarl.qarl_trainer  # noqa: F401
+    from testing_utils import make_tiny_model
+
+    # What is imported stays: a collection in a child must not walk, and copy, all of it.
+    gc.collect()
+    gc.freeze()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def run(scenario: dict, undisturbed: dict | None, report: Path) -> None:
+        supervisor = Supervisor(root, scenario, undisturbed)
+        report.write_text(json.dumps(supervisor.run()))
+
+    make_model = fork(lambda: make_tiny_model(root, "qwen2"))
+    assert os.waitpid(make_model, 0)[1] == 0
+    undisturbed: dict[int, dict] = {}
+    for line in sys.stdin:
+        waiting, running = json.loads(line), {}
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                scenario = waiting.pop(0)
+                report = root / f"report-{time.monotonic_ns()}.json"
+                known = undisturbed.get(scenario.get("ranks", 1))
+                running[fork(lambda: run(scenario, known, report))] = scenario, report  # noqa: B023
+                if known is None:
+                    # The first scenario of its kind is the one that the others are compared with.
+                    break
+            pid, _ = os.wait()
+            scenario, path = running.pop(pid)
+            if path.exists():
+                report = json.loads(path.read_text())
+            else:
+                report = {"name": scenario["name"], "problems": ["its supervisor failed"]}
+            undisturbed.setdefault(scenario.get("ranks", 1), report)
+            answers.write(json.dumps(report) + "\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,203 @@
+"""
+What the fault campaign does to trainers and servers: families of scenarios, named as in `docs/reliability.md`.
+
+A scenario is a dictionary:
+
+| key | what |
+|---|---|
+| `name` | unique |
+| `faults` | what the server does, see [`stand_in`] |
+| `at`, `action` | an event of the trainer's second step, and what happens there, see [`campaign`] |
+| `deaths` | how often the server dies while it starts again |
+| `server` | `"child"` of the trainer, the default, or `"apart"`; `"back"` is apart, and started again when it ends |
+| `ranks` | 2 for two processes |
+| `expect` | how the first run ends, see [`EXPECTATIONS`] |
+"""
+
+import random
+
+
+ENDPOINTS = (
+    "/pause",
+    "qarl_begin",
+    "/start_weight_update",
+    "/update_weights",
+    "qarl_expect",
+    "/reset_prefix_cache",
+    "/finish_weight_update",
+    "/resume",
+    "/weight_info",
+    "/v1/completions",
+)
+"""What is asked of a server while training."""
+
+START_ENDPOINTS = ("/health", "/v1/models", "/qarl/session", "qarl_describe", "/server_info")
+"""What is asked of it before, and some of it again when it comes back."""
+
+KINDS = ("refuse", "500", "400", "hang", "reset", "die", "garbage", "truncated")
+MOMENTS = ("first", "middle", "last")
+
+EXPECTATIONS = {
+    "completes": "as if nothing had happened",
+    "EngineLost": "with a complete checkpoint of the last step",
+    "starts or refuses": "completes, or ends before the first step",
+    "ends": "completes, or ends at any time and in any way",
+}
+
+
+def requests(kind: str) -> list[dict]:
+    """Each endpoint fails once in that way, on its first, middle or last call; in the middle after the request took effect."""
+    scenarios = []
+    for endpoint in (*START_ENDPOINTS, *ENDPOINTS):
+        expect = "completes" if endpoint in ENDPOINTS else "starts or refuses"
+        for moment in MOMENTS if endpoint in ENDPOINTS else MOMENTS[:1]:
+            fault = {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}
+            scenarios.append({"name": f"{kind} {endpoint} {moment}", "faults": [fault], "expect": expect})
+    return scenarios
+
+
+def apart() -> list[dict]:
+    """A server of its own that dies at a request: for good, or until somebody starts it again."""
+    scenarios = []
+    for endpoint in ENDPOINTS:
+        for moment in MOMENTS:
+            fault = {"endpoint": endpoint, "call": moment, "kind": "die"}
+            # After the last generation nothing is asked of a server any more.
+            scenarios.append(
+                {"name": f"gone {endpoint} {moment}", "server": "apart", "faults": [fault], "expect": "EngineLost"}
+            )
+        fault = {"endpoint": endpoint, "call": "middle", "kind": "die"}
+        scenarios.append({"name": f"back {endpoint}", "server": "back", "faults": [fault], "expect": "completes"})
+    return scenarios
+
+
+def recovery() -> list[dict]:
+    """A second fault while the first is being dealt with, at each request of a recovery."""
+    scenarios = []
+    for first in ("/v1/completions", "/update_weights"):
+        for endpoint in ("/health", "/qarl/session", "qarl_describe", *ENDPOINTS):
+            for kind in ("500", "die"):
+                faults = [
+                    {"endpoint": first, "call": "middle", "kind": "die"},
+                    {"endpoint": endpoint, "call": 1, "kind": kind},
+                ]
+                scenarios.append({"name": f"{first} then {endpoint} {kind}", "faults": faults, "expect": "completes"})
+    return scenarios
+
+
+def restarts() -> list[dict]:
+    """The server dies, and dies again while it starts: once, twice, or as often as it is tried."""
+    return [
+        {
+            "name": f"{endpoint} and {deaths} deaths",
+            "faults": [{"endpoint": endpoint, "call": "middle", "kind": "die"}],
+            "deaths": deaths,
+            "expect": "completes" if deaths < 3 else "EngineLost",
+        }
+        for endpoint in ("/update_weights", "/v1/completions", "/weight_info")
+        for deaths in (1, 2, 100)
+    ]
+
+
+def moments() -> list[dict]:
+    """The server dies between requests: before a step, in the reward function, after a step, at a checkpoint."""
+    scenarios = []
+    for event in ("step_begin", "reward", "optimizer", "step_end", "save"):
+        for deaths in (0, 1, 100):
+            # A server that is never back is missed by the next publication.
+            expect = "completes" if deaths < 3 else "EngineLost"
+            name = f"server dies at {event}, {deaths} more deaths"
+            scenarios.append({"name": name, "at": event, "action": "kill server", "deaths": deaths, "expect": expect})
+    return scenarios
+
+
+def full_disk() -> list[dict]:
+    """The transfer directory is full from the start, from the second publication on, or for a moment."""
+    scenarios = [{"name": "no room at all", "room": 100_000, "expect": "EngineLost"}]
+    for event in ("step_begin", "reward", "step_end"):
+        for lasting in (True, False):
+            scenarios.append(
+                {
+                    "name": f"full at {event}{'' if lasting else ' for a moment'}",
+                    "room": 4_000_000,
+                    "at": event,
+                    "action": "fill disk" if lasting else "fill disk for a moment",
+                    "expect": "EngineLost" if lasting else "completes",
+                }
+            )
+    return scenarios
+
+
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")
+
+
+def signals(target: str, num_requests: int = 50, num_start: int = 7) -> list[dict]:
+    """Signals to trainer or server at 20 random moments: some milliseconds after a random request."""
+    draw = random.Random(f"signals to the {target}")
+    scenarios = []
+    for number in range(20):
+        name = SIGNALS[number % len(SIGNALS)]
+        call = draw.randint(1 if target == "trainer" else num_start + 1, num_requests)
+        fault = {"endpoint": "*", "call": call, "kind": "signal", "target": target, "signal": name}
+        fault["seconds"] = round(draw.uniform(0, 0.06), 3)
+        expect = "completes" if target == "server" or name == "SIGSTOP" else "ends"
+        scenarios.append({"name": f"{name} to the {target}, {number}", "faults": [fault], "expect": expect})
+    return scenarios
+
+
+def two_trainers() -> list[dict]:
+    """A second trainer, or a stranger without a session, comes to the server of a trainer at work."""
+    return [
+        {
+            "name": f"{rival} at {event}",
+            "server": server,
+            "at": event,
+            "action": "wait",
+            "rival": rival,
+            "expect": "completes",
+        }
+        for event in ("step_begin", "reward", "save")
+        for rival, server in (
+            ("trainer", "apart"),
+            ("trainer with a server of its own", "child"),
+            ("stranger", "apart"),
+        )
+    ]
+
+
+def two_ranks() -> list[dict]:
+    """Two processes share a server: it fails, or one of them does. Neither waits for ever."""
+    scenarios = [{"name": "two ranks undisturbed", "ranks": 2, "expect": "completes"}]
+    for endpoint in ("/update_weights", "/v1/completions", "/weight_info"):
+        die = {"endpoint": endpoint, "call": "middle", "kind": "die"}
+        scenarios += [
+            {"name": f"two ranks die {endpoint}", "ranks": 2, "faults": [die], "expect": "completes"},
+            {
+                "name": f"two ranks 400 {endpoint}",
+                "ranks": 2,
+                "faults": [die | {"kind": "400"}],
+                "expect": "completes",
+            },
+            {"name": f"two ranks gone {endpoint}", "ranks": 2, "faults": [die], "deaths": 100, "expect": "EngineLost"},
+        ]
+    for action in ("raise", "kill trainer"):
+        for rank in (0, 1):
+            name = f"{action} on rank {rank} of two"
+            scenarios.append(
+                {"name": name, "ranks": 2, "at": "reward", "action": action, "rank": rank, "expect": "ends"}
+            )
+    return scenarios
+
+
+FAMILIES = {
+    **{f"requests, {kind}": requests(kind) for kind in KINDS},
+    "recovery": recovery(),
+    "restarts": restarts(),
+    "moments": moments(),
+    "apart": apart(),
+    "full disk": full_disk(),
+    "signals to the trainer": signals("trainer"),
+    "signals to the server": signals("server"),
+    "two trainers": two_trainers(),
+    "two ranks": two_ranks(),
+}

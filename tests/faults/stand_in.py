@@ -1,0 +1,347 @@
+"""
+A server for trainers to lose: what `trl-qarl vllm-serve` starts, without vLLM, and failing on command.
+
+The gate is the real one; behind it is an engine that reads what a learner publishes, insists on complete publications, and
+answers with completions that are a function of the prompt and of every byte it holds. Whatever goes wrong with the weights
+therefore shows in the next completions, and in the weights that are trained on them.
+
+It is started with the command line of the real server. `CAMPAIGN` in the environment names a folder in which it notes its
+calls, and which may hold `faults.json`, a list of such as
+
+    {"endpoint": "/update_weights", "call": 3, "kind": "hang", "late": false}
+
+On the third request to that endpoint the server fails: before the request has an effect, or `late`, after it. The next fault of
+the list waits until this one has happened. `"endpoint": "*"` counts all requests, and a worker's method is an endpoint of its
+own. Standard library only, so that it starts at once.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from trl_qarl.vllm_plugin.gate import PublicationGate
+
+
+class Faults:
+    """What goes wrong, and when: each fault once, each after the one before it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        path = folder / "faults.json"
+        self.faults = json.loads(path.read_text()) if path.is_file() else []
+        self.counts: dict[str, int] = {}
+
+    def on_start(self) -> None:
+        """Notes the start, and dies as often as the folder's `deaths` says once the first fault has happened."""
+        with (self.folder / "starts").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        deaths = self.folder / "deaths"
+        if deaths.exists() and self.num_fired():
+            left = int(deaths.read_text())
+            if left:
+                deaths.write_text(str(left - 1))
+                sys.exit("The stand-in was told to die while it starts.")
+
+    def num_fired(self) -> int:
+        return len(list(self.folder.glob("fired-*")))
+
+    def take(self, endpoint: str) -> dict | None:
+        """The fault that this request meets, if any."""
+        with (self.folder / "calls").open("a") as file:
+            file.write(endpoint + "\n")
+        num_fired = self.num_fired()
+        if num_fired >= len(self.faults):
+            return None
+        fault = self.faults[num_fired]
+        if fault["endpoint"] not in (endpoint, "*"):
+            return None
+        key = f"{num_fired} {fault['endpoint']}"
+        self.counts[key] = self.counts.get(key, 0) + 1
+        if self.counts[key] < fault["call"]:
+            return None
+        (self.folder / f"fired-{num_fired}").write_text(endpoint)
+        return fault
+
+
+class Engine:
+    """Holds the bytes of the published tensors; its answers depend on all of them."""
+
+    def __init__(self, argv: list[str]):
+        options = dict(zip(argv, argv[1:], strict=False))
+        self.model = Path(options["--model"])
+        self.dtype = options["--dtype"]
+        overrides = json.loads(options.get("--hf-overrides", "{}"))
+        self.quantization_config = overrides.get("quantization_config", {})
+        self.backend = json.loads(options["--weight-transfer-config"])["backend"]
+        self.directory = Path(os.environ["TRL_QARL_TRANSFER_DIR"])
+        self.held: dict[str, str] = {}
+        self.published: dict[str, str] = {}
+        self.arrived: set[str] = set()
+        self.expected: dict[str, str] | None = None
+        self.is_updating = False
+        self.weight_version: str | None = None
+        self.running = asyncio.Event()
+        self.running.set()
+
+    def qarl_describe(self):
+        return {
+            "quantization_config": self.quantization_config,
+            "dtype": self.dtype,
+            "logprobs_mode": "processed_logprobs",
+            "tensor_parallel_size": 1,
+            "device": "cpu",
+            "backend": self.backend,
+            "published": len(self.published),
+            "kernels": {},
+        }
+
+    def qarl_begin(self):
+        if self.is_updating:
+            # As vLLM's reload: what an update has touched and not finished is gone.
+            self.held, self.published, self.is_updating = {}, {}, False
+
+    def qarl_expect(self, fingerprints):
+        self.expected = fingerprints
+
+    def start_weight_update(self, body):
+        if self.is_updating:
+            raise RuntimeError("An update is in progress.")
+        self.is_updating, self.arrived, self.expected = True, set(), None
+
+    def update_weights(self, body):
+        if not self.is_updating:
+            raise RuntimeError("No update is in progress.")
+        data = (self.directory / body["update_info"]["file"]).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8 : 8 + size]).items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            tensor = f"{name} {entry['dtype']} {entry['shape']}".encode() + data[8 + size + begin : 8 + size + end]
+            self.held[name] = hashlib.sha256(tensor).hexdigest()
+            self.arrived.add(name)
+
+    def finish_weight_update(self, body):
+        if not self.is_updating or self.expected is None:
+            raise RuntimeError("Nothing to finish.")
+        self.is_updating = False
+        kept = self.held.keys() - self.arrived
+        problems = sorted(self.expected.keys() ^ self.held.keys())
+        problems += sorted(name for name in kept if self.published.get(name) != self.expected.get(name))
+        if problems:
+            self.held, self.published = {}, {}
+            raise RuntimeError(f"The published weights are not the learner's: {problems[:5]}")
+        self.published, self.weight_version = self.expected, body["weight_version"]
+
+    async def complete(self, body):
+        await self.running.wait()
+        weights = json.dumps(sorted(self.held.items()))
+        choices = []
+        for prompt in body["prompt"]:
+            for number in range(body["n"]):
+                seed = hashlib.sha256(f"{weights} {prompt} {number}".encode()).digest()
+                draw = random.Random(seed)
+                ids = [draw.randrange(4, 260) for _ in range(draw.randrange(4, body["max_tokens"] + 1))]
+                logprobs = [-5.5 - draw.randrange(64) / 512 for _ in ids]
+                tokens = [f"token_id:{token}" for token in ids]
+                tops = [{token: value} for token, value in zip(tokens, logprobs, strict=True)]
+                choices.append(
+                    {
+                        "prompt_token_ids": prompt,
+                        "token_ids": ids,
+                        "logprobs": {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops},
+                    }
+                )
+        return {"choices": choices, "weight_version": self.weight_version}
+
+    async def answer(self, path: str, body: dict) -> tuple[int, dict]:
+        try:
+            if path == "/collective_rpc":
+                return 200, {"results": [getattr(self, body["method"])(**body.get("kwargs", {}))]}
+            if path == "/pause":
+                self.running.clear()
+            elif path == "/resume":
+                self.running.set()
+            elif path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+                getattr(self, path[1:])(body)
+            elif path == "/reset_prefix_cache":
+                return 200, {"success": True}
+            elif path == "/weight_info":
+                return 200, {"weight_version": self.weight_version}
+            elif path == "/server_info":
+                return 200, {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+            elif path == "/v1/models":
+                return 200, {"data": [{"id": str(self.model)}]}
+            elif path == "/v1/completions":
+                return 200, await self.complete(body)
+            elif path != "/health":
+                return 404, {"error": f"no {path} here"}
+        except Exception as error:
+            return 500, {"error": f"{type(error).__name__}: {error}"}
+        return 200, {}
+
+    async def __call__(self, scope, receive, send):
+        body = b""
+        while (message := await receive()).get("more_body"):
+            body += message["body"]
+        body += message.get("body", b"")
+        status, content = await self.answer(scope["path"], json.loads(body or b"{}"))
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+
+class Connection:
+    """HTTP/1.1 as far as `requests` speaks it, with the means to fail in the middle."""
+
+    def __init__(self, server: "Server", reader, writer):
+        self.server, self.reader, self.writer = server, reader, writer
+
+    async def serve(self):
+        try:
+            while await self.serve_request():
+                pass
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self.writer.close()
+
+    async def serve_request(self) -> bool:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, target, _ = head[0].split(" ")
+        headers = [tuple(part.strip() for part in line.split(":", 1)) for line in head[1:] if line]
+        headers = [(name.lower().encode(), value.encode()) for name, value in headers]
+        body = await self.reader.readexactly(int(dict(headers).get(b"content-length", 0)))
+        path, _, query = target.partition("?")
+        endpoint = path
+        if path == "/collective_rpc":
+            endpoint = json.loads(body)["method"]
+        fault = self.server.faults.take(endpoint)
+        is_late = fault is not None and fault.get("late", False)
+        if fault is not None and not is_late and await self.fail(fault):
+            return False
+        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
+        scope |= {"root_path": "", "client": ("127.0.0.1", 1)}
+        request, gone = (
+            [body],
+            asyncio.ensure_future(self.reader.read(1) if path.startswith("/qarl/") else asyncio.sleep(1e9)),
+        )
+
+        async def receive():
+            if request:
+                return {"type": "http.request", "body": request.pop(), "more_body": False}
+            await gone
+            return {"type": "http.disconnect"}
+
+        status, is_chunked, ended = 0, False, False
+
+        async def send(message):
+            nonlocal status, is_chunked, ended
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                return
+            if is_late and await self.fail(fault):
+                ended = True
+                raise ConnectionError
+            more = message.get("more_body", False)
+            content = message.get("body", b"")
+            if not is_chunked:
+                length = "Transfer-Encoding: chunked" if more else f"Content-Length: {len(content)}"
+                self.writer.write(
+                    f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{length}\r\n\r\n".encode()
+                )
+                is_chunked = more
+            if is_chunked:
+                content = b"%x\r\n%s\r\n" % (len(content), content) + (b"" if more else b"0\r\n\r\n")
+            self.writer.write(content)
+            await self.writer.drain()
+
+        try:
+            await self.server.gate(scope, receive, send)
+        finally:
+            gone.cancel()
+        return not ended and not is_chunked
+
+    async def fail(self, fault) -> bool:
+        """Whether the request has got its answer, or never will."""
+        kind = fault["kind"]
+        if kind in ("500", "400"):
+            content = b'{"error": "The stand-in was told to fail."}'
+            head = f"HTTP/1.1 {kind} X\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+            self.writer.write(head.encode() + content)
+            await self.writer.drain()
+            return True
+        if kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind in ("garbage", "truncated"):
+            length = 7 if kind == "garbage" else 70
+            self.writer.write(f"HTTP/1.1 200 X\r\nContent-Length: {length}\r\n\r\n".encode() + b"<html/>")
+            await self.writer.drain()
+            return True
+        if kind == "hang":
+            # Until the client gives up.
+            await self.reader.read()
+            return True
+        if kind in ("reset", "refuse"):
+            if kind == "refuse":
+                await self.server.refuse_for(fault.get("seconds", 0.5))
+            self.writer.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+            self.writer.transport.abort()
+            return True
+        if kind == "signal":
+            threading.Thread(target=send_signal, args=(fault,), daemon=True).start()
+            return False
+        raise ValueError(f"unknown fault {kind!r}")
+
+
+def send_signal(fault) -> None:
+    """A signal some time after a request; what SIGSTOP stops, goes on after a second."""
+    target = os.getpid() if fault["target"] == "server" else fault["trainer"] or os.getppid()
+    number = signal.Signals[fault["signal"]]
+    time.sleep(fault["seconds"])
+    if number == signal.SIGSTOP:
+        # A process of its own, which a stopped one cannot be woken without.
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {target}"])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(target, number)
+
+
+class Server:
+    def __init__(self, argv: list[str], folder: Path):
+        options = dict(zip(argv, argv[1:], strict=False))
+        self.port = int(options["--port"])
+        self.faults = Faults(folder)
+        self.gate = PublicationGate(Engine(argv))
+        self.listener = None
+
+    async def listen(self):
+        self.listener = await asyncio.start_server(
+            lambda reader, writer: Connection(self, reader, writer).serve(), "127.0.0.1", self.port, limit=2**24
+        )
+
+    async def refuse_for(self, seconds: float):
+        """Closes the door for new connections and opens it again later."""
+        self.listener.close()
+        asyncio.get_running_loop().call_later(seconds, lambda: asyncio.ensure_future(self.listen()))
+
+    async def run(self):
+        self.faults.on_start()
+        await self.listen()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    asyncio.run(Server(sys.argv[1:], Path(os.environ["CAMPAIGN"])).run())

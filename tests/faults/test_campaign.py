@@ -1,0 +1,80 @@
+"""Trainers and servers under fire; `scenarios.py` says what happens, `campaign.py` what must come of it."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scenarios import FAMILIES
+
+
+HERE = Path(__file__).parent
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="TRL's client of a server needs vLLM")
+
+
+class Campaign:
+    """A fork server for scenarios."""
+
+    def __init__(self, root: Path):
+        self.log = root / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "campaign.py"), str(root), "3"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            text=True,
+            # It shares a core with others, and so do the trainers it forks.
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.undisturbed = self.run([{"name": "undisturbed", "expect": "completes"}])[0]
+
+    def run(self, scenarios: list[dict]) -> list[dict]:
+        self.process.stdin.write(json.dumps(scenarios) + "\n")
+        self.process.stdin.flush()
+        reports = []
+        for _ in scenarios:
+            line = self.process.stdout.readline()
+            assert line, self.log.read_text()[-5000:]
+            reports.append(json.loads(line))
+            print({key: value for key, value in reports[-1].items() if key not in ("log", "calls", "digest")})
+        return reports
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory):
+    root = tmp_path_factory.mktemp("campaign")
+    campaign = Campaign(root)
+    yield campaign
+    campaign.close()
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_fault_changes_what_is_learned(campaign, family):
+    assert campaign.undisturbed["problems"] == []
+    scenarios = FAMILIES[family]
+    reports = campaign.run(scenarios)
+    assert {report["name"] for report in reports} == {scenario["name"] for scenario in scenarios}
+    failed = [report for report in reports if report["problems"]]
+    for report in failed[:3]:
+        print(report["name"], report.pop("log", ""), sep="\n")
+    lines = [f"{report['name']}: {report.get('ended')}; {'; '.join(report['problems'])}" for report in failed]
+    assert not failed, f"{len(failed)} of {len(reports)} scenarios:\n" + "\n".join(lines)
+
+
+def test_the_page_on_reliability_lists_the_families_that_are_run():
+    page = (HERE.parents[1] / "docs" / "reliability.md").read_text()
+    table = page[page.index("## Tested") : page.index("## Not promised")]
+    assert re.findall(r"^\| ([a-z0-9, ]+) \|", table, re.MULTILINE)[1:] == list(FAMILIES)
+    names = [scenario["name"] for scenarios in FAMILIES.values() for scenario in scenarios]
+    assert len(set(names)) == len(names) >= 100

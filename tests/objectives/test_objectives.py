@@ -1,0 +1,200 @@
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from reference.objectives_naive import TEMPERATURES, naive_mismatch_ratio, naive_objective
+from trl_qarl.objectives.presets import PRESETS
+from trl_qarl.objectives.weights import mismatch_ratio, weigh_advantages
+from trl_qarl.qarl_trainer import QaRLTrainer
+from trl_qarl.telemetry.bounds import sequence_bounds, token_bounds
+
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+SAPO_TEMPERATURES = {"sapo_temperature_pos": TEMPERATURES[0], "sapo_temperature_neg": TEMPERATURES[1]}
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 3.0, "clip_max": 2.0}
+
+
+def make_batch(seed, num_sequences=24, num_tokens=7):
+    """Float64, with ratios on both sides of every bound, empty completions, advantages of 0 and unknown log-probs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    old = -4 + randn(num_sequences, num_tokens)
+    sampling = old + 0.4 * randn(num_sequences, num_tokens)
+    sampling[0, 0] = math.nan
+    mask = (torch.rand(num_sequences, num_tokens, generator=generator) > 0.2).long()
+    mask[1] = 0
+    advantages = randn(num_sequences)
+    advantages[2] = 0
+    logps = old + 0.8 * randn(num_sequences, num_tokens)
+    return {"logps": logps, "old": old, "sampling": sampling, "advantages": advantages, "mask": mask}
+
+
+def make_trainer(objective, use_vllm, per_token_logps):
+    """A trainer without model and data: what TRL's `_compute_loss` reads, with log-probs that are given."""
+    trainer = QaRLTrainer.__new__(QaRLTrainer)
+    preset = PRESETS.get(objective)
+    entropies = torch.zeros_like(per_token_logps)
+    vars(trainer).update(
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (per_token_logps, entropies, None),
+        _preset=preset,
+        _counts_sequences=False,
+        _histograms=None,
+        _forward_logps=per_token_logps.detach(),
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(
+            objective=objective, delta=CLIP["delta"] if objective == "dual-clip" else None, **SAPO_TEMPERATURES
+        ),
+        epsilon_low=CLIP["epsilon"],
+        epsilon_high=CLIP["epsilon_high"],
+        importance_sampling_level=preset.options["importance_sampling_level"] if preset else "token",
+        loss_type="grpo" if preset else objective,
+        beta=0.0,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=use_vllm,
+        vllm_importance_sampling_correction=preset is not None and preset.corrects_mismatch,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+        accelerator=SimpleNamespace(reduce=lambda tensor, reduction: tensor, gather=lambda tensor: tensor),
+        _metrics={"train": defaultdict(list)},
+    )
+    return trainer
+
+
+def loss_and_gradient(objective, batch, use_vllm=False):
+    logps = batch["logps"].clone().requires_grad_()
+    trainer = make_trainer(objective, use_vllm, logps)
+    ids = torch.zeros_like(batch["mask"])
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": batch["mask"],
+        "advantages": batch["advantages"],
+        "old_per_token_logps": batch["old"],
+        "sampling_per_token_logps": batch["sampling"],
+    }
+    if trainer.vllm_importance_sampling_correction:
+        mode = trainer._preset.options["vllm_importance_sampling_mode"]
+        inputs["importance_sampling_ratio"] = mismatch_ratio(
+            batch["old"], batch["sampling"], batch["mask"], mode, None, CLIP["clip_max"]
+        )
+    loss = trainer._compute_loss(None, inputs)
+    loss.backward()
+    return loss.detach(), logps.grad
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("objective", [*PRESETS, "sapo"])
+@pytest.mark.parametrize("use_vllm", [True, False])
+def test_value_and_gradient_equal_the_naive_objective_whoever_applies_the_weight(objective, use_vllm, seed):
+    batch = make_batch(seed)
+    loss, gradient = loss_and_gradient(objective, batch, use_vllm)
+    expected, expected_gradient = naive_objective(
+        objective,
+        *(batch[name].tolist() for name in ("logps", "old", "sampling", "advantages", "mask")),
+        **CLIP,
+    )
+    # Sums of some 150 terms in float64.
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(gradient, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-12, atol=1e-15)
+    assert gradient.any()
+
+
+def test_objectives_differ_on_the_batches_that_they_are_tested_with():
+    batch = make_batch(0)
+    losses = {name: loss_and_gradient(name, batch)[0].item() for name in PRESETS}
+    # One update per batch is not a property of the loss.
+    assert losses.pop("on-policy") == losses["grpo-tis"]
+    assert len({round(loss, 6) for loss in losses.values()}) == len(losses)
+
+
+def test_negative_samples_give_no_gradient_to_positive_only():
+    batch = make_batch(0)
+    _, gradient = loss_and_gradient("positive-only", batch)
+    assert not gradient[batch["advantages"] <= 0].any() and gradient[batch["advantages"] > 0].any()
+    _, everything = loss_and_gradient("grpo-tis", batch)
+    assert torch.equal(gradient[batch["advantages"] > 0], everything[batch["advantages"] > 0])
+
+
+def test_ratio_beyond_the_second_clip_gives_no_gradient_to_dual_clip():
+    batch = make_batch(0)
+    batch["logps"] = batch["old"] + math.log(4)
+    batch["advantages"] = -torch.ones_like(batch["advantages"])
+    assert not loss_and_gradient("dual-clip", batch)[1].any()
+    assert loss_and_gradient("grpo-tis", batch)[1].any()
+
+
+@pytest.mark.parametrize("bounds", [(None, 2.0), (0.5, None), (0.5, 2.0), (None, None)])
+@pytest.mark.parametrize("mode", MODES)
+def test_mismatch_ratio_equals_a_naive_loop(mode, bounds):
+    batch = make_batch(3)
+    ratio = mismatch_ratio(batch["old"], batch["sampling"], batch["mask"], mode, *bounds)
+    naive = naive_mismatch_ratio(*(batch[n].tolist() for n in ("old", "sampling", "mask")), mode, *bounds)
+    torch.testing.assert_close(ratio, torch.tensor(naive, dtype=torch.float64), rtol=1e-13, atol=0)
+    assert ratio.shape == (24, 1 if mode.startswith("sequence") else 7)
+    assert bounds == (None, None) or ratio.min() < 1 < ratio.max()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mismatch_ratio_ignores_what_padding_holds_and_has_no_gradient(mode):
+    batch = make_batch(4)
+    old = batch["old"].clone().requires_grad_()
+    expected = mismatch_ratio(old, batch["sampling"], batch["mask"], mode, None, 2.0)
+    assert not expected.requires_grad
+    padding = batch["mask"] == 0
+    spoiled, sampling = old.detach().clone(), batch["sampling"].clone()
+    spoiled[padding], sampling[padding] = math.inf, math.nan
+    assert torch.equal(mismatch_ratio(spoiled, sampling, batch["mask"], mode, None, 2.0), expected)
+
+
+def test_unknown_mode_raises():
+    batch = make_batch(0)
+    with pytest.raises(ValueError, match="'word_mask'.*'token_truncate'"):
+        mismatch_ratio(batch["old"], batch["sampling"], batch["mask"], "word_mask", None, 2.0)
+
+
+def test_advantages_stay_as_they_are_without_weights():
+    advantages = torch.tensor([1.0, -2.0, 0.0])
+    assert weigh_advantages(advantages, None) is advantages
+    assert weigh_advantages(advantages, None, is_positive_only=True).tolist() == [1.0, 0.0, 0.0]
+    assert weigh_advantages(advantages, torch.full((3, 2), 0.5)).tolist() == [[0.5, 0.5], [-1.0, -1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "level", "positive", "negative"),
+    [
+        ("luspo", "token", (None, 1.3), (0.8, 4.0)),
+        ("luspo", "sequence", (None, 1.3), (0.8, 4.0)),
+        ("cispo", "token", (None, 0.3), (None, 0.3)),
+        ("cispo", "sequence", (None, 0.3), (None, 0.3)),
+        ("vespo", "token", (None, None), (None, None)),
+    ],
+)
+def test_bounds_of_trls_losses_stand_at_their_level(loss, level, positive, negative):
+    config = SimpleNamespace(
+        objective=loss,
+        loss_type=loss,
+        importance_sampling_level=level,
+        epsilon=0.2,
+        epsilon_high=0.3,
+        delta=4.0,
+        use_vllm=False,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="sequence_mask",
+    )
+    of_tokens = token_bounds(config)["token_ratio"]
+    of_sequences = sequence_bounds(config)
+    found = of_tokens if level == "token" else of_sequences["ratio"]
+    assert found == {"positive": positive, "negative": negative}
+    if level == "token":
+        assert of_sequences is None
+    else:
+        assert of_tokens == {"positive": (None, None), "negative": (None, None)}

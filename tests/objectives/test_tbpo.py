@@ -1,0 +1,426 @@
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from reference.tbpo_naive import naive_log_ratio, naive_tbpo
+from trl_qarl.objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics, trust_band_clip
+from trl_qarl.objectives.weights import mismatch_weight, sequence_log_ratio
+
+
+NAN, INF = math.nan, math.inf
+# Table 2 of the paper.
+BAND = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
+# Offsets and bounds that float64 represents exactly, for tables made by hand.
+EXACT_BAND = {"positive_epsilon_high": 0.25, "negative_epsilon_low": 0.25, "negative_epsilon_high": 0.5}
+REGIONS = {
+    "positive inside",
+    "positive high",
+    "negative low",
+    "negative inside",
+    "negative high",
+    "zero advantage",
+    "empty",
+}
+
+
+def make_batch(seed, num_sequences=None, num_tokens=None, nan_sampling=True):
+    """A float64 batch around the trust band: empty completions, masks with holes, A = 0, capped mismatch weights."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape, low=0.0, high=1.0):
+        return low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    B = num_sequences or int(torch.randint(1, 9, (), generator=generator))
+    T = num_tokens or int(torch.randint(1, 13, (), generator=generator))
+    lengths = torch.randint(0, T + 1, (B,), generator=generator)
+    mask = (torch.arange(T) < lengths[:, None]) & (rand(B, T) > 0.3)
+    count = mask.sum(-1, keepdim=True).clamp(min=1)
+
+    def around(center, noise):  # per-token differences with exactly this mean over the mask
+        difference = noise * rand(B, T, low=-1)
+        return difference - (difference * mask).sum(-1, keepdim=True) / count + center
+
+    old = rand(B, T, low=-8.0)
+    logps = old + around(rand(B, 1, low=-2e-3, high=2e-3), noise=0.1)
+    sampling = old - around(rand(B, 1, low=-1.5, high=1.5), noise=1.0)
+    if nan_sampling:
+        sampling[rand(B, T) < 0.1] = NAN
+    advantages = rand(B, low=-2.0, high=2.0)
+    advantages[rand(B) < 0.1] = 0.0
+    return {
+        "per_token_logps": logps,
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": sampling,
+        "advantages": advantages,
+        "mask": mask.long(),
+    }
+
+
+def loss_and_gradient(batch, **settings):
+    logps = batch["per_token_logps"].clone().requires_grad_()
+    loss, output = tbpo_loss(**{**batch, "per_token_logps": logps}, **{**BAND, "mismatch_cap": 2.0, **settings})
+    loss.backward()
+    return loss.detach(), logps.grad, output
+
+
+def naive_from_tensors(batch, **settings):
+    return naive_tbpo(
+        *(None if tensor is None else tensor.tolist() for tensor in batch.values()),
+        **{**BAND, "mismatch_cap": 2.0, **settings},
+    )
+
+
+def assert_close(actual, expected):
+    # float64 against float64: the two differ by the order of summation, of terms up to 10 in size
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+class TestAgainstNaiveReference:
+    @pytest.mark.parametrize("with_sampling", [True, False])
+    def test_value_gradient_and_flags_equal_loops_over_random_shapes(self, with_sampling):
+        seen = set()
+        for seed in range(300):
+            batch = make_batch(seed)
+            if not with_sampling:
+                batch["sampling_per_token_logps"] = None
+            loss, gradient, output = loss_and_gradient(batch)
+            naive_loss, naive_gradient, sequences = naive_from_tensors(batch)
+
+            assert_close(loss, naive_loss)
+            assert_close(gradient, naive_gradient)
+            assert_close(output.ratio, [s["ratio"] for s in sequences])
+            assert_close(output.log_ratio, [s["log_ratio"] for s in sequences])
+            assert_close(output.mismatch_weight, [s["weight"] for s in sequences])
+            regions = [s["region"] for s in sequences]
+            assert output.dropped_positive_high.tolist() == [r == "positive high" for r in regions]
+            assert output.dropped_negative_low.tolist() == [r == "negative low" for r in regions]
+            assert output.dropped_negative_high.tolist() == [r == "negative high" for r in regions]
+            assert output.is_empty.tolist() == [r == "empty" for r in regions]
+            seen.update(regions)
+        assert seen == REGIONS
+
+    @pytest.mark.parametrize("settings", [{"mismatch_cap": 1.0}, {"mismatch_cap": 8.0}, EXACT_BAND])
+    def test_every_setting_reaches_value_and_gradient(self, settings):
+        for seed in range(20):
+            batch = make_batch(seed)
+            loss, gradient, _ = loss_and_gradient(batch, **settings)
+            naive_loss, naive_gradient, _ = naive_from_tensors(batch, **settings)
+            assert_close(loss, naive_loss)
+            assert_close(gradient, naive_gradient)
+
+    def test_sequence_log_ratio_equals_loops(self):
+        for seed in range(50):
+            batch = make_batch(seed)
+            old, sampling, mask = batch["old_per_token_logps"], batch["sampling_per_token_logps"], batch["mask"]
+            expected = [
+                naive_log_ratio(*rows) for rows in zip(old.tolist(), sampling.tolist(), mask.tolist(), strict=True)
+            ]
+            assert_close(sequence_log_ratio(old, sampling, mask), expected)
+
+
+class TestAgainstStockTRL:
+    """The oracle is the code in `trl.GRPOTrainer._compute_loss`, run on a stub that has what that method reads."""
+
+    def stock_loss(self, per_token_logps, batch, completion_mask, tool_mask):
+        from trl import GRPOTrainer
+
+        accelerator = SimpleNamespace(reduce=lambda tensor, reduction: tensor, gather=lambda tensor: tensor)
+        trainer = SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *args, **kwargs: (
+                per_token_logps,
+                torch.zeros_like(per_token_logps),
+                None,
+            ),
+            model=SimpleNamespace(training=True),
+            args=SimpleNamespace(delta=1.0007),
+            epsilon_low=3e-4,
+            epsilon_high=4e-4,
+            importance_sampling_level="sequence",
+            loss_type="grpo",
+            beta=0.0,
+            top_entropy_quantile=1.0,
+            off_policy_mask_threshold=None,
+            use_vllm=False,
+            aux_loss_enabled=False,
+            _entropy_bonus_enabled=False,
+            current_gradient_accumulation_steps=1,
+            accelerator=accelerator,
+            _metrics={"train": defaultdict(list)},
+        )
+        ids = torch.zeros_like(completion_mask)
+        inputs = {
+            "prompt_ids": ids[:, :1],
+            "prompt_mask": ids[:, :1],
+            "completion_ids": ids,
+            "completion_mask": completion_mask,
+            "tool_mask": tool_mask,
+            "advantages": batch["advantages"],
+            "old_per_token_logps": batch["old_per_token_logps"],
+        }
+        return GRPOTrainer._compute_loss(trainer, None, inputs)
+
+    # 1e-4 of the spread: also an update that moved every sequence only a little, so that nothing is clipped
+    @pytest.mark.parametrize("spread", [1.0, 1e-4, 0.0])
+    def test_value_and_gradient_equal_sequence_level_grpo_when_weights_are_one(self, spread):
+        batch = make_batch(0, num_sequences=200, num_tokens=9, nan_sampling=False)
+        old = batch["old_per_token_logps"]
+        batch["per_token_logps"] = old + spread * (batch["per_token_logps"] - old)
+        batch["sampling_per_token_logps"] = old.clone()  # the engine agrees with the learner
+        completion_mask = (torch.arange(9) < 7).long().expand(200, 9)
+        tool_mask = batch["mask"]
+        batch["mask"] = completion_mask * tool_mask
+        _, _, sequences = naive_from_tensors(batch)
+        if spread == 1.0:
+            assert {s["region"] for s in sequences} == REGIONS
+            # For A < 0 TRL's own upper offset (4e-4) and its `delta` act in different places: have ratios between.
+            between = [s for s in sequences if s["region"] == "negative inside" and s["ratio"] > 1 + 4e-4]
+            low_positive = [s for s in sequences if s["region"] == "positive inside" and s["ratio"] < 1 - 3e-4]
+            assert between and low_positive
+
+        loss, gradient, output = loss_and_gradient(batch)
+        logps = batch["per_token_logps"].clone().requires_grad_()
+        stock = self.stock_loss(logps, batch, completion_mask, tool_mask)
+        stock.backward()
+
+        assert (output.mismatch_weight == 1.0).all()
+        assert_close(loss, stock.detach())
+        assert_close(gradient, logps.grad)
+        assert gradient.abs().sum() > 0
+
+
+class TestTrustBand:
+    # Band: [0, 1.25] for A > 0, [0.75, 1.5] for A < 0.
+    @pytest.mark.parametrize(
+        ("advantage", "ratio", "value", "slope"),
+        [
+            # A > 0: upper bound only
+            (0.5, 0.0, 0.0, 1.0),
+            (0.5, 0.125, 0.125, 1.0),
+            (3.0, 1.0, 1.0, 1.0),
+            (0.5, 1.25, 1.25, 1.0),
+            (0.5, 1.2500001, 1.25, 0.0),
+            (3.0, 1.375, 1.25, 0.0),
+            (0.5, 1e6, 1.25, 0.0),
+            # A < 0: both bounds
+            (-0.5, 0.0, 0.75, 0.0),
+            (-3.0, 0.7499999, 0.75, 0.0),
+            (-0.5, 0.75, 0.75, 1.0),
+            (-3.0, 1.0, 1.0, 1.0),
+            (-0.5, 1.375, 1.375, 1.0),
+            (-0.5, 1.5, 1.5, 1.0),
+            (-3.0, 1.5000001, 1.5, 0.0),
+            (-0.5, 1e6, 1.5, 0.0),
+            # A = 0: passes, without gradient
+            (0.0, 0.125, 0.125, 0.0),
+            (0.0, 1.0, 1.0, 0.0),
+            (0.0, 4.0, 4.0, 0.0),
+        ],
+    )
+    def test_value_and_slope_in_each_region(self, advantage, ratio, value, slope):
+        ratio = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
+        clipped = trust_band_clip(ratio, torch.tensor([advantage], dtype=torch.float64), **EXACT_BAND)
+        clipped.sum().backward()
+        assert clipped.tolist() == [value]
+        assert ratio.grad.tolist() == [slope]
+
+    # Two tokens per sequence, log-prob now minus log-prob at rollout; slope per token is -A r / 2.
+    @pytest.mark.parametrize(
+        ("advantage", "log_ratios", "loss", "slope", "dropped"),
+        [
+            (2.0, [0.0, 0.0], -2.0, -1.0, None),
+            (2.0, [-4.0, 0.0], -2.0 * math.exp(-2), -math.exp(-2), None),
+            (2.0, [1.0, 0.0], -2.5, 0.0, "dropped_positive_high"),
+            (2.0, [2.0, -2.0], -2.0, -1.0, None),  # tokens cancel: the geometric mean is 1
+            (-2.0, [0.0, 0.0], 2.0, 1.0, None),
+            (-2.0, [0.5, 0.0], 2.0 * math.exp(0.25), math.exp(0.25), None),
+            (-2.0, [2.0, 0.0], 3.0, 0.0, "dropped_negative_high"),
+            (-2.0, [-2.0, 0.0], 1.5, 0.0, "dropped_negative_low"),
+            (0.0, [0.0, 0.0], 0.0, 0.0, None),
+            (0.0, [9.0, 0.0], 0.0, 0.0, None),
+            (0.0, [-9.0, 0.0], 0.0, 0.0, None),
+        ],
+    )
+    def test_loss_in_each_region(self, advantage, log_ratios, loss, slope, dropped):
+        logps = torch.tensor([log_ratios], dtype=torch.float64)
+        batch = {
+            "per_token_logps": logps,
+            "old_per_token_logps": torch.zeros_like(logps),
+            "sampling_per_token_logps": None,
+            "advantages": torch.tensor([advantage], dtype=torch.float64),
+            "mask": torch.ones(1, 2),
+        }
+        actual, gradient, output = loss_and_gradient(batch, **EXACT_BAND)
+        assert actual.item() == pytest.approx(loss, rel=1e-15)
+        assert gradient.tolist() == [pytest.approx([slope, slope], rel=1e-15)]
+        flags = [name for name in output._fields if name.startswith("dropped") and getattr(output, name).item()]
+        assert flags == ([dropped] if dropped else [])
+
+
+class TestMismatchWeight:
+    @pytest.mark.parametrize(
+        ("differences", "weight"),
+        [
+            ([0.0, 0.0], 1.0),
+            ([0.5, -0.5], 1.0),
+            ([0.5, 0.0], math.exp(0.25)),
+            ([-0.5, 0.0], math.exp(-0.25)),
+            ([9.0, 9.0], 2.0),
+            ([-9.0, -9.0], 0.5),
+            ([INF, 0.0], 2.0),  # the engine reports probability 0 for a token it sampled
+            ([NAN, 0.5], math.exp(0.25)),  # unknown: no correction for the token, which still counts in the length
+            ([NAN, NAN], 1.0),
+        ],
+    )
+    def test_is_a_geometric_mean_capped_on_both_sides(self, differences, weight):
+        old = torch.full((1, 2), -3.0, dtype=torch.float64)
+        sampling = old - torch.tensor([differences], dtype=torch.float64)
+        assert mismatch_weight(old, sampling, torch.ones(1, 2), cap=2.0).tolist() == [pytest.approx(weight, rel=1e-15)]
+
+    def test_length_does_not_push_it_to_the_cap(self):
+        old = torch.zeros(1, 4096, dtype=torch.float64)
+        weight = mismatch_weight(old, old - 0.01, torch.ones(1, 4096), cap=2.0)
+        assert_close(weight, [math.exp(0.01)])
+
+    @pytest.mark.parametrize("cap", [0.5, 0.0, -1.0, NAN])
+    def test_cap_below_one_raises(self, cap):
+        with pytest.raises(ValueError, match="mismatch_cap must be at least 1"):
+            mismatch_weight(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), cap=cap)
+
+    def test_no_gradient_flows_into_old_or_sampling_logps(self):
+        batch = {name: tensor.clone() for name, tensor in make_batch(3, 8, 6).items()}
+        for name in ("per_token_logps", "old_per_token_logps", "sampling_per_token_logps", "advantages"):
+            batch[name].requires_grad_(name != "advantages")
+        loss, output = tbpo_loss(**batch, **BAND, mismatch_cap=2.0)
+        loss.backward()
+        assert batch["per_token_logps"].grad.abs().sum() > 0
+        assert batch["old_per_token_logps"].grad is None
+        assert batch["sampling_per_token_logps"].grad is None
+        assert not any(tensor.requires_grad for tensor in output)
+
+
+class TestRobustness:
+    @pytest.mark.parametrize("garbage", [NAN, INF, -INF])
+    def test_masked_positions_may_hold_anything(self, garbage):
+        for seed in range(20):
+            batch = make_batch(seed)
+            clean_loss, clean_gradient, clean_output = loss_and_gradient(batch)
+            for name in ("per_token_logps", "old_per_token_logps", "sampling_per_token_logps"):
+                batch[name] = batch[name].masked_fill(batch["mask"] == 0, garbage)
+            loss, gradient, output = loss_and_gradient(batch)
+            assert torch.equal(loss, clean_loss)
+            assert torch.equal(gradient, clean_gradient)
+            assert all(torch.equal(a, b) for a, b in zip(output, clean_output, strict=True))
+
+    def test_nan_of_the_learner_is_not_hidden(self):
+        batch = make_batch(0, num_sequences=4, num_tokens=4)
+        batch["mask"] = torch.ones(4, 4)
+        batch["per_token_logps"][0, 0] = NAN
+        assert loss_and_gradient(batch)[0].isnan()
+
+    def test_batch_of_empty_completions_has_zero_loss_and_zero_gradient(self):
+        batch = make_batch(0, num_sequences=4, num_tokens=5)
+        batch["mask"] = torch.zeros(4, 5)
+        batch["per_token_logps"][:] = NAN
+        loss, gradient, output = loss_and_gradient(batch)
+        assert loss == 0.0
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+        assert output.is_empty.all() and (output.ratio == 1.0).all() and (output.mismatch_weight == 1.0).all()
+
+    def test_batch_of_zero_advantages_has_zero_loss_and_zero_gradient(self):
+        batch = make_batch(0, num_sequences=4, num_tokens=5)
+        batch["advantages"] = torch.zeros(4, dtype=torch.float64)
+        loss, gradient, output = loss_and_gradient(batch)
+        assert loss == 0.0
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+        assert not torch.stack(output[3:6]).any()
+
+    @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+    @pytest.mark.parametrize("log_ratio", [500.0, INF])
+    def test_ratio_that_overflows_float32_gives_no_gradient_instead_of_nan(self, advantage, log_ratio):
+        batch = {
+            "per_token_logps": torch.zeros(1, 1),
+            "old_per_token_logps": torch.full((1, 1), -log_ratio),
+            "sampling_per_token_logps": None,
+            "advantages": torch.tensor([advantage]),
+            "mask": torch.ones(1, 1),
+        }
+        loss, gradient, output = loss_and_gradient(batch, **EXACT_BAND)
+        assert loss.item() == {1.0: -1.25, -1.0: 1.5, 0.0: 0.0}[advantage]
+        assert gradient.item() == 0.0
+        assert output.ratio.isfinite().all()
+
+    def test_bfloat16_logps_are_averaged_in_float32(self):
+        batch = make_batch(1, num_sequences=32, num_tokens=64)
+        names = ("per_token_logps", "old_per_token_logps", "sampling_per_token_logps")
+        batch["per_token_logps"] = batch["old_per_token_logps"] + 0.05 * torch.sin(torch.arange(64.0))
+        batch |= {name: batch[name].bfloat16() for name in names}
+        batch["advantages"] = batch["advantages"].float()
+        loss, gradient, output = loss_and_gradient(batch, positive_epsilon_high=0.1)
+        assert loss.dtype == output.ratio.dtype == output.mismatch_weight.dtype == torch.float32
+        assert gradient.dtype == torch.bfloat16 and gradient.any()
+        widened = batch | {name: batch[name].float() for name in names}
+        expected_loss, expected_gradient, expected_output = loss_and_gradient(widened, positive_epsilon_high=0.1)
+        assert torch.equal(loss, expected_loss)
+        assert torch.equal(gradient, expected_gradient.bfloat16())
+        assert all(torch.equal(a, b) for a, b in zip(output, expected_output, strict=True))
+
+    def test_mask_dtype_does_not_matter(self):
+        batch = make_batch(5, num_sequences=8, num_tokens=6)
+        expected = loss_and_gradient(batch)
+        for dtype in (torch.bool, torch.int32, torch.float32, torch.bfloat16):
+            loss, gradient, _ = loss_and_gradient(batch | {"mask": batch["mask"].to(dtype)})
+            assert torch.equal(loss, expected[0]) and torch.equal(gradient, expected[1])
+
+    def test_advantages_that_would_broadcast_raise(self):
+        batch = make_batch(0, num_sequences=4, num_tokens=5)
+        batch["advantages"] = batch["advantages"].unsqueeze(1)
+        with pytest.raises(ValueError, match=r"advantages must have shape \(4,\), got \(4, 1\)"):
+            loss_and_gradient(batch)
+
+
+class TestMetrics:
+    def test_shares_and_ratios_equal_counts_by_hand(self):
+        log_ratios = [0.0, 1.0, 1.0, -1.0, 1.0, 0.0, 0.1, 1.0, 3.0]
+        advantages = torch.tensor([1.0, 1.0, 2.0, -1.0, -1.0, -1.0, -1.0, 0.0, 1.0], dtype=torch.float64)
+        mask = torch.ones(9, 1)
+        mask[8] = 0  # an empty completion counts nowhere, whatever its padding holds
+        logps = torch.tensor(log_ratios, dtype=torch.float64).unsqueeze(1)
+        _, output = tbpo_loss(logps, torch.zeros_like(logps), None, advantages, mask, **EXACT_BAND, mismatch_cap=2.0)
+        metrics = reduce_tbpo_metrics(tbpo_metrics(output, advantages))
+        ratios = [math.exp(x) for x in log_ratios[:8]]
+        assert metrics == pytest.approx(
+            {
+                "tbpo/ratio/mean": sum(ratios) / 8,
+                "tbpo/ratio/min": min(ratios),
+                "tbpo/ratio/max": max(ratios),
+                "tbpo/dropped/positive_high": 2 / 3,
+                "tbpo/dropped/negative_low": 1 / 4,
+                "tbpo/dropped/negative_high": 1 / 4,
+                "tbpo/dropped/total": 4 / 7,
+            },
+            rel=1e-14,
+        )
+
+    def test_reduction_does_not_depend_on_the_split_over_processes(self):
+        batch = make_batch(7, num_sequences=64, num_tokens=6)
+        _, _, output = loss_and_gradient(batch)
+        whole = tbpo_metrics(output, batch["advantages"])
+        parts = []
+        for part in torch.arange(64).split(16):
+            _, _, output = loss_and_gradient({name: tensor[part] for name, tensor in batch.items()})
+            parts.append(tbpo_metrics(output, batch["advantages"][part]))
+        gathered = {name: torch.cat([part[name] for part in parts]) for name in whole}
+        assert reduce_tbpo_metrics(gathered) == reduce_tbpo_metrics(whole)
+
+    def test_metric_without_a_sequence_that_counts_is_left_out(self):
+        batch = make_batch(0, num_sequences=3, num_tokens=4)
+        batch["advantages"] = torch.ones(3, dtype=torch.float64)
+        batch["mask"] = torch.ones(3, 4)
+        metrics = tbpo_metrics(loss_and_gradient(batch)[2], batch["advantages"])
+        assert metrics.keys() - reduce_tbpo_metrics(metrics).keys() == {
+            "tbpo/dropped/negative_low",
+            "tbpo/dropped/negative_high",
+        }

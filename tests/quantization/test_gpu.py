@@ -1,0 +1,70 @@
+"""Products, training and rollouts on CUDA. None of this runs in CI, which has no GPU: `pytest -m gpu`."""
+
+import pytest
+import torch
+from torch import nn
+
+from testing_utils import logged, make_vllm_trainer
+from trl_qarl.quantization.linear import QuantizedLinear
+from trl_qarl.quantization.quantize import LowBitWeight, dequantize_weight, product_weight, quantize_activation
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+
+
+@pytest.mark.parametrize("rows", [1, 17, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_value_and_every_gradient_equal_the_float64_reference(name, dtype, rows):
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 96, device="cuda", dtype=dtype)
+    layer = QuantizedLinear.from_linear(linear, get_scheme(name), torch.bfloat16)
+    x = torch.randn(rows, 256, device="cuda", dtype=dtype, requires_grad=True)
+    y = layer(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    weight = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
+    seen = x.detach().double()
+    if layer.scheme.activation_type is not None:
+        seen = dequantize_weight(LowBitWeight(*quantize_activation(x.detach(), layer.scheme)), torch.float64)
+    # bf16 rounds results and operands to 2**-9 each; float32 products may run in TF32, which rounds to 2**-11.
+    tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-3
+    for actual, expected in (
+        (y, seen @ weight.t() + layer.bias.double()),
+        (x.grad, grad.double() @ weight),
+        (layer.weight.grad, grad.double().t() @ seen),
+        (layer.bias.grad, grad.double().sum(0)),
+    ):
+        assert ((actual.double() - expected).norm() / expected.norm()).item() < tolerance
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_low_bit_weights_are_those_of_the_cpu(name):
+    torch.manual_seed(0)
+    weight, scheme = torch.randn(96, 256), get_scheme(name)
+    layers = [nn.Linear(256, 96, bias=False, device=device) for device in ("cpu", "cuda")]
+    for layer in layers:
+        layer.weight.data.copy_(weight)
+        QuantizedLinear.from_linear(layer, scheme, torch.bfloat16)
+    ours, theirs = (layer.low_bit_weight() for layer in layers)
+    assert torch.equal(ours.qdata.view(torch.uint8), theirs.qdata.cpu().view(torch.uint8))
+    assert torch.equal(ours.scale, theirs.scale.cpu())
+
+
+# w4a8 needs Hopper.
+@pytest.mark.vllm
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8"])
+def test_colocated_rollouts_follow_the_learner(tmp_path, scheme):
+    pytest.importorskip("vllm")
+    if scheme == "w4a8" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    trainer = make_vllm_trainer(
+        tmp_path, scheme=scheme, vllm_mode="colocate", use_cpu=False, bf16=True, vllm_gpu_memory_utilization=0.2
+    )
+    trainer.train()
+    # A bf16 log-prob near 5.5, that of a random model of 260 tokens, is rounded by up to 0.016.
+    assert max(logged(trainer, "mismatch/abs_logp_mean")) < 0.03
+    assert logged(trainer, "rollout/weight_version") == [0, 2]

@@ -1,0 +1,532 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import trl_qarl.quantization.linear
+from trl_qarl.quantization import gemm
+from trl_qarl.quantization.linear import QuantizedLinear
+from trl_qarl.quantization.quantize import (
+    LowBitWeight,
+    dequantize_weight,
+    product_weight,
+    quantize_activation,
+    quantize_weight,
+)
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+
+
+def make(name="w4a16", dtype=torch.float32, in_features=256, out_features=96, bias=True, **kwargs):
+    torch.manual_seed(0)
+    return QuantizedLinear.from_linear(
+        nn.Linear(in_features, out_features, bias=bias, dtype=dtype), get_scheme(name), **kwargs
+    )
+
+
+@pytest.fixture
+def count_quantizations(monkeypatch):
+    calls = []
+    original = trl_qarl.quantization.linear.quantize_weight
+    monkeypatch.setattr(
+        trl_qarl.quantization.linear, "quantize_weight", lambda *args: calls.append(args) or original(*args)
+    )
+    return calls
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+# Rows on both sides of every kernel threshold.
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_value_and_every_gradient_equal_the_float64_reference(name, dtype, rows):
+    layer = make(name, dtype)
+    x = torch.randn(rows, 256, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+
+    weight = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
+    seen = x.detach().double()
+    if layer.scheme.activation_type is not None:
+        seen = dequantize_weight(LowBitWeight(*quantize_activation(x.detach(), layer.scheme)), torch.float64)
+    grad = grad.double()
+    # bf16: results, and the operands of the backward products, are rounded to 8 bits of mantissa (2**-9 = 2e-3 relative
+    # each); float32: 2**-24 times the square root of a few hundred terms.
+    tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-6
+    assert relative_error(y, seen @ weight.t() + layer.bias.double()) < tolerance
+    assert relative_error(x.grad, grad @ weight) < tolerance
+    assert relative_error(layer.weight.grad, grad.t() @ seen) < tolerance
+    assert relative_error(layer.bias.grad, grad.sum(0)) < tolerance
+    assert layer.weight.grad.dtype == layer.weight.dtype and layer.bias.grad.dtype == layer.bias.dtype
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_gradients_are_those_of_the_straight_through_estimator(name):
+    layer = make(name)
+    x = torch.randn(40, 256)
+    grad = torch.randn(40, 96)
+
+    def straight_through(value, quantized):
+        return value + (quantized - value).detach()
+
+    reference_x = x.clone().double().requires_grad_()
+    reference_w = layer.weight.detach().double().requires_grad_()
+    seen = x
+    if layer.scheme.activation_type is not None:
+        seen = dequantize_weight(LowBitWeight(*quantize_activation(x, layer.scheme)), torch.float64)
+    low_bit = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
+    y = straight_through(reference_x, seen.double()) @ straight_through(reference_w, low_bit).t()
+    y.backward(grad.double())
+
+    x.requires_grad_()
+    layer(x).backward(grad)
+    assert relative_error(x.grad, reference_x.grad) < 1e-6
+    assert relative_error(layer.weight.grad, reference_w.grad) < 1e-6
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_zero_weights_and_inputs_give_finite_values_and_gradients(name):
+    layer = make(name)
+    with torch.no_grad():
+        layer.weight.zero_()
+    x = torch.zeros(4, 256, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, layer.bias.expand_as(y))
+    assert torch.isfinite(x.grad).all() and torch.isfinite(layer.weight.grad).all()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_no_rows_give_no_output_and_zero_gradients(name):
+    layer = make(name)
+    x = torch.zeros(0, 3, 256, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 3, 96) and x.grad.shape == x.shape
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_frozen_tensors_get_no_gradient_and_the_others_do(frozen):
+    layer = make()
+    x = torch.randn(8, 256, requires_grad=frozen != "input")
+    if frozen != "input":
+        getattr(layer, frozen).requires_grad_(False)
+    layer(x).sum().backward()
+    grads = {"weight": layer.weight.grad, "bias": layer.bias.grad, "input": x.grad}
+    assert grads.pop(frozen) is None
+    assert all(grad is not None for grad in grads.values())
+
+
+def test_layer_without_bias():
+    layer = make(bias=False)
+    layer(torch.randn(3, 256)).sum().backward()
+    assert layer.bias is None and layer.weight.grad is not None
+
+
+def test_leading_dimensions_are_kept():
+    layer = make()
+    x = torch.randn(2, 3, 5, 256)
+    assert layer(x).shape == (2, 3, 5, 96)
+    # BLAS sums in an order that depends on the number of rows.
+    torch.testing.assert_close(layer(x)[1, 2], layer(x[1, 2]))
+
+
+def test_from_linear_keeps_module_parameters_and_state_dict_keys():
+    linear = nn.Linear(256, 96)
+    weight, bias, keys = linear.weight, linear.bias, list(linear.state_dict())
+    layer = QuantizedLinear.from_linear(linear, get_scheme("w4a16"))
+    layer(torch.randn(2, 256))
+    assert layer is linear and layer.weight is weight and layer.bias is bias
+    assert list(layer.state_dict()) == keys
+    assert layer.to_linear() is linear and type(linear) is nn.Linear
+    assert vars(linear).keys() == vars(nn.Linear(2, 2)).keys()
+
+
+def test_hooks_survive_the_swap():
+    linear = nn.Linear(256, 96)
+    calls = []
+    linear.register_forward_hook(lambda *args: calls.append(1))
+    QuantizedLinear.from_linear(linear, get_scheme("w4a16"))(torch.randn(2, 256))
+    assert calls == [1]
+
+
+def test_subclasses_of_linear_are_refused():
+    class Custom(nn.Linear):
+        pass
+
+    with pytest.raises(TypeError, match="Custom"):
+        QuantizedLinear.from_linear(Custom(256, 96), get_scheme("w4a16"))
+
+
+def test_a_scheme_without_quantized_weights_is_refused():
+    with pytest.raises(ValueError, match="'bf16'"):
+        QuantizedLinear.from_linear(nn.Linear(256, 96), get_scheme("bf16"))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw_single": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_next_forward_after_an_optimizer_step_uses_new_codes(optimizer):
+    layer = make()
+    optim = OPTIMIZERS[optimizer](list(layer.parameters()))
+    x = torch.randn(8, 256)
+    before, low_bit = layer(x), layer.low_bit_weight()
+    before.square().sum().backward()
+    optim.step()
+    after = layer(x)
+    assert layer.low_bit_weight() is not low_bit
+    assert layer.num_flipped_codes > 0
+    fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).to_linear(), layer.scheme)
+    assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
+
+
+def test_unchanged_master_keeps_the_same_low_bit_object(count_quantizations):
+    layer = make()
+    low_bit = layer.low_bit_weight()
+    for _ in range(3):
+        layer(torch.randn(8, 256)).sum().backward()
+    assert layer.low_bit_weight() is low_bit
+    assert len(count_quantizations) == 1
+
+
+def test_quantizing_happens_once_per_optimizer_step_not_per_micro_batch(count_quantizations):
+    layer = make()
+    optim = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(4):
+            layer(torch.randn(8, 256)).sum().backward()
+        with torch.no_grad():
+            layer(torch.randn(8, 256))
+        optim.step()
+        optim.zero_grad()
+    assert len(count_quantizations) == 3
+
+
+def test_a_step_that_changes_nothing_keeps_the_same_low_bit_object():
+    layer = make()
+    optim = torch.optim.AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    layer(torch.randn(8, 256)).sum().backward()
+    low_bit = layer.low_bit_weight()
+    optim.step()
+    assert layer.low_bit_weight() is low_bit and layer.num_flipped_codes == 0
+
+
+def test_load_state_dict_invalidates_the_cache():
+    layer, other = make(), make()
+    with torch.no_grad():
+        other.weight.mul_(3).add_(1)
+    x = torch.randn(8, 256)
+    layer(x)
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(x), other(x))
+    layer.load_state_dict({k: v * 2 for k, v in other.state_dict().items()}, assign=True)
+    assert not torch.equal(layer(x), other(x))
+
+
+def test_to_invalidates_the_cache():
+    layer = make()
+    layer(torch.randn(8, 256))
+    layer.to(torch.bfloat16)
+    expected = dequantize_weight(layer.low_bit_weight(), torch.float32)
+    assert layer(torch.randn(8, 256, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).to_linear(), layer.scheme, layer.scale_dtype)
+    assert torch.equal(expected, dequantize_weight(fresh.low_bit_weight(), torch.float32))
+
+
+# Freed memory is given out again: within fifty tries a new tensor lies where an old one was.
+REUSES = 50
+
+
+def assert_not_stale(layer, weight, low_bit):
+    expected = quantize_weight(weight, layer.scheme, layer.scale_dtype)
+    assert torch.equal(low_bit.qdata, expected.qdata) and torch.equal(low_bit.scale, expected.scale)
+
+
+def test_functional_call_with_fresh_weights_is_never_stale():
+    layer, x = make(bias=False), torch.eye(256)
+    addresses = []
+    for _ in range(REUSES):
+        weight = torch.randn(96, 256)
+        addresses.append(weight.data_ptr())
+        y = torch.func.functional_call(layer, {"weight": weight}, (x,))
+        low_bit = quantize_weight(weight, layer.scheme, layer.scale_dtype)
+        assert torch.equal(y, dequantize_weight(low_bit, torch.float32).t())
+        del weight, low_bit
+    assert len(set(addresses)) < REUSES, "no address was used twice: the test shows nothing"
+
+
+def test_data_set_to_fresh_tensors_is_never_stale():
+    layer = make(bias=False)
+    addresses = []
+    for _ in range(REUSES):
+        layer.weight.data = torch.randn(96, 256)
+        addresses.append(layer.weight.data_ptr())
+        assert_not_stale(layer, layer.weight.detach(), layer.low_bit_weight())
+    assert len(set(addresses)) < REUSES, "no address was used twice: the test shows nothing"
+
+
+def test_parametrization_registered_later_is_never_stale():
+    class Scaled(nn.Module):
+        def forward(self, weight):
+            return weight * factor
+
+    layer, factor, addresses = make(bias=False), 1.0, []
+    layer.low_bit_weight()
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Scaled())
+    for step in range(REUSES):
+        factor = 1.0 + step
+        weight = layer.weight.detach()
+        addresses.append(weight.data_ptr())
+        del weight
+        assert_not_stale(layer, layer.weight.detach(), layer.low_bit_weight())
+    assert len(set(addresses)) < REUSES, "no address was used twice: the test shows nothing"
+    with torch.inference_mode():
+        factor = -1.0
+        assert_not_stale(layer, layer.weight, layer.low_bit_weight())
+
+
+def test_another_tensor_on_the_same_memory_is_never_stale():
+    layer, storage = make(bias=False), torch.randn(97, 256)
+    for weight in (storage[:96], storage[1:], storage[:96].mul(1), storage.view(-1)[: 96 * 256].view(256, 96).t()):
+        alias = weight.data
+        alias.mul_(1)  # one write is counted for each alias
+        torch.func.functional_call(layer, {"weight": alias}, (torch.randn(1, 256),))
+        assert_not_stale(layer, alias, layer._low_bit)
+        alias.neg_()
+        again = alias.data
+        again.mul_(1)
+        torch.func.functional_call(layer, {"weight": again}, (torch.randn(1, 256),))
+        assert_not_stale(layer, again, layer._low_bit)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_compiled_layer_is_never_stale():
+    layer, x = make(), torch.randn(4, 256)
+    compiled = torch.compile(layer, backend="eager")
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        y = compiled(x)
+        assert torch.equal(y, layer(x))
+        y.square().sum().backward()
+        optimizer.step()
+    layer.weight.data = torch.randn(96, 256)
+    assert torch.equal(compiled(x), layer(x))
+
+
+def test_weight_made_in_inference_mode_says_what_to_do():
+    layer = make()
+    with torch.inference_mode():
+        layer.weight = nn.Parameter(torch.randn(96, 256))
+    with pytest.raises(ValueError, match=r"inference_mode\(\)`.*Make or load the model outside of it"):
+        layer(torch.randn(2, 256))
+    with torch.inference_mode():
+        linear = nn.Linear(256, 96)
+    with pytest.raises(ValueError, match="inference_mode"):
+        QuantizedLinear.from_linear(linear, get_scheme("w4a16"))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_transposed_master_trains_and_gives_checkpoint_tensors(name):
+    layer = make(name)
+    layer.weight = nn.Parameter(torch.randn(256, 96).t())
+    x = torch.randn(8, 256)
+    layer(x).square().sum().backward()
+    plain = make(name)
+    plain.weight = nn.Parameter(layer.weight.detach().contiguous())
+    assert torch.equal(layer(x), plain(x)) and layer.weight.grad.abs().sum() > 0
+    for key, tensor in layer.checkpoint_tensors().items():
+        assert torch.equal(tensor.view(torch.uint8), plain.checkpoint_tensors()[key].view(torch.uint8))
+
+
+def test_write_through_data_needs_invalidate():
+    layer = make()
+    x = torch.randn(8, 256)
+    before = layer(x)
+    layer.weight.data.mul_(-1)
+    assert torch.equal(layer(x), before), "PyTorch counts writes through .data now: `invalidate` may be dropped"
+    layer.invalidate()
+    assert not torch.equal(layer(x), before)
+
+
+def test_cache_is_neither_in_the_state_dict_nor_in_a_pickle():
+    layer = make(bias=False, in_features=1024, out_features=1024)
+    layer(torch.randn(2, 1024, requires_grad=True))
+    assert layer._low_bit is not None
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    assert buffer.tell() < layer.weight.nbytes * 1.1
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    x = torch.randn(2, 1024)
+    assert loaded._low_bit is None and torch.equal(loaded(x), layer(x))
+    assert copy.deepcopy(layer)._low_bit is None
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("rows", [8, 200])
+def test_train_and_eval_mode_and_grad_mode_give_identical_outputs(name, rows):
+    layer = make(name, torch.bfloat16)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16)
+    training = layer.train()(x)
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(x), training)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), training)
+
+
+def test_quantized_in_inference_mode_then_trained():
+    layer = make(dtype=torch.bfloat16)
+    with torch.inference_mode():
+        layer(torch.randn(4, 256, dtype=torch.bfloat16))
+    layer(torch.randn(4, 256, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_autocast_runs_the_low_bit_kernel_in_bf16_and_keeps_float32_masters():
+    layer = make(scale_dtype=torch.bfloat16)
+    x = torch.randn(4, 256, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype is torch.bfloat16 and layer.kernel == "aten::_weight_int4pack_mm_for_cpu"
+    y.sum().backward()
+    assert layer.weight.grad.dtype is torch.float32 and x.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
+    layer = make()
+    x = torch.randn(8, 256, requires_grad=True)
+    layer(x).square().sum().backward()
+    expected = layer.weight.grad.clone(), x.grad.clone()
+    layer.weight.grad = x.grad = None
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant).square().sum().backward()
+    assert torch.equal(layer.weight.grad, expected[0]) and torch.equal(x.grad, expected[1])
+
+
+def test_int4_kernel_copy_lives_through_a_rollout_only():
+    layer = make(dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(torch.randn(4, 256, dtype=torch.bfloat16))
+        assert layer._int4_operands is not None
+        layer(torch.randn(400, 256, dtype=torch.bfloat16))
+        assert layer._int4_operands is not None, "scoring a prompt does not end the rollout"
+    layer(torch.randn(400, 256, dtype=torch.bfloat16))
+    assert layer._int4_operands is None
+
+
+def test_extra_memory_of_w4a16_is_below_30_percent_of_bf16():
+    for group_size in (32, 64, 128):
+        layer = QuantizedLinear.from_linear(nn.Linear(1024, 1024), get_scheme("w4a16", group_size), torch.bfloat16)
+        layer(torch.randn(400, 1024))
+        assert layer.low_bit_weight().num_bytes < 0.30 * 2 * layer.weight.numel()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_inactive_layer_is_nn_linear_and_keeps_its_low_bit_weight(name):
+    torch.manual_seed(0)
+    plain, x = nn.Linear(128, 32), torch.randn(5, 128)
+    layer = QuantizedLinear.from_linear(copy.deepcopy(plain), SCHEMES[name])
+    active = {key: tensor.view(torch.uint8) for key, tensor in layer.checkpoint_tensors().items()}
+    layer.is_active = False
+    for module in (plain, layer):
+        module(x).square().sum().backward()
+    assert torch.equal(layer(x), plain(x)) and "is_active=False" in repr(layer)
+    assert torch.equal(layer.weight.grad, plain.weight.grad) and torch.equal(layer.bias.grad, plain.bias.grad)
+    assert all(
+        torch.equal(tensor.view(torch.uint8), active[key]) for key, tensor in layer.checkpoint_tensors().items()
+    )
+    with torch.no_grad():
+        layer.weight.neg_()
+    assert any(
+        not torch.equal(tensor.view(torch.uint8), active[key]) for key, tensor in layer.checkpoint_tensors().items()
+    )
+
+
+def test_extra_repr_names_scheme_group_and_the_kernel_that_ran():
+    layer = make(dtype=torch.bfloat16)
+    assert "scheme=w4a16, group_size=128, kernel=None" in repr(layer)
+    layer(torch.randn(4, 256, dtype=torch.bfloat16))
+    assert "kernel=aten::_weight_int4pack_mm_for_cpu" in repr(layer)
+
+
+@pytest.mark.parametrize("in_features", [64, 1024, 1536])
+def test_int8_product_in_float32_blocks_is_exact(monkeypatch, in_features):
+    monkeypatch.setattr(gemm, "_has_vnni", lambda: False)
+    x = torch.randint(-128, 128, (300, in_features), dtype=torch.int8)
+    w = torch.randint(-128, 128, (32, in_features), dtype=torch.int8)
+    x[0], w[0] = -128, -128
+    product, name = gemm._int8_matmul(x, w)
+    assert "float32" in name
+    assert torch.equal(product.long(), x.long() @ w.long().t())
+
+
+def test_bf16_without_native_instructions_gives_the_same_numbers_to_rounding(monkeypatch):
+    layer = make(dtype=torch.bfloat16)
+    x = torch.randn(200, 256, dtype=torch.bfloat16)
+    native = layer(x)
+    monkeypatch.setattr(gemm, "has_fast_bf16", lambda: False)
+    emulated = layer(x)
+    assert layer.kernel == "INT4 expanded to float32 + aten::linear"
+    torch.testing.assert_close(native, emulated, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_int8_product_equals_torchaos(rows):
+    torchao_kernel = pytest.importorskip("torchao.kernel")
+    x = torch.randint(-128, 128, (rows, 256), dtype=torch.int8)
+    w = torch.randint(-128, 128, (96, 256), dtype=torch.int8)
+    x_scale, w_scale = torch.rand(rows, 1), torch.rand(96, 1)
+    product, _ = gemm.low_bit_matmul(x, w, x_scale, w_scale, torch.float32)
+    expected = torchao_kernel.int_scaled_matmul(x, w.t().contiguous(), x_scale) * w_scale.t()
+    torch.testing.assert_close(product, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2**-20), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)]
+)
+def test_fp8_kernel_rounds_to_the_dtype_asked_for_only(monkeypatch, dtype, tolerance):
+    # The branch for CUDA; ATen's CPU `_scaled_mm` takes the same arguments.
+    monkeypatch.setattr(gemm, "_has_fp8_kernel", lambda x, w: True)
+    x, w = torch.randn(5, 64).to(torch.float8_e4m3fn), torch.randn(32, 64).to(torch.float8_e4m3fn)
+    x_scale, w_scale = torch.rand(5, 1) + 0.5, torch.rand(32, 1) + 0.5
+    product, name = gemm.low_bit_matmul(x, w, x_scale, w_scale, dtype)
+    assert product.dtype is dtype and "_scaled_mm" in name
+    expected = (x.double() @ w.double().t()) * x_scale * w_scale.t()
+    magnitude = (x.double().abs() @ w.double().abs().t()) * x_scale * w_scale.t()
+    assert ((product.double() - expected).abs() <= tolerance * magnitude).all()
+
+
+@pytest.mark.parametrize("rows", [4, 300])
+@pytest.mark.parametrize("has_native_instructions", [True, False])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_autocast_gives_the_same_bits_as_bf16_input(monkeypatch, name, has_native_instructions, rows):
+    monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)
+    monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
+    layer = make(name, scale_dtype=torch.bfloat16)
+    x = torch.randn(rows, 256).bfloat16()
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), expected)
+
+
+def test_layer_whose_forward_is_shadowed_by_a_hook_is_refused():
+    linear = nn.Linear(256, 96)
+    linear.forward = linear.forward
+    with pytest.raises(ValueError, match="device_map=None"):
+        QuantizedLinear.from_linear(linear, get_scheme("w4a16"))

@@ -1,0 +1,303 @@
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from trl_qarl.quantization.quantize import (
+    LowBitWeight,
+    checkpoint_tensors,
+    count_code_flips,
+    dequantize_weight,
+    product_weight,
+    quantize_activation,
+    quantize_weight,
+)
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+
+
+# The arithmetic of w4a8's scales is not compressed-tensors' but what the engine makes of them.
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized and not scheme.has_fp8_scales]
+DTYPES = [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+
+
+def awkward_weight(seed: int, dtype: torch.dtype, shape=(48, 192)) -> torch.Tensor:
+    """Random weights with an all-zero row and group, denormal and huge rows, exact halves, and signed zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * 0.02
+    weight[0] = 0
+    weight[1] *= 1e-37
+    weight[2] *= 1e-40
+    weight[3, :64] = 1e-44
+    weight[4, 64:128] = 0
+    weight[5] *= 1e30
+    weight[6] = torch.linspace(-7.5, 7.5, shape[1])
+    weight[7, ::2] = -0.0
+    return weight.to(dtype)
+
+
+def oracle(weight, scheme, scale_dtype):
+    """compressed-tensors' own scale and codes."""
+    group_size = scheme.group_size_for(weight.shape[1])
+    if scheme.scale_dtype is not None:
+        scale_dtype = getattr(torch, scheme.scale_dtype)
+        weight = weight.to(scale_dtype)
+    args = QuantizationArgs(**scheme.weight_args(group_size), scale_dtype=scale_dtype)
+    groups = weight.view(weight.shape[0], -1, group_size or weight.shape[1])
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    code_dtype = torch.int8 if scheme.weight_type == "int" else torch.float8_e4m3fn
+    return scale, quantize(weight, scale, None, args, dtype=code_dtype)
+
+
+@pytest.mark.parametrize(("weight_dtype", "scale_dtype"), DTYPES)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_scales_and_codes_equal_compressed_tensors_bit_for_bit(name, weight_dtype, scale_dtype):
+    scheme = get_scheme(name)
+    for seed in range(50):
+        weight = awkward_weight(seed, weight_dtype)
+        low_bit = quantize_weight(weight, scheme, scale_dtype)
+        scale, codes = oracle(weight, scheme, scale_dtype)
+        assert torch.equal(low_bit.scale.double(), scale.double())
+        tensors = checkpoint_tensors(low_bit, scheme)
+        if scheme.format == "pack-quantized":
+            assert torch.equal(tensors["weight_packed"], pack_to_int32(codes, scheme.num_bits))
+            assert tensors["weight_shape"].tolist() == list(weight.shape)
+        else:
+            assert torch.equal(tensors["weight"].view(torch.uint8), codes.view(torch.uint8))
+        assert tensors["weight_scale"].data_ptr() == low_bit.scale.data_ptr()
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_every_group_size_equals_compressed_tensors(group_size):
+    scheme = get_scheme("w4a16", group_size)
+    weight = awkward_weight(0, torch.float32)
+    scale, codes = oracle(weight, scheme, torch.bfloat16)
+    low_bit = quantize_weight(weight, scheme, torch.bfloat16)
+    assert low_bit.scale.shape == (48, 192 // group_size)
+    assert torch.equal(low_bit.qdata, pack_to_int32(codes, 4))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_dequantized_weight_equals_compressed_tensors(name):
+    scheme = get_scheme(name)
+    weight = awkward_weight(1, torch.float32)
+    low_bit = quantize_weight(weight, scheme, torch.float32)
+    codes = low_bit.qdata
+    if scheme.num_bits == 4:
+        codes = unpack_from_int32(codes, 4, weight.shape)
+    args = QuantizationArgs(**scheme.weight_args(scheme.group_size_for(weight.shape[1])))
+    expected = dequantize(codes, low_bit.scale, None, args=args)
+    assert torch.equal(dequantize_weight(low_bit, torch.float32), expected.float())
+    assert torch.equal(dequantize_weight(low_bit, torch.bfloat16), expected.float().bfloat16())
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_zero_and_denormal_groups_stay_finite(name):
+    scheme = get_scheme(name)
+    low_bit = quantize_weight(awkward_weight(0, torch.float32), scheme, torch.bfloat16)
+    assert torch.isfinite(low_bit.scale).all()
+    assert (low_bit.scale > 0).all()
+    restored = dequantize_weight(low_bit, torch.float32)
+    assert torch.isfinite(restored).all()
+    assert (restored[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_error_is_at_most_half_a_step(name):
+    weight = torch.randn(64, 256)
+    low_bit = quantize_weight(weight, get_scheme(name), torch.float32)
+    error = (dequantize_weight(low_bit, torch.float32) - weight).abs()
+    scale = low_bit.scale.repeat_interleave(256 // low_bit.scale.shape[1], dim=1)
+    # E4M3 has 3 mantissa bits: half a step is 1/16 of the value, or 2**-10 scales below the smallest normal number.
+    bound = torch.maximum(weight.abs() / 16, scale * 2**-10) if name == "fp8" else scale / 2
+    # The largest weight of an INT8 row is exactly half a step from its code; float32 rounds 127.5 steps to 2**-17 steps.
+    assert (error <= bound * (1 + 2**-15)).all()
+
+
+def test_codes_come_from_the_master_not_from_a_rounded_copy():
+    weight = torch.randn(64, 256)
+    scheme = get_scheme("w4a16")
+    ours = quantize_weight(weight, scheme, torch.bfloat16)
+    rounded = quantize_weight(weight.bfloat16().float(), scheme, torch.bfloat16)
+    assert count_code_flips(ours, rounded) > 0
+
+
+def engines_weight(codes, scale):
+    """What vLLM's CUTLASS kernel multiplies by, from `weight_packed`'s codes and bf16 `weight_scale`; naive, in numpy's order.
+
+    https://github.com/vllm-project/vllm: `convert_bf16_scales_to_fp8`, `csrc/quantization/cutlass_w4a8`.
+    """
+    rows = []
+    for row_codes, row_scales in zip(codes.tolist(), scale.float(), strict=True):
+        channel = max((row_scales.max() / 448).item(), 1 / (448 * 512))
+        row = []
+        for group, group_scale in enumerate(row_scales):
+            eighth = ((group_scale / channel).to(torch.float8_e4m3fn).float() / 8).to(torch.float8_e4m3fn).double()
+            table = {code: (eighth * code).to(torch.float8_e4m3fn).double() for code in range(-8, 8)}
+            row += [(table[code] * 8 * channel).item() for code in row_codes[128 * group : 128 * (group + 1)]]
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# 1e-4: below 0.0146 vLLM bounds the scale of a channel from below.
+@pytest.mark.parametrize("size", [1.0, 0.03, 1e-4])
+def test_w4a8_multiplies_by_the_engines_weight(size):
+    scheme = get_scheme("w4a8")
+    torch.manual_seed(0)
+    weight = torch.randn(24, 512) * size * torch.rand(24, 4).repeat_interleave(128, 1)
+    weight[0], weight[1, :128], weight[2, 128:] = 0, 0, 0
+    low_bit = quantize_weight(weight, scheme, torch.float32)
+    assert low_bit.scale.dtype is torch.bfloat16 and low_bit.scale.shape == (24, 4)
+    product = product_weight(low_bit, scheme)
+    assert product.qdata.dtype is torch.float8_e4m3fn and product.scale.shape == (24, 1)
+    codes = unpack_from_int32(low_bit.qdata, 4, weight.shape)
+    ours = dequantize_weight(product, torch.float64)
+    torch.testing.assert_close(ours, engines_weight(codes, low_bit.scale), rtol=1e-6, atol=0)
+    assert (ours[0] == 0).all() and (ours[1, :128] == 0).all()
+
+
+def test_w4a8_scales_survive_the_engines_conversion():
+    """Scale by scale the product's weight is the checkpoint's, up to E4M3's rounding of a scale times a code."""
+    scheme = get_scheme("w4a8")
+    for seed in range(100):
+        torch.manual_seed(seed)
+        weight = torch.randn(16, 512) * (torch.rand(16, 1) + 0.1) * torch.logspace(-2, 0, 4).repeat_interleave(128)
+        low_bit = quantize_weight(weight, scheme, torch.bfloat16)
+        powers = LowBitWeight(torch.full_like(low_bit.qdata, 0x44444444), low_bit.scale)  # code -4 everywhere
+        exact = dequantize_weight(powers, torch.float64)
+        assert torch.equal(dequantize_weight(product_weight(powers, scheme), torch.float64), exact)
+
+
+def test_w4a8_loses_little_against_w4a16():
+    torch.manual_seed(0)
+    weight = torch.randn(256, 1024)
+
+    def noise(name):
+        scheme = get_scheme(name)
+        low_bit = product_weight(quantize_weight(weight, scheme, torch.bfloat16), scheme)
+        return (dequantize_weight(low_bit, torch.float32) - weight).square().mean()
+
+    assert noise("w4a16") < noise("w4a8") < 1.3 * noise("w4a16")
+
+
+@pytest.fixture(scope="module")
+def million_activations():
+    """A million values in tokens of very different size."""
+    torch.manual_seed(0)
+    return torch.randn(2048, 512) * torch.logspace(-4, 4, 2048)[torch.randperm(2048)].unsqueeze(1)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fp8_activations_equal_vllms_on_a_million_values(million_activations, dtype):
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    x = million_activations.to(dtype)
+    with set_current_vllm_config(VllmConfig()):
+        expected, expected_scale = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native(x)
+    codes, scale = quantize_activation(x, get_scheme("fp8"))
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_int8_activations_equal_vllms_on_a_million_values(million_activations, dtype):
+    pytest.importorskip("vllm")
+    ops = pytest.importorskip("vllm._custom_ops")
+
+    if not hasattr(torch.ops._C, "dynamic_scaled_int8_quant"):
+        pytest.skip("vLLM is not built for CPUs here")
+    x = million_activations.to(dtype)
+    expected, expected_scale, _ = ops.onednn_scaled_int8_quant(x)
+    codes, scale = quantize_activation(x, get_scheme("w8a8"))
+    assert torch.equal(scale, expected_scale) and torch.equal(codes, expected)
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-37, 1e-35])
+@pytest.mark.parametrize("name", ["w8a8", "fp8"])
+def test_tiny_activations_stay_finite_and_small(name, size):
+    codes, scale = quantize_activation(torch.randn(4, 64) * size, get_scheme(name))
+    assert (codes.double() * scale).abs().max() <= 6 * size + 1e-44
+    assert torch.isfinite(scale).all() and (scale > 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
+def test_a_master_of_any_strides_gives_the_codes_of_its_contiguous_copy(name):
+    scheme = get_scheme(name)
+    storage = torch.randn(300, 300)
+    for weight in (
+        storage[:128, :48].t(),
+        storage[:48, 8:136],
+        storage[:96:2, :256:2],
+        storage[3:4, :128].expand(48, -1),
+    ):
+        assert not weight.is_contiguous()
+        low_bit = quantize_weight(weight, scheme, torch.bfloat16)
+        expected = quantize_weight(weight.clone(memory_format=torch.contiguous_format), scheme, torch.bfloat16)
+        ours, theirs = checkpoint_tensors(low_bit, scheme), checkpoint_tensors(expected, scheme)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            assert tensor.is_contiguous() and torch.equal(tensor.view(torch.uint8), theirs[key].view(torch.uint8))
+
+
+@pytest.mark.parametrize("in_features", [1, 2, 6, 98, 101])
+def test_w8a16_that_does_not_fill_words_is_refused_and_schemes_that_do_not_pack_take_it(in_features):
+    with pytest.raises(
+        ValueError, match=rf"in_features={in_features} is not divisible by 4.*`exclude_modules`.*`fp8`"
+    ):
+        quantize_weight(torch.randn(8, in_features), get_scheme("w8a16"), torch.bfloat16)
+    for name in ("w8a8", "fp8"):
+        assert (
+            quantize_weight(torch.randn(8, in_features), get_scheme(name), torch.bfloat16).qdata.shape[1]
+            == in_features
+        )
+
+
+def test_int8_activations_follow_the_engines_rule():
+    x = torch.randn(5, 64)
+    x[2] = 0
+    codes, scale = quantize_activation(x, get_scheme("w8a8"))
+    assert codes.dtype is torch.int8 and scale.shape == (5, 1)
+    torch.testing.assert_close(scale[[0, 1, 3, 4], 0], x[[0, 1, 3, 4]].abs().amax(1) / 127)
+    assert (codes[2] == 0).all() and torch.isfinite(scale).all()
+    assert codes.int().abs().amax(1)[[0, 1, 3, 4]].tolist() == [127] * 4
+
+
+def test_fp8_activations_follow_the_engines_rule():
+    x = torch.randn(5, 64)
+    x[2] = 0
+    codes, scale = quantize_activation(x, get_scheme("fp8"))
+    assert codes.dtype is torch.float8_e4m3fn
+    assert scale[2].item() == pytest.approx(1 / (448 * 512))
+    torch.testing.assert_close(scale[0, 0], x[0].abs().max() / 448)
+    assert (codes.float()[2] == 0).all()
+    assert codes.float().abs().max() <= 448
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_code_flips_are_counted_exactly(name):
+    scheme = get_scheme(name)
+    before = quantize_weight(torch.randn(32, 128), scheme, torch.float32)
+    after = quantize_weight(torch.randn(32, 128), scheme, torch.float32)
+
+    def codes(low_bit):
+        unpacked = low_bit.qdata
+        return unpack_from_int32(unpacked, 4, (32, 128)) if scheme.num_bits == 4 else unpacked.view(torch.uint8)
+
+    assert count_code_flips(before, after) == (codes(before) != codes(after)).sum() > 0
+    assert count_code_flips(before, before) == 0
+
+
+def test_dequantize_does_not_change_the_low_bit_tensors():
+    low_bit = quantize_weight(torch.randn(32, 128), get_scheme("w4a16"), torch.bfloat16)
+    copies = LowBitWeight(low_bit.qdata.clone(), low_bit.scale.clone())
+    dequantize_weight(low_bit, torch.bfloat16)
+    dequantize_weight(low_bit, torch.float32)
+    assert torch.equal(low_bit.qdata, copies.qdata) and torch.equal(low_bit.scale, copies.scale)
+    first = dequantize_weight(low_bit, torch.bfloat16)
+    assert torch.equal(first, dequantize_weight(low_bit, torch.bfloat16)), "the look-up table was written to"

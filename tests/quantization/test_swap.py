@@ -1,0 +1,251 @@
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config
+from trl_qarl.quantization.linear import QuantizedLinear
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.swap import (
+    deactivate,
+    kernels_run,
+    low_bit_forward,
+    prepare_model,
+    quantized_layers,
+    restore_model,
+)
+
+
+ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in ATTENTION + MLP]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma"]
+
+
+def tiny(arch="llama", **overrides):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_exactly_the_layers_of_attention_and_mlp_are_converted(arch):
+    model = tiny(arch)
+    report = prepare_model(model, "w4a16")
+    assert list(report.converted) == LAYERS
+    assert report.skipped == {"lm_head": "output head"}
+    assert [name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)] == LAYERS
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_ties_and_parameter_identity_survive(arch, tied):
+    model = tiny(arch, tie_word_embeddings=tied)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    keys = list(model.state_dict())
+    prepare_model(model, "w4a16")
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert list(model.state_dict()) == keys
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_qkv_biases_of_qwen2_are_trained():
+    model = tiny("qwen2")
+    prepare_model(model, "w4a16")
+    model(torch.randint(0, 200, (2, 8))).logits.square().sum().backward()
+    for name, layer in quantized_layers(model).items():
+        has_bias = name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj")
+        assert (layer.bias is not None) == has_bias
+        if has_bias and not name.endswith("k_proj"):  # softmax is invariant to the key bias
+            assert layer.bias.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
+def test_routers_stay_and_gate_proj_does_not(name):
+    model = nn.Module()
+    model.mlp = nn.Module()
+    setattr(model.mlp, name, nn.Linear(128, 4))
+    model.mlp.gate_proj = nn.Linear(128, 128)
+    report = prepare_model(model, "w4a16")
+    assert list(report.converted) == ["mlp.gate_proj"]
+    assert report.skipped == {f"mlp.{name}": "router"}
+
+
+def test_moe_router_and_experts_are_not_touched():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    report = prepare_model(Qwen3MoeForCausalLM(config), "w4a16")
+    assert list(report.converted) == [f"model.layers.0.{name}" for name in ATTENTION]
+
+
+def test_head_under_another_name_is_recognised_by_its_tie():
+    model = nn.Module()
+    model.embed = nn.Embedding(64, 128)
+    model.out = nn.Linear(128, 64, bias=False)
+    model.out.weight = model.embed.weight
+    model.body = nn.Linear(128, 128)
+    report = prepare_model(model, "w4a16")
+    assert report.skipped == {"out": "shares the embedding's weight"}
+
+
+def test_group_size_falls_back_per_matrix_and_the_report_says_so():
+    model = tiny(hidden_size=192, intermediate_size=256)
+    report = prepare_model(model, "w4a16")
+    assert report.converted["model.layers.0.self_attn.q_proj"] == 64
+    assert report.converted["model.layers.0.mlp.down_proj"] == 128
+    assert "group_size=128 does not divide every layer" in str(report)
+
+
+def test_layer_that_no_group_size_divides_is_named_and_nothing_is_converted():
+    model = nn.Sequential(nn.Linear(128, 100), nn.Linear(100, 64))
+    with pytest.raises(ValueError, match=r"Layer '1': in_features=100"):
+        prepare_model(model, "w4a16")
+    assert not quantized_layers(model)
+    assert list(prepare_model(model, "w4a16", exclude_modules=["1"]).converted) == ["0"]
+
+
+def test_layer_whose_codes_do_not_fill_words_is_named_when_prepared():
+    model = nn.Sequential(nn.Linear(128, 102), nn.Linear(102, 64))
+    with pytest.raises(ValueError, match=r"Layer '1': in_features=102 is not divisible by 4"):
+        prepare_model(model, "w8a16")
+    assert not quantized_layers(model)
+    assert list(prepare_model(model, "w8a16", exclude_modules=["1"]).converted) == ["0"]
+    for layer in quantized_layers(model).values():
+        layer.checkpoint_tensors()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(128, 0), (0, 128)])
+def test_layers_without_weights_are_left_alone_with_the_reason(shape):
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(*shape))
+    report = prepare_model(model, "w4a16")
+    assert list(report.converted) == ["0"] and report.skipped == {"1": "no weights"}
+    with pytest.raises(ValueError, match=rf"no weights to quantize: shape \({shape[1]}, {shape[0]}\)"):
+        QuantizedLinear.from_linear(nn.Linear(*shape), get_scheme("w4a16"))
+
+
+def test_model_made_in_inference_mode_is_refused_with_what_to_do():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(128, 128))
+    with pytest.raises(ValueError, match=r"inference_mode\(\)`.*Make or load the model outside of it"):
+        prepare_model(model, "w4a16")
+    assert not quantized_layers(model)
+
+
+def test_exclude_modules_takes_names_last_components_and_a_regular_expression():
+    def excluded(patterns):
+        report = prepare_model(tiny(), "w4a16", exclude_modules=patterns)
+        return [name for name, why in report.skipped.items() if why == "exclude_modules"]
+
+    assert excluded(["o_proj"]) == [name for name in LAYERS if name.endswith("o_proj")]
+    assert excluded(["model.layers.0.mlp.down_proj"]) == ["model.layers.0.mlp.down_proj"]
+    assert excluded(r"model\.layers\.1\..*") == LAYERS[7:]
+
+
+def test_exclude_pattern_without_a_hit_raises():
+    with pytest.raises(ValueError, match="'o_pro'"):
+        prepare_model(tiny(), "w4a16", exclude_modules=["down_proj", "o_pro"])
+
+
+def test_excluding_everything_raises():
+    with pytest.raises(ValueError, match="all skipped"):
+        prepare_model(tiny(), "w4a16", exclude_modules=r"model\..*")
+
+
+def test_model_without_linear_layers_raises():
+    with pytest.raises(ValueError, match="no nn.Linear"):
+        prepare_model(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)), "w4a16")
+
+
+def test_preparing_twice_raises():
+    model = tiny()
+    prepare_model(model, "w4a16")
+    with pytest.raises(ValueError, match="restore_model"):
+        prepare_model(model, "w8a8")
+
+
+def test_already_quantized_model_raises():
+    model = tiny()
+    model.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match="quantized already.*gptq"):
+        prepare_model(model, "w4a16")
+
+
+def test_bf16_converts_nothing():
+    model = tiny()
+    report = prepare_model(model, "bf16")
+    assert not report.converted and not quantized_layers(model)
+    assert "high precision" in str(report)
+
+
+def test_restore_gives_the_original_outputs_bit_for_bit():
+    model = tiny().eval()
+    tokens = torch.randint(0, 200, (2, 8))
+    with torch.no_grad():
+        before = model(tokens).logits
+        prepare_model(model, "w4a16")
+        assert not torch.equal(model(tokens).logits, before)
+        assert restore_model(model) == len(LAYERS)
+        assert torch.equal(model(tokens).logits, before)
+
+
+def test_report_counts_bytes():
+    model = tiny()
+    report = prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    layers = quantized_layers(model).values()
+    assert report.low_bit_bytes == sum(layer.low_bit_weight().num_bytes for layer in layers)
+    assert report.master_bytes == 2 * report.bf16_bytes == sum(4 * layer.weight.numel() for layer in layers)
+
+
+def test_kernels_run_names_what_ran():
+    model = tiny().to(torch.bfloat16)
+    prepare_model(model, "w4a16")
+    assert kernels_run(model) == {}
+    with torch.no_grad():
+        model(torch.randint(0, 200, (2, 8)))
+    assert kernels_run(model) == {"aten::_weight_int4pack_mm_for_cpu": len(LAYERS)}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w8a8", "fp8"])
+def test_generate_and_gradient_checkpointing_work_on_a_prepared_model(scheme):
+    model = tiny("qwen3")
+    prepare_model(model, scheme)
+    tokens = torch.randint(4, 200, (2, 8))
+    assert model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 12)
+    model.train()
+    model.gradient_checkpointing_enable()
+    model(tokens).logits.square().sum().backward()
+    assert all(layer.weight.grad is not None for layer in quantized_layers(model).values())
+
+
+def test_deactivated_model_is_the_untouched_one_and_runs_low_bits_inside_the_context_only():
+    model, tokens = tiny(), torch.randint(4, 200, (2, 8))
+    with torch.no_grad():
+        untouched = model(tokens).logits
+        prepare_model(model, "w4a16")
+        quantized = model(tokens).logits
+        deactivate(model)
+        assert torch.equal(model(tokens).logits, untouched) and not torch.equal(quantized, untouched)
+        with pytest.raises(RuntimeError, match="in the middle"), low_bit_forward(model):
+            assert torch.equal(model(tokens).logits, quantized)
+            raise RuntimeError("in the middle")
+        assert torch.equal(model(tokens).logits, untouched)
+
+
+def test_context_leaves_active_layers_active():
+    model = tiny()
+    prepare_model(model, "w4a16")
+    with low_bit_forward(model):
+        pass
+    assert all(layer.is_active for layer in quantized_layers(model).values())

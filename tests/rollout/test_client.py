@@ -1,0 +1,145 @@
+"""The trainer's requests to a server that fails in every way a server can."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from trl_qarl.rollout import client as client_module
+from trl_qarl.rollout.client import QaRLClient, ServerLost, _Session
+from trl_qarl.rollout.protocol import PublishError
+from trl_qarl.rollout.server import free_port
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the server's `failure` says."""
+
+    def answer(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        failure = self.server.failure
+        if failure == "hang":
+            self.server.released.wait(20)
+            self.close_connection = True
+        elif failure == "reset":
+            # Without lingering, closing sends a reset.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+        elif failure == "garbage":
+            self.reply(200, b"<html>")
+        elif failure:
+            self.reply(failure, b'{"error": {"message": "EngineCore encountered an issue."}}')
+        else:
+            self.reply(200, json.dumps({"data": [{"id": "model"}], "weight_version": "7"}).encode())
+
+    def reply(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *args):
+        pass
+
+    def finish(self):
+        # The connection may have been reset.
+        with suppress(OSError, ValueError):
+            super().finish()
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.failure, server.released = None, threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.released.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def make_client(url):
+    client = QaRLClient.__new__(QaRLClient)
+    client.session, client.base_url, client.model = _Session(0.3, 0.6), url, "model"
+    return client
+
+
+REQUESTS = {
+    "/weight_info": lambda client: client.weight_version(),
+    "/qarl/state": lambda client: client.state(),
+    "/get_world_size": lambda client: client.get_world_size(),
+    "/server_info": lambda client: client.get_server_info(),
+    "/v1/completions": lambda client: client.generate([[1, 2]]),
+    "/init_weight_transfer_engine": lambda client: client._post(f"{client.base_url}/init_weight_transfer_engine"),
+    "/pause": lambda client: client.control("/pause?mode=abort"),
+    "/collective_rpc": lambda client: client.call_workers("qarl_begin"),
+    "/update_weights": lambda client: client.control("/update_weights", {"update_info": {"file": "x"}}),
+    "/finish_weight_update": lambda client: client.control("/finish_weight_update"),
+    "/reset_prefix_cache": lambda client: client.control("/reset_prefix_cache"),
+}
+CONTROL = ("/pause", "/collective_rpc", "/update_weights", "/finish_weight_update", "/reset_prefix_cache")
+
+
+@pytest.mark.parametrize("failure", ["refuse", "hang", "reset", "garbage", 500, 400, 404, 503])
+@pytest.mark.parametrize("path", REQUESTS)
+def test_every_request_that_fails_is_a_lost_server_or_publication(server, path, failure):
+    """Both are recovered from; any other error would end the training, and a request without an end would hold it."""
+    url = f"http://127.0.0.1:{free_port()}" if failure == "refuse" else server.url
+    client, server.failure = make_client(url), failure
+    if failure == "garbage" and path in {"/server_info", *CONTROL} - {"/collective_rpc"}:
+        pytest.skip("the client does not read the answer")
+    is_refused = path in CONTROL and isinstance(failure, int)
+    start = time.monotonic()
+    with pytest.raises(PublishError if is_refused else (ServerLost, RuntimeError), match=path) as caught:
+        REQUESTS[path](client)
+    assert isinstance(caught.value, (ServerLost, PublishError))
+    assert time.monotonic() - start < 5
+    if failure == 500:
+        assert "status 500: EngineCore encountered" in str(caught.value)
+    if failure == "hang":
+        option, seconds = ("vllm_generation_timeout", 0.6) if "completions" in path else ("vllm_request_timeout", 0.3)
+        assert f"within {seconds:g} s" in str(caught.value) and f"raise `{option}`" in str(caught.value)
+
+
+def test_pictures_that_the_server_does_not_take_are_a_lost_server(server):
+    pil = pytest.importorskip("PIL.Image")
+    client, server.failure = make_client(server.url), 500
+    with pytest.raises(ServerLost, match="render failed with status 500"):
+        client.image_features([[pil.new("RGB", (2, 2))]])
+
+
+def test_a_session_that_belongs_to_somebody_else_is_a_lost_server(server):
+    client, server.failure = make_client(server.url), 409
+    with pytest.raises(ServerLost, match="/start_weight_update failed with status 409"):
+        client.control("/start_weight_update")
+
+
+def test_connecting_to_a_server_that_never_answers_ends(server, monkeypatch):
+    monkeypatch.setattr(client_module, "_HEALTH_SECONDS", 0.2)
+    server.failure, start = "hang", time.monotonic()
+    with pytest.raises(ConnectionError, match="No vLLM server answers at .*within 0.2 s"):
+        QaRLClient(server.url, connection_timeout=0.5)
+    assert time.monotonic() - start < 5
+
+
+def test_a_server_of_this_machine_is_reached_past_the_proxies(server, monkeypatch):
+    proxy = f"http://127.0.0.1:{free_port()}"
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert make_client(server.url).weight_version() == "7"
+    assert make_client(server.url).is_healthy()
+    # Another machine's is asked through them, and this one answers to no one.
+    with pytest.raises(ServerLost, match=proxy.removeprefix("http://").partition(":")[2]):
+        make_client("http://example.invalid").weight_version()

@@ -1,0 +1,303 @@
+"""A trainer whose server fails, with the server's side played by an object: what survives, and what is saved."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from testing_utils import count_digits, logged, make_vllm_trainer
+from trl_qarl import QaRLConfig, qarl_trainer
+from trl_qarl.rollout import generation
+from trl_qarl.rollout.client import ServerLost
+from trl_qarl.rollout.generation import EngineLost, QaRLVLLMGeneration
+
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+FOR_GOOD = [RuntimeError("ended with code -9")] * 9
+
+
+class Server:
+    """Client, publisher and server process in one: dies on command, and counts what is asked of it."""
+
+    base_url, communicator = "http://server", None
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+        self.is_alive, self.version, self.held = True, None, None
+        self.num_starts = self.num_requests = 0
+        self.failures = {}
+
+    def ask(self, what):
+        self.num_requests += 1
+        failures = self.failures.get(what, [])
+        failure = failures.pop(0) if failures else None
+        if failure == "die":
+            self.is_alive, self.version = False, None
+        elif failure is not None:
+            raise failure
+        if not self.is_alive:
+            raise ServerLost(f"no server answers {what}")
+
+    # What the client does.
+    def generate(self, prompts, n, max_tokens, **kwargs):
+        self.ask("generate")
+        assert self.version is not None, "weights were never published to this server"
+        # Completions depend on the weights and prompts alone, as those of a seeded engine.
+        draw = random.Random(f"{self.held} {prompts}")
+        tokens = [[draw.randrange(5, 250) for _ in range(max_tokens)] for _ in range(n * len(prompts))]
+        return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": [[[-5.5]] * len(ids) for ids in tokens]}
+
+    def image_features(self, images):
+        self.ask("images")
+
+    def get_server_info(self):
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def weight_version(self):
+        self.ask("version")
+        return self.version
+
+    def is_healthy(self):
+        return self.is_alive
+
+    def reconnect(self, timeout):
+        self.ask("reconnect")
+        return True
+
+    def close_session(self):
+        pass
+
+    # What the publisher does.
+    def publish(self, version):
+        self.ask("publish")
+        digest = hashlib.sha256()
+        for parameter in self.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        self.version, self.held = version, digest.hexdigest()
+        return {"publish/seconds": 0.0}
+
+    def forget(self):
+        pass
+
+    def check_engine(self):
+        self.ask("describe")
+        return {"device": "nowhere", "kernels": {}}
+
+    # What the server's process does.
+    def start(self):
+        self.num_starts += 1
+        failures = self.failures.get("start", [])
+        if failures:
+            raise failures.pop(0)
+        self.is_alive = True
+
+    def wait(self, url, timeout):
+        pass
+
+    def stop(self):
+        self.is_alive = False
+
+
+@pytest.fixture
+def make_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "BACKOFF_SECONDS", 0.0)
+
+    class Generation(QaRLVLLMGeneration):
+        def _connect(self):
+            self.vllm_client = self.publisher = self.server = Server(self.model.parameters)
+            self._keep_trying()
+
+    monkeypatch.setattr(qarl_trainer, "QaRLVLLMGeneration", Generation)
+
+    def make(name="run", **arguments):
+        defaults = {"vllm_mode": "server", "steps_per_generation": 1, "max_completion_length": 4, "seed": 3}
+        trainer = make_vllm_trainer(tmp_path / name, "llama", **(defaults | arguments))
+        return trainer, trainer.vllm_generation.vllm_client
+
+    return make
+
+
+def weights(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+_undisturbed = []
+
+
+@pytest.fixture
+def undisturbed(make_trainer):
+    """Weights at the end of a training in which nothing fails."""
+    if not _undisturbed:
+        trainer, server = make_trainer("undisturbed")
+        trainer.train()
+        assert server.num_starts == 0
+        _undisturbed.append(weights(trainer))
+    return _undisturbed[0]
+
+
+def checkpoint(trainer, step):
+    folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == step
+    assert (folder / "model.safetensors").is_file() and (folder / "rollout_state_0.pt").is_file()
+    return folder
+
+
+def test_a_server_that_dies_while_completions_are_rewarded_costs_nothing(make_trainer, undisturbed):
+    trainer, server = make_trainer()
+    deaths = []
+
+    def reward_and_kill(completions, **kwargs):
+        if trainer.state.global_step == 2 and not deaths:
+            server.is_alive, server.version = False, None
+            deaths.append(server.num_requests)
+        return count_digits(completions)
+
+    trainer.reward_funcs = [reward_and_kill]
+    trainer.train()
+    assert len(deaths) == 1 and trainer.state.global_step == 4 and server.num_starts == 1
+    assert torch.equal(weights(trainer), undisturbed)
+    assert logged(trainer, "rollout/weight_version") == [0, 1, 2, 3]
+
+
+def test_nothing_is_asked_of_the_server_after_the_completions(make_trainer):
+    trainer, server = make_trainer(max_steps=2)
+    counts = []
+
+    def reward(completions, **kwargs):
+        counts.append(server.num_requests)
+        return count_digits(completions)
+
+    class AtStepEnd(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            assert server.num_requests == counts[-1]
+
+    trainer.reward_funcs = [reward]
+    trainer.add_callback(AtStepEnd())
+    trainer.train()
+    assert len(counts) == 2
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        {"generate": [None, "die"]},
+        {"publish": [None, "die"]},
+        {"publish": ["die"]},
+        # Between completions and the version that they are stamped with.
+        {"version": [None, "die"]},
+        {"version": [None, None, None, ServerLost("status 500")]},
+        {"generate": [ServerLost("status 400"), ServerLost("reset"), ServerLost("time-out")]},
+        # It comes back at the third attempt to start it.
+        {"generate": [None, "die"], "start": [RuntimeError("ended with code -9"), ValueError("port is taken")]},
+        {"publish": [None, "die"], "start": [OSError("no memory"), RuntimeError("did not answer")]},
+        {"publish": [None, "die"], "reconnect": [RuntimeError("works for another trainer")]},
+        {"publish": [None, ServerLost("reset")], "describe": [ServerLost("status 500")]},
+    ],
+    ids="-".join,
+)
+def test_what_fails_a_few_times_costs_nothing(make_trainer, undisturbed, failures):
+    trainer, server = make_trainer()
+    server.failures = {what: list(of_it) for what, of_it in failures.items()}
+    trainer.train()
+    assert not any(server.failures.values())
+    assert torch.equal(weights(trainer), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("failures", "message"),
+    [
+        ({"publish": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
+        ({"generate": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
+        ({"version": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
+        ({"generate": [None, None] + [ServerLost("status 400: too long")] * 9}, "failed 4 times.*400: too long"),
+        ({"generate": [None, None, KeyError("choices")]}, "Generating with vLLM failed: KeyError: 'choices'"),
+        ({"publish": [None, None, KeyError("name")]}, "Publishing to vLLM failed: KeyError: 'name'"),
+        (
+            {"publish": [None, None, ServerLost("reset")], "describe": [ValueError("not started for this learner")]},
+            "Publishing to vLLM failed: not started for this learner",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(make_trainer, undisturbed, failures, message):
+    trainer, server = make_trainer()
+    server.failures = {what: list(of_it) for what, of_it in failures.items()}
+    with pytest.raises(EngineLost, match=message):
+        trainer.train()
+    assert server.num_starts <= generation.MAX_ATTEMPTS
+    checkpoint(trainer, 2)
+    resumed, _ = make_trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
+
+
+def test_pictures_the_server_fails_on_for_good_are_a_lost_engine(make_trainer):
+    trainer, server = make_trainer()
+    backend = trainer.vllm_generation
+    backend.sync_weights()
+    server.failures = {"images": [ServerLost("status 500")] * 9}
+    with pytest.raises(EngineLost, match="failed 4 times.*status 500"):
+        backend.generate([[5, 6]] * 4, [["picture"]] * 4, 4)
+    # The next batch is a new one.
+    assert len(backend.generate([[5, 6]] * 4, None, 4)[1]) == 4
+
+
+def test_a_complete_checkpoint_is_not_written_again(make_trainer, monkeypatch):
+    trainer, server = make_trainer(save_strategy="steps", save_steps=2)
+    server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
+    saved = []
+    save = trainer._save_checkpoint
+    trainer._save_checkpoint = lambda *args, **kwargs: (saved.append(trainer.state.global_step), save(*args, **kwargs))
+    with pytest.raises(EngineLost):
+        trainer.train()
+    assert saved == [2]
+    checkpoint(trainer, 2)
+
+
+def test_weights_that_a_callback_changes_at_one_step_are_published(make_trainer):
+    """As one does that evaluates an average of the weights, and puts the others back."""
+    trainer, server = make_trainer(max_steps=2)
+    held = []
+
+    class Swap(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            weight = model.get_output_embeddings().weight
+            mine = weight.detach().clone()
+            trainer.evaluate()
+            held.append((server.held, server.version))
+            with torch.no_grad():
+                weight.zero_()
+            trainer.evaluate()
+            held.append((server.held, server.version))
+            with torch.no_grad():
+                weight.copy_(mine)
+            trainer.evaluate()
+            held.append((server.held, server.version))
+            trainer.evaluate()
+            held.append((server.held, server.version))
+
+    trainer.add_callback(Swap())
+    trainer.train()
+    assert len(held) == 8
+    for before, swapped, back, again in (held[:4], held[4:]):
+        assert before[0] == back[0] != swapped[0]
+        # Nothing is sent where nothing has changed.
+        assert again == back and before[1] != back[1]
+
+
+@pytest.mark.parametrize("name", ["vllm_request_timeout", "vllm_generation_timeout"])
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_a_request_without_an_end_is_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* must be a positive number of seconds.*The default is"):
+        QaRLConfig(str(tmp_path), use_vllm=True, use_cpu=True, **{name: value})
+
+
+def test_time_outs_are_well_below_those_of_the_other_processes(tmp_path):
+    config = QaRLConfig(str(tmp_path), use_vllm=True, use_cpu=True)
+    assert config.vllm_request_timeout < config.vllm_generation_timeout <= config.ddp_timeout == 1800

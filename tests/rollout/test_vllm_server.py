@@ -1,0 +1,316 @@
+"""Training through a real vLLM server: its gate, its session, and what happens when either side goes away."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from safetensors.torch import save_file
+
+from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from trl_qarl.rollout.handshake import make_token_file
+from trl_qarl.rollout.server import free_port
+from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
+
+
+pytest.importorskip("vllm")
+# One server for all of them, and the first test before the others.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("server")]
+
+
+class Server:
+    """`trl-qarl vllm-serve` as a user would start it."""
+
+    def __init__(self, directory: Path):
+        self.port, self.directory = free_port(), directory
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.transfer_dir = directory / "transfer"
+        self.token_file = self.transfer_dir / "token"
+        self.log = directory / "server.log"
+        command = [sys.executable, "-m", "trl_qarl.cli", "vllm-serve", "--model", make_tiny_model(directory, "qwen2")]
+        command += ["--scheme", "w4a16", "--dtype", "float32", "--port", str(self.port), "--max-model-len", "128"]
+        command += ["--transfer_dir", str(self.transfer_dir)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 240
+        while not self.answers():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.5)
+
+    def answers(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/health", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def state(self) -> dict:
+        return requests.get(f"{self.url}/qarl/state").json()
+
+    def complete(self) -> requests.Response:
+        body = {
+            "model": requests.get(f"{self.url}/v1/models").json()["data"][0]["id"],
+            "prompt": [5, 6, 7],
+            "max_tokens": 2,
+        }
+        return requests.post(f"{self.url}/v1/completions", json=body)
+
+    def wait_until_free(self) -> None:
+        deadline = time.monotonic() + 20
+        while self.state()["holder"] is not None:
+            assert time.monotonic() < deadline, "the session outlives its trainer"
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        server = Server(tmp_path_factory.mktemp("server"))
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def client(server):
+    from trl_qarl.rollout.client import QaRLClient
+
+    server.wait_until_free()
+    client = QaRLClient(server.url)
+    yield client
+    client.close_session()
+    server.wait_until_free()
+
+
+@pytest.fixture
+def make_trainer(server, tmp_path):
+    """Makes trainers one after the other; the last one's session ends with the test."""
+    sessions = []
+
+    def make(**arguments):
+        release()
+        defaults = {
+            "scheme": "w4a16",
+            "vllm_mode": "server",
+            "vllm_server_base_url": server.url,
+            "vllm_server_timeout": 5,
+        }
+        trainer = make_vllm_trainer(tmp_path, "qwen2", **(defaults | arguments))
+        sessions.append(trainer.vllm_generation.vllm_client)
+        return trainer
+
+    def release():
+        while sessions:
+            sessions.pop().close_session()
+        server.wait_until_free()
+
+    yield make
+    release()
+
+
+# The first test must come first: nothing has been published yet.
+def test_a_new_server_answers_but_does_not_generate(server):
+    assert server.complete().status_code == 503
+    assert "published" in server.complete().json()["error"]
+    assert server.state()["is_open"] is False
+    command = server.log.read_text()
+    assert "Equivalent command:" in command and "vllm.entrypoints.openai.api_server" in command
+
+
+def test_a_stranger_changes_nothing(server):
+    """Every route that this server has, as the server itself lists them."""
+    before = server.state()
+    assert server.token_file.stat().st_mode & 0o777 == 0o600
+    routes = requests.get(f"{server.url}/openapi.json").json()["paths"]
+    routes = {route for route, methods in routes.items() if "post" in methods}
+    assert {"/collective_rpc", "/update_weights", "/pause", "/v1/completions"} <= routes
+    calls = {"method": "update_environment_variables", "args": [{"LD_PRELOAD": "x"}], "trainer": "a stranger"}
+    statuses = {route: requests.post(f"{server.url}{route}", json=calls).status_code for route in routes}
+    everybodys = _GENERATING_PATHS | _HARMLESS_PATHS
+    assert {route for route, status in statuses.items() if status not in (409, 503)} <= _HARMLESS_PATHS
+    assert {route for route, status in statuses.items() if status == 409} == routes - everybodys
+    for headers in ({}, {"Origin": "http://evil.example"}, {"X-QaRL-Session": "0" * 32}):
+        for route in ("/qarl/session", "/collective_rpc", "/pause"):
+            assert requests.post(f"{server.url}{route}", json=calls, headers=headers).status_code in (403, 409)
+        assert requests.post(f"{server.url}/qarl/session", json=calls, headers=headers).status_code == 403
+    assert server.state() == before
+
+
+def test_training_publishes_and_agrees(server, make_trainer, deep=True):
+    trainer = make_trainer(mismatch_probe_steps=1)
+    trainer.train()
+    assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+    assert logged(trainer, "rollout/weight_version") == [0, 2]
+    assert server.complete().status_code == 200
+    assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith("2-")
+    assert list(server.transfer_dir.iterdir()) == [server.token_file]
+    if deep:
+        # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
+        assert trainer.vllm_generation.deep_audit([[5, 6, 7, 8], [20, 21]]) < 1e-5
+
+
+def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, client):
+    from trl_qarl.rollout.client import QaRLClient
+
+    with pytest.raises(RuntimeError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
+        QaRLClient(server.url)
+    for path in ("/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update", "/pause"):
+        assert requests.post(f"{server.url}{path}", json={}).status_code == 409
+
+
+def test_a_session_calls_no_other_methods_of_the_workers(client):
+    from trl_qarl.rollout.protocol import PublishError
+
+    assert client.call_workers("qarl_describe")[0]["backend"] == "qarl"
+    for method in ("save_sharded_state", "update_environment_variables"):
+        with pytest.raises(PublishError, match=f"status 403: '{method}' cannot be called through this server"):
+            client.call_workers(method)
+
+
+def test_a_trainer_with_another_secret_is_refused(make_trainer, tmp_path):
+    make_token_file(tmp_path / "other")
+    with pytest.raises(RuntimeError, match="another secret than this trainer.*Set `vllm_token_file`"):
+        make_trainer(vllm_token_file=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 32}, "weights.group_size: learner 32, engine 128"),
+        ({"scheme": "w8a8"}, "format: learner 'int-quantized', engine 'pack-quantized'"),
+        ({"bf16": True}, "dtype: learner 'bfloat16', engine 'float32'"),
+        ({"exclude_modules": ["o_proj"]}, "exclude list: learner"),
+    ],
+    ids=str,
+)
+def test_a_server_made_for_another_learner_is_refused_at_start(make_trainer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(**arguments)
+
+
+def test_no_server_says_how_to_start_one(tmp_path):
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionError, match="trl-qarl vllm-serve --model MODEL .*vllm_server_autostart=True"):
+        make_vllm_trainer(tmp_path, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=1)
+
+
+@pytest.mark.parametrize(
+    "name", ["../weights.safetensors", "/etc/passwd", "link.safetensors", "weights.pt", "", ".safetensors", 7]
+)
+def test_only_files_in_the_transfer_directory_are_read(server, client, name):
+    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.rollout.transports import FileTransport
+
+    outside = server.directory / "weights.safetensors"
+    leftover = server.transfer_dir / f"trl-qarl-00000000-1-2-{client.instance}-x.safetensors"
+    leftover.write_bytes(b"left by a trainer that was killed")
+    bystander = server.transfer_dir / "model.safetensors"
+    bystander.write_bytes(b"somebody's weights")
+    save_file({"model.norm.weight": torch.zeros(128)}, outside)
+    link = server.transfer_dir / "link.safetensors"
+    FileTransport(client).begin()
+    assert sorted(server.transfer_dir.iterdir()) == [bystander, server.token_file]
+    bystander.unlink()
+    link.symlink_to(outside)
+    try:
+        with pytest.raises(PublishError, match="not the name of a safetensors file|not a regular file"):
+            client.control("/update_weights", {"update_info": {"file": name}})
+    finally:
+        link.unlink()
+    assert server.complete().status_code == 503
+
+
+def test_a_half_applied_update_closes_the_gate_until_a_whole_one_lands(server, make_trainer):
+    from trl_qarl.rollout.protocol import PublishError
+
+    trainer = make_trainer()
+    publisher = trainer.vllm_generation.publisher
+    publisher.publish("whole")
+    assert server.complete().status_code == 200
+    publisher.transport.begin()
+    publisher.transport.send([("model.norm.weight", torch.zeros(128))])
+    assert server.complete().status_code == 503
+    with pytest.raises(PublishError, match="the learner sent nothing for it"):
+        publisher.transport.finish({"model.embed_tokens.weight": "x"}, "half")
+    assert server.complete().status_code == 503
+    publisher.forget()
+    publisher.publish("whole again")
+    assert server.complete().status_code == 200
+
+
+def test_a_publication_that_fails_once_is_repeated_whole(server, make_trainer):
+    from trl_qarl.rollout.protocol import PublishError
+
+    trainer = make_trainer()
+    transport = trainer.vllm_generation.publisher.transport
+    send, failures = transport.send, [True, False, True]
+
+    def fail_sometimes(tensors):
+        send(tensors)
+        if failures and failures.pop():
+            raise PublishError("the network is to blame")
+
+    transport.send = fail_sometimes
+    trainer.train()
+    assert failures == []
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+
+
+def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tmp_path):
+    script = f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from testing_utils import make_vllm_trainer
+        trainer = make_vllm_trainer({str(tmp_path / "killed")!r}, "qwen2", scheme="w4a16", vllm_mode="server",
+            vllm_server_base_url={server.url!r}, max_steps=10_000)
+        trainer.train()
+    """
+    (tmp_path / "killed").mkdir()
+    server.wait_until_free()
+    before = server.state()["num_publications"]
+    victim = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while server.state()["num_publications"] < before + 3:
+        assert victim.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.state()["holder"].startswith(f"process {victim.pid} ")
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    test_training_publishes_and_agrees(server, make_trainer, deep=False)
+
+
+def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):
+    from trl_qarl.rollout import generation
+
+    monkeypatch.setattr(generation, "MAX_ATTEMPTS", 2)
+    trainer = make_trainer()
+    publish = trainer.vllm_generation.publisher.publish
+
+    def fail_later(version):
+        if not version.startswith("0-"):
+            raise generation.PublishError("no more")
+        return publish(version)
+
+    trainer.vllm_generation.publisher.publish = fail_later
+    with pytest.raises(generation.EngineLost, match="failed 2 times. The last error: no more"):
+        trainer.train()
+    saved = Path(trainer.args.output_dir) / "checkpoint-2"
+    assert json.loads((saved / "trainer_state.json").read_text())["global_step"] == 2
+
+    resumed = make_trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert logged(resumed, "rollout/weight_version") == [0, 2]

@@ -1,0 +1,235 @@
+"""Training with rollouts in a vLLM engine in the trainer's own process."""
+
+import inspect
+
+import pytest
+import torch
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+from testing_utils import logged, make_vllm_trainer
+from trl_qarl import QaRLConfig
+from trl_qarl.objectives.weights import mismatch_ratio
+from trl_qarl.quantization.swap import low_bit_forward
+
+
+def test_the_seam_is_where_it_was():
+    """What `use_generation_factory` and `QaRLVLLMGeneration` lean on in TRL."""
+    assert grpo_trainer.VLLMGeneration is VLLMGeneration
+    source = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
+    assert "self.vllm_generation = VLLMGeneration(" in source
+    assert {"sync_weights", "generate", "_init_vllm"} <= vars(VLLMGeneration).keys()
+    assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
+    turn = inspect.getsource(grpo_trainer.GRPOTrainer._generate_single_turn)
+    assert "self.state.global_step != self._last_loaded_step" in turn
+    # The exception that `EngineLost` is, sent in place of completions, is raised where they are iterated.
+    assert "for ids in all_prompt_ids" in inspect.getsource(VLLMGeneration.generate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9 .*[Uu]se 1.0"),
+        ({"top_k": 50}, "top_k=50"),
+        ({"min_p": 0.1}, "min_p=0.1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"top_p": 0.9, "temperature": 0.7}, "top_p=0.9"),
+        ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex masks tokens"),
+        ({"vllm_mode": "remote"}, "Choose 'server' or 'colocate'"),
+        ({"vllm_model_impl": "transformers"}, "Use 'vllm'"),
+        ({"vllm_server_autostart": True}, "vllm_mode='colocate'"),
+        ({"vllm_server_autostart": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}, "http://a:1"),
+        ({"use_vllm": False, "vllm_server_autostart": True}, "Set `use_vllm=True`"),
+        (
+            {"vllm_server_autostart": True, "vllm_mode": "server", "vllm_server_host": "10.0.0.7"},
+            "listens on 127.0.0.1",
+        ),
+        ({"vllm_token_file": "t", "use_vllm": False}, "vllm_token_file='t' is for a server that you start yourself"),
+        ({"vllm_token_file": "t", "vllm_mode": "colocate"}, "vllm_mode='colocate'.*Remove it"),
+        (
+            {"vllm_token_file": "t", "vllm_mode": "server", "vllm_server_autostart": True},
+            "vllm_server_autostart=True. Remove it",
+        ),
+        ({"generation_kwargs": {"logit_bias": {5: 9.0}}}, r"\['logit_bias'\], which change what vLLM samples"),
+        ({"vllm_enable_sleep_mode": True, "use_cpu": True}, "sleep mode"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("objective", ["tbpo", "dapo"])
+def test_what_would_bias_or_break_rollouts_is_refused(tmp_path, objective, options, message):
+    with pytest.raises(ValueError, match=message):
+        QaRLConfig(str(tmp_path), **({"use_vllm": True, "objective": objective, "use_cpu": True} | options))
+
+
+colocated = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+class TestColocated:
+    pytestmark = colocated
+
+    @pytest.fixture(autouse=True)
+    def needs_vllm(self):
+        pytest.importorskip("vllm")
+
+    @pytest.mark.parametrize(
+        ("scheme", "arch", "options"),
+        [
+            ("w4a16", "qwen2", {}),
+            ("w4a16", "gemma", {"temperature": 0.7}),
+            ("w8a8", "llama", {"objective": "dapo"}),
+            ("fp8", "qwen3", {"objective": "grpo", "beta": 0.1}),
+            ("bf16", "llama", {}),
+        ],
+        ids=str,
+    )
+    def test_rollouts_follow_the_learner(self, tmp_path, scheme, arch, options):
+        trainer = make_vllm_trainer(tmp_path, arch, scheme=scheme, vllm_mode="colocate", **options)
+        trainer.train()
+        # Sampled token by token with a cache, scored at once: in float32 only the order of summation differs.
+        assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+        assert logged(trainer, "mismatch/unknown_tokens") == [0, 0]
+        assert logged(trainer, "rollout/weight_version") == [0, 2]
+        # TRL's losses reject whole completions by their mismatch, TBPO does not.
+        assert logged(trainer, "mismatch/rejected_share") == ([] if trainer.args.objective == "tbpo" else [0, 0])
+        assert all(value > 0 for value in logged(trainer, "publish/tensors"))
+        assert trainer.vllm_generation.llm.get_weight_version().startswith("2-")
+        if scheme != "bf16":
+            assert max(logged(trainer, "quant/code_flip_rate")) > 0
+
+    def test_engine_runs_low_bits_and_the_learner_its_masters_with_alignment_rollout_only(self, tmp_path):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", alignment="rollout-only", mismatch_probe_steps=2)
+        trainer.train()
+        assert min(logged(trainer, "mismatch/abs_logp_mean")) > 1e-3
+        # KL is of second order in the difference of log-probs.
+        assert len(logged(trainer, "mismatch/probe_kl")) == 2 and min(logged(trainer, "mismatch/probe_kl")) > 1e-6
+        assert logged(trainer, "rollout/weight_version") == [0, 2]
+        assert max(logged(trainer, "quant/code_flip_rate")) > 0
+        trainer.model.train()
+        batch = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 8)
+        with low_bit_forward(trainer.model), torch.no_grad():
+            low_bit, _, _ = trainer._score(trainer.model, batch)
+        mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
+        assert (low_bit - sampling)[mask].abs().max() < 1e-5
+        assert (batch["old_per_token_logps"] - sampling)[mask].abs().mean() > 1e-3
+
+    @pytest.mark.parametrize("objective", ["grpo-tis", "mis-gspo"])
+    def test_weight_of_the_mismatch_is_the_one_that_embedded_rollouts_get(self, tmp_path, objective):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1, objective=objective)
+        args, generation = trainer.args, trainer.vllm_generation
+        generate = type(generation).generate
+
+        def claim_other_log_probs(*arguments, **kwargs):
+            prompts, completions, logprobs, ids = generate(generation, *arguments, **kwargs)
+            # By the token's parity, so that every mode has ratios on both sides of its bound.
+            shifts = [[0.9 if token % 2 else -1.3 for token in sequence] for sequence in completions]
+            changed = [
+                [[position[0] + shift] for position, shift in zip(*pair, strict=True)]
+                for pair in zip(logprobs, shifts, strict=True)
+            ]
+            return prompts, completions, changed, ids
+
+        generation.generate = claim_other_log_probs
+        trainer.model.train()
+        batch = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 8)
+        theirs = batch["importance_sampling_ratio"]
+        ours = mismatch_ratio(
+            batch["old_per_token_logps"],
+            batch["sampling_per_token_logps"],
+            batch["completion_mask"],
+            args.vllm_importance_sampling_mode,
+            args.vllm_importance_sampling_clip_min,
+            args.vllm_importance_sampling_clip_max,
+        )
+        assert ours.shape == theirs.shape and len(theirs.unique()) > 1
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+    def test_evaluation_publishes_what_training_left(self, tmp_path):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=2)
+        trainer.train()
+        metrics = trainer.evaluate(trainer.train_dataset)
+        assert metrics["eval_mismatch/abs_logp_max"] < 1e-5 and metrics["eval_rollout/weight_version"] == 2
+        assert trainer.vllm_generation.deep_audit([list(range(5, 40)), [7, 8]]) < 1e-5
+        # The engine goes on as before.
+        assert trainer.evaluate(trainer.train_dataset)["eval_mismatch/abs_logp_max"] < 1e-5
+
+    def test_weights_of_the_best_checkpoint_are_published(self, tmp_path):
+        saving = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        trainer = make_vllm_trainer(
+            tmp_path,
+            vllm_mode="colocate",
+            max_steps=3,
+            load_best_model_at_end=True,
+            # The first one.
+            metric_for_best_model="eval_rollout/weight_version",
+            greater_is_better=False,
+            **saving,
+        )
+        trainer.train()
+        assert trainer.state.best_global_step == 1
+        before = trainer.vllm_generation.published_version
+        metrics = trainer.evaluate()
+        assert metrics["eval_mismatch/abs_logp_max"] < 1e-5
+        assert trainer.vllm_generation.published_version != before
+
+    def test_probe_finds_no_difference_where_learner_and_engine_are_aligned(self, tmp_path):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", mismatch_probe_steps=1, temperature=0.7)
+        trainer.train()
+        # One row per generation batch. Rounding of the rest's float32 probability is what remains.
+        assert len(logged(trainer, "mismatch/probe_kl")) == 2
+        assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
+        assert logged(trainer, "mismatch/probe_top1_agreement") == [1, 1]
+
+    def test_a_deep_audit_sees_what_fingerprints_cannot(self, tmp_path):
+        """A kernel that went on with old weights: right in checkpoint format, wrong in what it computes."""
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1)
+        generation = trainer.vllm_generation
+        generation.sync_weights()
+        worker = generation.publisher.transport._worker
+        layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.down_proj")
+        method, process = layer.quant_method, layer.quant_method.process_weights_after_loading
+
+        def process_and_spoil(layer):
+            process(layer)
+            layer.weight_scale.data.mul_(1.5)
+
+        method.process_weights_after_loading = process_and_spoil
+        generation.publisher.forget()
+        assert generation.deep_audit([list(range(5, 40))]) > 1e-3
+
+    def test_training_again_publishes_again(self, tmp_path):
+        """The step count begins at 0 again, where the first run published last."""
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=2)
+        trainer.train()
+        trainer.train()
+        assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+        assert len(logged(trainer, "publish/tensors")) == 1
+
+    def test_log_probs_that_are_not_numbers_raise(self, tmp_path, monkeypatch):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1)
+        generate = VLLMGeneration.generate
+
+        def broken(*args, **kwargs):
+            prompts, completions, logprobs, ids = generate(*args, **kwargs)
+            logprobs[1][0][0] = None  # TRL's mark of NaN
+            return prompts, completions, logprobs, ids
+
+        monkeypatch.setattr(VLLMGeneration, "generate", broken)
+        with pytest.raises(FloatingPointError, match="NaN as the log-prob of 1 of"):
+            trainer.train()
+
+    def test_weights_changed_by_somebody_else_raise(self, tmp_path):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1)
+        publish = trainer.vllm_generation.sync_weights
+
+        def publish_and_interfere():
+            publish()
+            trainer.vllm_generation.llm.update_weight_version("theirs")
+
+        trainer.vllm_generation.sync_weights = publish_and_interfere
+        with pytest.raises(RuntimeError, match="version 'theirs', but version '0-.*' was published"):
+            trainer.train()

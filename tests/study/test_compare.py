@@ -1,0 +1,425 @@
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_qarl.cli import main
+from trl_qarl.study.grid import build_command, cell_name, expand_grid, load_grid
+from trl_qarl.study.runner import check_evaluation, progress_line
+
+
+ROOT = Path(__file__).parents[2]
+
+
+# Stands in for a trainer: 4 steps, a checkpoint after each, and the files that a run writes.
+TRAINER = """
+import json, os, pathlib, sys, time
+
+out, seed, scheme, resume = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "true"
+behaviour = json.loads(pathlib.Path(__file__).with_name("behaviour.json").read_text())
+wanted = behaviour.get(f"{scheme}-seed{seed}", "finish")
+first = 1 + max((int(p.name[11:]) for p in out.glob("checkpoint-*")), default=0) if resume else 1
+print(f"training from step {first}", flush=True)
+if wanted == "fail":
+    sys.exit("the trainer gave up")
+(out / "run.json").write_text(json.dumps({"scheme": scheme, "seed": seed, "max_steps": 4}))
+for step in range(first, 5):
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "time": time.time(), "reward": seed + step / 4}) + "\\n")
+    checkpoint = out / f"checkpoint-{step}"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    if wanted == "kill" and step == 2:
+        os.kill(os.getpid(), 9)
+    if wanted == "wait" and step == 2:
+        time.sleep(600)
+(out / "distributions.jsonl").write_text("")
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A directory with a trainer; returns a function that writes a grid and how its cells behave."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAINER)
+
+    def write(behaviour=(), **changes):
+        (tmp_path / "behaviour.json").write_text(json.dumps(dict(behaviour)))
+        config = {
+            "command": ["{python}", "train.py", "{output_dir}", "{seed}", "{scheme}", "{resume_from_checkpoint}"],
+            "grid": {"scheme": ["w4a16", "bf16"], "seed": [0, 1]},
+            **changes,
+        }
+        path = tmp_path / "grid.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in config.items() if value is not None}))
+        return path
+
+    write.out = tmp_path / "out"
+    return write
+
+
+def compare(path, out):
+    return main(["compare", str(path), "--output_dir", str(out)])
+
+
+def heed_interrupts():
+    """For a child to call: shells have commands in the background ignore interrupts, which children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def steps(cell):
+    return [json.loads(line)["step"] for line in (cell / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_grid_is_the_product_in_the_order_of_the_axes():
+    cells = expand_grid({"train": {}, "grid": {"seed": [0, 1], "alignment": ["aligned", "none"], "scheme": ["fp8"]}})
+    assert [cell_name(cell) for cell in cells] == [
+        "aligned-fp8-seed0",
+        "aligned-fp8-seed1",
+        "none-fp8-seed0",
+        "none-fp8-seed1",
+    ]
+    assert list(cells[0]) == ["alignment", "scheme", "seed"]
+
+
+def test_cells_are_taken_as_listed():
+    cells = [{"seed": 3, "scheme": "bf16"}, {"alignment": "rollout-only", "objective": "grpo"}]
+    expanded = expand_grid({"train": {}, "cells": cells})
+    assert expanded == cells
+    assert [cell_name(cell) for cell in expanded] == ["bf16-seed3", "rollout-only-grpo"]
+
+
+def test_train_options_become_one_command_line(tmp_path):
+    train = {
+        "learning_rate": 1e-5,
+        "reward_funcs": ["a.b", "c"],
+        "use_vllm": True,
+        "beta": None,
+        "optim_args": {"x": 1},
+    }
+    command = build_command({"train": train}, {"scheme": "fp8", "seed": 2}, tmp_path, resume=True)
+    assert command[:4] == [sys.executable, "-m", "trl_qarl.cli", "train"]
+    assert command[4:] == [
+        *("--learning_rate", "1e-05", "--reward_funcs", "a.b", "c", "--use_vllm", "True", "--optim_args", '{"x": 1}'),
+        *("--scheme", "fp8", "--seed", "2", "--output_dir", str(tmp_path), "--resume_from_checkpoint", "True"),
+    ]
+    assert "--resume_from_checkpoint" not in build_command({"train": train}, {"seed": 2}, tmp_path)
+
+
+def test_command_fills_placeholders_and_leaves_other_braces(tmp_path):
+    config = {"command": ["{python}", "--x={seed}-{scheme}", '{"a": 1}', "{resume_from_checkpoint}", 5]}
+    command = build_command(config, {"scheme": "fp8", "seed": 2}, tmp_path)
+    assert command == [sys.executable, "--x=2-fp8", '{"a": 1}', "false", "5"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gird": {}}, "Unknown key 'gird'; it can be command, train, grid"),
+        ({"grid": {"sheme": ["fp8"]}}, "Unknown axis 'sheme'; it can be alignment, objective, scheme, seed"),
+        ({"grid": {"scheme": [], "seed": [0]}}, "`scheme` must be a list with at least one value, not []"),
+        ({"grid": {"seed": 3}}, "`seed` must be a list with at least one value, not 3"),
+        ({"grid": {}}, "`grid` must map"),
+        ({"grid": {"scheme": ["fp8"], "seed": [0, 1, 0]}}, "cell fp8-seed0 occurs twice"),
+        ({"grid": {"seed": [True]}}, "`seed` must be integers from 0, not True"),
+        ({"grid": {"scheme": ["../x"]}}, "not '../x'"),
+        ({"grid": {"scheme": [False]}}, "not False; quote it"),
+        ({"grid": None}, "neither `grid` nor `cells`"),
+        ({"cells": [{"seed": 0}]}, "`grid` and `cells`; give exactly one"),
+        ({"grid": None, "cells": []}, "`cells` must be a list of mappings"),
+        ({"grid": None, "cells": [{"seed": 0, "lr": 1}]}, "Unknown axis 'lr'"),
+        ({"grid": None, "cells": [{"scheme": "fp8"}]}, "placeholder {seed}, which cell fp8 does not set"),
+        ({"train": {"scheme": "fp8"}, "command": None}, "`scheme` is both an axis and an option"),
+        ({"train": {"output_dir": "x"}, "command": None}, "`train` sets `output_dir`"),
+        ({"train": ["a"], "command": None}, "`train` must map options"),
+        (
+            {"train": {"run_name": date(2026, 1, 1)}, "command": None},
+            "`train` sets `run_name` to datetime.date(2026, 1, 1)",
+        ),
+        ({"train": {"datasets": [{"path": "x"}]}, "command": None}, "`train` sets `datasets` to [{'path': 'x'}]"),
+        (
+            {"train": {}, "command": None, "grid": {"scheme": ["w5a16"]}},
+            "`scheme` has the value 'w5a16'; it can be w4a16",
+        ),
+        (
+            {"train": {}, "command": None, "grid": {"objective": ["ppo"]}},
+            "`objective` has the value 'ppo'; it can be tbpo",
+        ),
+        (
+            {"train": {}, "command": None, "grid": {"alignment": ["off"]}},
+            "`alignment` has the value 'off'; it can be aligned",
+        ),
+        ({"train": {}}, "`train` and `command`"),
+        ({"command": None}, "neither `train` nor `command`"),
+        ({"command": []}, "`command` must be a list of words"),
+        ({"command": [{"python": None}]}, "`command` must be a list of words"),
+        ({"command": ["no-such-program", "{output_dir}"]}, "'no-such-program', which is not an executable"),
+        ({"command": ["{python}", "{output_dir}", "{seed}"]}, "`command` has no {scheme}"),
+        ({"command": ["{python}", "{seed}", "{scheme}"]}, "`command` has no {output_dir}"),
+        ({"evaluate": "x"}, "`evaluate` must be a list of words"),
+    ],
+    ids=str,
+)
+def test_grid_that_cannot_run_is_one_line_and_exit_code_two(project, capsys, changes, message):
+    with pytest.raises(SystemExit, match="2"):
+        compare(project(**changes), project.out)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl-qarl: error: ") and message in line
+    assert not project.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [", "is not YAML"), ("- 1", "must be a mapping"), ("", "must be a mapping")]
+)
+def test_file_that_is_no_grid_is_one_line(tmp_path, capsys, text, message):
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    for name, expected in (("grid.yaml", message), ("missing.yaml", "No such file")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["compare", str(tmp_path / name)])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line
+
+
+def test_dry_run_prints_commands_and_writes_nothing(project, capsys, tmp_path):
+    assert main(["compare", str(project()), "--dry_run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# w4a16-seed0: new"
+    assert lines[1].endswith("train.py outputs/grid/w4a16-seed0 0 w4a16 false")
+    assert len(lines) == 8 and not (tmp_path / "outputs").exists()
+
+
+def test_every_cell_trains_in_its_own_directory_once(project, capsys):
+    path = project()
+    assert compare(path, project.out) == 0
+    assert "4 of 4 cells finished" in capsys.readouterr().out
+    for scheme in ("w4a16", "bf16"):
+        for seed in (0, 1):
+            cell = project.out / f"{scheme}-seed{seed}"
+            assert steps(cell) == [1, 2, 3, 4] and (cell / "finished").is_file()
+            assert json.loads((cell / "run.json").read_text())["scheme"] == scheme
+    assert compare(path, project.out) == 0
+    assert capsys.readouterr().err.count("finished before, skipped") == 4
+    assert steps(project.out / "bf16-seed1") == [1, 2, 3, 4]
+
+
+def test_report_reads_the_cells_and_names_those_without_rows(project, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert compare(project({"w4a16-seed1": "fail"}), project.out) == 1
+    page = tmp_path / "report.html"
+    assert main(["report", str(project.out), "--output", str(page)]) == 0
+    text = page.read_text()
+    assert "3 runs in 2 groups" in text and "w4a16-seed1 has no metrics.jsonl" in text
+
+
+def test_failing_cell_does_not_stop_the_others_and_is_trained_again(project, capsys):
+    assert compare(project({"w4a16-seed1": "fail"}), project.out) == 1
+    captured = capsys.readouterr()
+    log = project.out / "w4a16-seed1" / "log.txt"
+    assert f"failed: w4a16-seed1: exit code 1, log: {log}" in captured.err
+    assert "3 of 4 cells finished" in captured.out
+    assert "the trainer gave up" in log.read_text()
+    assert not (log.parent / "finished").exists() and steps(project.out / "bf16-seed1") == [1, 2, 3, 4]
+    assert compare(project(), project.out) == 0
+    assert steps(log.parent) == [1, 2, 3, 4]
+
+
+def test_killed_cell_resumes_from_its_last_checkpoint(project, capsys):
+    assert compare(project({"bf16-seed0": "kill"}), project.out) == 1
+    assert "bf16-seed0: killed by signal 9" in capsys.readouterr().err
+    path = project()
+    assert main(["compare", str(path), "--output_dir", str(project.out), "--dry_run"]) == 0
+    assert "# bf16-seed0: resumes" in capsys.readouterr().out
+    assert compare(path, project.out) == 0
+    cell = project.out / "bf16-seed0"
+    assert steps(cell) == [1, 2, 3, 4]
+    assert "training from step 3" in (cell / "log.txt").read_text()
+
+
+def test_incomplete_checkpoint_is_not_resumed(project, capsys):
+    cell = project.out / "bf16-seed0"
+    (cell / "checkpoint-2").mkdir(parents=True)
+    assert main(["compare", str(project()), "--output_dir", str(project.out), "--dry_run"]) == 0
+    assert "# bf16-seed0: new" in capsys.readouterr().out
+
+
+def test_results_of_other_options_are_not_taken_over(project, capsys):
+    assert compare(project(grid={"scheme": ["bf16"], "seed": [0]}), project.out) == 0
+    path = project(
+        command=["{python}", "train.py", "{output_dir}", "{seed}", "{scheme}", "{resume_from_checkpoint}", "--more"]
+    )
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        compare(path, project.out)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "bf16-seed0 holds results of other options" in line
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ('print(\'noise\'); print(\'{"greedy": {"correct": 3, "total": 4}}\')', None),
+        ("print('nothing')", "evaluation: the last line must be"),
+        ("raise SystemExit(3)", "evaluation: exit code 3"),
+    ],
+)
+def test_evaluation_is_written_for_finished_cells(project, capsys, code, failure):
+    path = project(grid={"scheme": ["bf16"], "seed": [0]}, evaluate=["{python}", "-c", code])
+    cell = project.out / "bf16-seed0"
+    assert compare(path, project.out) == int(failure is not None)
+    if failure:
+        assert failure in capsys.readouterr().err and not (cell / "finished").exists()
+        # What is trained is only evaluated again, whether or not it left a checkpoint.
+        shutil.rmtree(cell / "checkpoint-4")
+        assert compare(path, project.out) == 1 and steps(cell) == [1, 2, 3, 4]
+        good = 'print(\'{"greedy": {"correct": 3, "total": 4}}\')'
+        changed = project(grid={"scheme": ["bf16"], "seed": [0]}, evaluate=["{python}", "-c", good])
+        assert compare(changed, project.out) == 0 and (cell / "finished").exists() and steps(cell) == [1, 2, 3, 4]
+    else:
+        assert json.loads((cell / "evaluation.json").read_text()) == {"greedy": {"correct": 3, "total": 4}}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "3", '{"greedy": 1}', '{"greedy": {"correct": 3, "total": 2}}', '{"greedy": {"correct": "1"}}']
+)
+def test_evaluation_of_another_form_is_refused(text):
+    with pytest.raises(ValueError, match="the last line must be"):
+        check_evaluation(text)
+
+
+def test_second_command_in_the_same_directory_is_refused(project, capsys):
+    project.out.mkdir()
+    with open(project.out / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="2"):
+            compare(project(), project.out)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is running in" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_command_ends_its_cell_and_continues_later(project, number):
+    path = project({"w4a16-seed0": "wait"}, grid={"scheme": ["w4a16"], "seed": [0]})
+    command = [sys.executable, "-m", "trl_qarl.cli", "compare", str(path), "--output_dir", str(project.out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed_interrupts)
+    cell = project.out / "w4a16-seed0"
+    deadline = time.monotonic() + 60
+    while not (cell / "checkpoint-2" / "trainer_state.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "The same command continues." in errors
+    # The lock is free, so no process of the cell is left.
+    assert compare(project(grid={"scheme": ["w4a16"], "seed": [0]}), project.out) == 0
+    assert steps(cell) == [1, 2, 3, 4]
+
+
+def test_progress_estimates_only_from_cells_that_finished():
+    assert (
+        progress_line(0, 4, {"a": 5.4}, 5.4, [])
+        == "[0/4 done] a | elapsed 0:00:05 | left: unknown until a cell has finished"
+    )
+    # Two cells of 60 s are done, the third has run for 20 s.
+    line = progress_line(2, 4, {"c": 20}, 140, [60.0, 60.0])
+    assert line == "[2/4 done] c | elapsed 0:02:20 | left: about 0:01:40"
+    assert progress_line(3, 4, {"d": 3940}, 4000, [60.0]).endswith("left: about 0:00:00")
+    # Six cells on two devices, two of which have run for 20 s.
+    line = progress_line(2, 8, {"c": 20, "d": 20}, 80, [60.0, 60.0], 2)
+    assert line == "[2/8 done] c, d | elapsed 0:01:20 | left: about 0:02:40"
+
+
+def test_cells_run_side_by_side_on_the_devices_that_are_given(project, tmp_path):
+    code = """
+import os, pathlib, sys, time
+out = pathlib.Path(sys.argv[1])
+(out / "device").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+deadline = time.monotonic() + 60
+while len(list(out.parent.glob("*/device"))) < 2 and time.monotonic() < deadline:  # waits for the other device's first cell
+    time.sleep(0.05)
+(out / "met").write_text(str(len(list(out.parent.glob("*/device")))))
+"""
+    (tmp_path / "meet.py").write_text(code)
+    path = project(command=["{python}", "meet.py", "{output_dir}", "{scheme}", "{seed}"])
+    assert main(["compare", str(path), "--output_dir", str(project.out), "--devices", "0,1", "2"]) == 0
+    cells = [project.out / f"{scheme}-seed{seed}" for scheme in ("w4a16", "bf16") for seed in (0, 1)]
+    assert all((cell / "finished").exists() and int((cell / "met").read_text()) >= 2 for cell in cells)
+    devices = [(cell / "device").read_text() for cell in cells]
+    assert set(devices) == {"0,1", "2"} and set(devices[:2]) == {"0,1", "2"}
+
+
+@pytest.mark.parametrize("devices", [["0", "0"], ["0", ""], ["0,"], ["cuda:0"]])
+def test_devices_that_are_none_are_one_line(project, capsys, devices):
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", str(project()), "--output_dir", str(project.out), "--devices", *devices])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl-qarl: error: --devices") and "`0 1`" in line
+
+
+def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    page = (ROOT / "docs" / "compare.md").read_text()
+    examples = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    assert examples
+    for example in examples:
+        path = tmp_path / "grid.yaml"
+        path.write_text(example)
+        assert expand_grid(load_grid(path))
+
+
+@pytest.mark.parametrize("name, num_cells", [("addition", 15), ("addition_w8a8", 9), ("counting", 12)])
+def test_the_studies_in_examples_are_grids_of_three_seeds(name, num_cells):
+    config = load_grid(ROOT / "examples" / f"{name}.yaml")
+    cells = expand_grid(config)
+    settings = {tuple(value for axis, value in cell.items() if axis != "seed") for cell in cells}
+    assert len(cells) == num_cells == 3 * len(settings) and {cell["seed"] for cell in cells} == {0, 1, 2}
+    assert ROOT.joinpath(config["command"][config["command"].index("{python}") + 1]).is_file()
+
+
+def test_devices_with_one_server_for_all_cells_are_refused(project, capsys):
+    for option, problem in (
+        ({"vllm_server_autostart": True}, "every cell would start its server on the same port"),
+        ({"vllm_mode": "server"}, "the cells would publish their weights to the same server"),
+    ):
+        path = project(command=None, train={"use_vllm": True, **option})
+        with pytest.raises(SystemExit, match="2"):
+            main(["compare", str(path), "--output_dir", str(project.out), "--devices", "0", "1"])
+        assert problem in capsys.readouterr().err
+
+
+def test_another_evaluation_is_run_without_training_again(project):
+    def evaluate(correct):
+        scores = json.dumps({"greedy": {"correct": correct, "total": 4}})
+        return project(grid={"scheme": ["bf16"], "seed": [0]}, evaluate=["{python}", "-c", f"print('{scores}')"])
+
+    cell = project.out / "bf16-seed0"
+    for correct in (3, 4, 4):
+        assert compare(evaluate(correct), project.out) == 0
+        assert json.loads((cell / "evaluation.json").read_text())["greedy"]["correct"] == correct
+    assert steps(cell) == [1, 2, 3, 4]
+
+
+def test_a_program_that_ends_well_when_asked_to_end_has_not_finished(project, tmp_path):
+    code = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: sys.exit(0)); "
+    code += "pathlib.Path(sys.argv[1], 'begun').touch(); time.sleep(600)"
+    (tmp_path / "patient.py").write_text(code)
+    path = project(command=["{python}", "patient.py", "{output_dir}", "{seed}"], grid={"seed": [0]})
+    command = [sys.executable, "-m", "trl_qarl.cli", "compare", str(path), "--output_dir", str(project.out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, preexec_fn=heed_interrupts)
+    deadline = time.monotonic() + 60
+    while not (project.out / "seed0" / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert (project.out / "seed0" / "begun").exists() and not (project.out / "seed0" / "finished").exists()

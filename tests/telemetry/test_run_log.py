@@ -1,0 +1,261 @@
+import json
+import math
+
+import pytest
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from testing_utils import make_tiny_model
+from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
+from trl_qarl.telemetry.run_log import to_row
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def spread(completions, **kwargs):
+    return [sum(map(ord, text)) % 97 / 97 for text in completions]
+
+
+def make(model, output_dir, callbacks=None, **kwargs):
+    defaults = {
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    args = QaRLConfig(str(output_dir), **(defaults | kwargs))
+    data = Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(16)]})
+    return QaRLTrainer(model, spread, args, data, eval_dataset=data.select(range(4)), callbacks=callbacks)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def read(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_numbers_that_json_lacks_become_null():
+    row = to_row(3, 1.5, {"a": math.nan, "b": math.inf, "c": 0.5, "d": None, "e": 2})
+    assert row == {"step": 3, "time": 1.5, "a": None, "b": None, "c": 0.5, "d": None, "e": 2}
+
+
+def test_every_logged_row_is_in_the_file(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path)
+    trainer.train()
+    rows = read(tmp_path / "metrics.jsonl")
+    assert len(rows) == len(trainer.state.log_history) == 5
+    for row, logged in zip(rows, trainer.state.log_history, strict=True):
+        assert {k: v for k, v in row.items() if k != "time"} == {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in logged.items()
+            # transformers' printer takes it out of the row.
+            if k != "total_flos"
+        }
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 4]
+    assert sorted(row["time"] for row in rows) == [row["time"] for row in rows]
+
+
+def test_parts_of_a_step_are_timed(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=4, gradient_accumulation_steps=2, steps_per_generation=4).train()
+    rows = [row for row in read(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert len(rows) == 4
+    for row in rows:
+        parts = [row["step/forward_backward_seconds"]]
+        if row["step"] % 2:
+            parts += [row["rollout/seconds"], row["step/scoring_seconds"]]
+        assert min(parts) > 0 and row["step/optimizer_seconds"] > 0
+        # TRL's own time of the step, which is without the optimizer.
+        assert sum(parts) == pytest.approx(row["step_time"], rel=0.05, abs=0.02)
+
+
+def test_every_generation_batch_has_a_row_whatever_is_logged(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, max_steps=4, logging_steps=4)
+    trainer.evaluate()
+    trainer.train()
+    batches = read(tmp_path / "batches.jsonl")
+    # Two generation batches of two updates each.
+    assert [batch["step"] for batch in batches] == [1, 3]
+    (row,) = [row for row in read(tmp_path / "metrics.jsonl") if "loss" in row]
+    for name in ("reward", "mismatch/abs_logp_mean", "mismatch/abs_logp_max", "mismatch/k3/q1", "quant/sqnr"):
+        values = [batch[name] for batch in batches]
+        assert row[name] == pytest.approx(sum(values) / 2) and values[0] != values[1]
+    make(tiny_model, tmp_path, max_steps=1).train()
+    assert len(read(tmp_path / "batches.jsonl")) == 1 and len(read(tmp_path / "batches.previous.jsonl")) == 2
+
+
+def test_run_file_says_what_was_run(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, objective="gspo", alignment="rollout-only", seed=7, max_steps=1).train()
+    run = json.loads((tmp_path / "run.json").read_text())
+    versions, options = run.pop("versions"), run.pop("options")
+    assert options["num_generations"] == 4 and options["max_completion_length"] == 8 and "save_strategy" not in options
+    assert not options.keys() & run.keys() and not any("seed" in name or "dir" in name for name in options)
+    assert run == {
+        "objective": "gspo",
+        "alignment": "rollout-only",
+        "scheme": "w4a16",
+        "group_size": 128,
+        "seed": 7,
+        "model": tiny_model,
+        "reward_funcs": ["spread"],
+        "num_problems": 16,
+        "num_processes": 1,
+        "use_vllm": False,
+        "learning_rate": 1e-3,
+        "max_steps": 1,
+    }
+    assert {"python", "trl-qarl", "torch", "transformers", "trl"} <= versions.keys()
+
+
+@pytest.mark.parametrize(
+    ("objective", "bounds"),
+    [
+        ("tbpo", {"ratio": ([None, 1.0004], [1 - 3e-4, 1.0007]), "mismatch_weight": ([0.5, 2.0], [0.5, 2.0])}),
+        ("gspo", {"ratio": ([None, 1.0004], [1 - 3e-4, None]), "mismatch_weight": ([None, None], [None, None])}),
+        ("mis-gspo", {"ratio": ([None, 1.0004], [1 - 3e-4, None]), "mismatch_weight": ([None, 3.0], [None, 3.0])}),
+    ],
+)
+def test_one_histogram_per_update_quantity_and_sign_counts_every_sequence(tiny_model, tmp_path, objective, bounds):
+    trainer = make(tiny_model, tmp_path, objective=objective, gradient_accumulation_steps=2, steps_per_generation=4)
+    advantages = []
+    compute = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: advantages.append(inputs["advantages"]) or compute(model, inputs)
+    trainer.train()
+    rows = read(tmp_path / "distributions.jsonl")
+    of_tokens = [row for row in rows if row["name"].startswith("token_")]
+    assert len(of_tokens) == 4 * 2 * 2 and all(row["bounds"] == [None, None] for row in of_tokens)
+    rows = [row for row in rows if row not in of_tokens]
+    assert len(rows) == 4 * 2 * 2
+    for row in rows:
+        assert set(row) == {"step", "name", "sign", "edges", "counts", "bounds"}
+        assert row["edges"] == HISTOGRAM_EDGES and len(row["counts"]) == len(row["edges"]) - 1
+        assert row["bounds"] == bounds[row["name"]][row["sign"] == "negative"]
+        of_update = [a for batch in advantages[2 * (row["step"] - 1) :][:2] for a in batch.tolist()]
+        assert sum(row["counts"]) == sum(a > 0 if row["sign"] == "positive" else a < 0 for a in of_update)
+    # The first update finds the policy that was sampled: all ratios are near 1, those after it are not.
+    near, far = (
+        sum(sum(row["counts"][22:27]) for row in rows if row["name"] == "ratio" and row["step"] == step)
+        for step in (1, 2)
+    )
+    assert near > far
+
+
+def test_histogram_of_tbpo_agrees_with_the_sequences_it_dropped(tiny_model, tmp_path):
+    # A bound that is an edge of the histogram.
+    high = HISTOGRAM_EDGES[35] - 1
+    trainer = make(
+        tiny_model, tmp_path, positive_epsilon_high=high, negative_epsilon_low=1.0, negative_epsilon_high=1e3
+    )
+    trainer.train()
+    log = {row["step"]: row for row in read(tmp_path / "metrics.jsonl") if "tbpo/dropped/positive_high" in row}
+    rows = [r for r in read(tmp_path / "distributions.jsonl") if (r["name"], r["sign"]) == ("ratio", "positive")]
+    shares = [sum(row["counts"][35:]) / sum(row["counts"]) for row in rows]
+    assert shares == [pytest.approx(log[row["step"]]["tbpo/dropped/positive_high"]) for row in rows]
+    assert any(shares)
+
+
+@pytest.mark.parametrize(
+    ("objective", "positive", "negative", "weight"),
+    [
+        ("grpo-tis", [None, 1.2], [0.8, None], [None, 3.0]),
+        ("dual-clip", [None, 1.2], [0.8, 3.0], [None, 3.0]),
+        ("sapo", [None, None], [None, None], [None, None]),
+    ],
+)
+def test_histograms_of_tokens_count_every_token(tiny_model, tmp_path, objective, positive, negative, weight):
+    trainer = make(tiny_model, tmp_path, objective=objective, max_steps=2)
+    lengths = {1: 0, -1: 0}
+    compute = trainer._compute_loss
+
+    def count(model, inputs):
+        for advantage, row in zip(inputs["advantages"].sign().tolist(), inputs["completion_mask"], strict=True):
+            if advantage:
+                lengths[advantage] += int(row.sum())
+        return compute(model, inputs)
+
+    trainer._compute_loss = count
+    trainer.train()
+    rows = read(tmp_path / "distributions.jsonl")
+    assert {row["name"] for row in rows} == {"token_ratio", "token_mismatch_weight"} and len(rows) == 2 * 2 * 2
+    bounds = {("token_ratio", "positive"): positive, ("token_ratio", "negative"): negative}
+    for row in rows:
+        assert row["bounds"] == bounds.get((row["name"], row["sign"]), weight)
+    for name in ("token_ratio", "token_mismatch_weight"):
+        for sign, expected in (("positive", lengths[1]), ("negative", lengths[-1])):
+            assert (
+                sum(sum(row["counts"]) for row in rows if (row["name"], row["sign"]) == (name, sign)) == expected > 0
+            )
+
+
+def test_worst_completions_are_written_with_their_span_marked(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, max_steps=4)
+    trainer.evaluate()
+    trainer.train()
+    rows = read(tmp_path / "worst_completions.jsonl")
+    # Two generation batches of two updates each.
+    assert [(row["step"], row["kind"]) for row in rows] == [
+        (step, kind) for step in (1, 3) for kind in ("mismatch", "improbable")
+    ]
+    for row in rows:
+        assert "+" in row["prompt"] and row["completion"].count("⟦") == row["completion"].count("⟧") == 1
+        assert row["completion"].partition("⟦")[2][0] != "⟧" and row["nats"] >= 0
+    make(tiny_model, tmp_path, max_steps=1).train()
+    assert len(read(tmp_path / "worst_completions.jsonl")) == 2
+    assert len(read(tmp_path / "worst_completions.previous.jsonl")) == 4
+
+
+def test_evaluation_is_logged_and_counted_in_no_histogram(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, max_steps=1, per_device_eval_batch_size=4)
+    trainer.evaluate()
+    trainer.train()
+    rows = read(tmp_path / "metrics.jsonl")
+    assert "eval_reward" in rows[0] and rows[0]["step"] == 0 and rows[1]["step"] == 1
+    counts = [sum(r["counts"]) for r in read(tmp_path / "distributions.jsonl") if r["name"] == "ratio"]
+    assert sum(counts) == 4
+
+
+def test_resumed_run_appends(tiny_model, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    make(tiny_model, tmp_path, callbacks=[StopAt(2)], **saving).train()
+    before = read(tmp_path / "metrics.jsonl")
+    make(tiny_model, tmp_path, **saving).train(resume_from_checkpoint=True)
+    rows = read(tmp_path / "metrics.jsonl")
+    assert rows[: len(before)] == before
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert sorted({row["step"] for row in read(tmp_path / "distributions.jsonl")}) == [1, 2, 3, 4]
+
+
+def test_new_run_in_the_same_directory_starts_new_files_and_keeps_the_last_ones(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=2).train()
+    first = (tmp_path / "metrics.jsonl").read_text()
+    make(tiny_model, tmp_path, max_steps=1).train()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl") if "loss" in row] == [1]
+    assert (tmp_path / "metrics.previous.jsonl").read_text() == first
+    assert len(read(tmp_path / "distributions.jsonl")) == 8
+
+
+@pytest.mark.parametrize(("bound", "share"), [(1e-3, 1.0), (3.0, 0.0)])
+def test_share_of_rejected_completions(tiny_model, tmp_path, bound, share):
+    """Learner and sampler agree, so that every weight is near 1."""
+    options = {"objective": "mis-gspo", "vllm_importance_sampling_clip_max": bound, "max_steps": 1}
+    make(tiny_model, tmp_path, **options).train()
+    assert read(tmp_path / "metrics.jsonl")[0]["mismatch/rejected_share"] == share

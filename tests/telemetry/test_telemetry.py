@@ -1,0 +1,367 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trl_qarl.quantization.quantize import dequantize_weight
+from trl_qarl.quantization.swap import prepare_model, quantized_layers
+from trl_qarl.telemetry.codes import (
+    DEAF_FLIP_RATE,
+    DEAF_UPDATES,
+    code_flip_rate,
+    is_deaf,
+    sampled_masters,
+    sqnr,
+    update_to_step,
+)
+from trl_qarl.telemetry.mismatch import (
+    mismatch_metrics,
+    mismatch_sums,
+    ratio_histograms,
+    split_metrics,
+    split_sums,
+    weight_metrics,
+)
+from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
+from trl_qarl.telemetry.text import has_loop, is_garbled, worst_examples, worst_span
+
+
+def naive(old, sampling, mask):
+    differences = [
+        o - s
+        for o_row, s_row, m_row in zip(old.tolist(), sampling.tolist(), mask.tolist(), strict=True)
+        for o, s, m in zip(o_row, s_row, m_row, strict=True)
+        if m and not math.isnan(s)
+    ]
+    n = len(differences)
+    return {
+        "mismatch/abs_logp_mean": sum(abs(d) for d in differences) / n,
+        "mismatch/abs_logp_max": max(abs(d) for d in differences),
+        "mismatch/k1": sum(-d for d in differences) / n,
+        "mismatch/k3": sum(math.exp(d) - 1 - d for d in differences) / n,
+    }
+
+
+def case(seed):
+    torch.manual_seed(seed)
+    old, sampling = torch.randn(4, 6).double(), torch.randn(4, 6).double()
+    mask = (torch.rand(4, 6) > 0.3).long()
+    sampling[mask == 0] = float("nan")
+    mask[0, 0], sampling[0, 0] = 1, float("nan")
+    return old, sampling, mask
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_mismatch_metrics_equal_a_naive_loop(seed):
+    old, sampling, mask = case(seed)
+    metrics = mismatch_metrics(*mismatch_sums(old, sampling, mask), torch.tensor([1.0, 1.0, 2.0, 0.5]))
+    for name, value in naive(old, sampling, mask).items():
+        assert metrics[name] == pytest.approx(value, rel=1e-12)
+    assert metrics["mismatch/unknown_tokens"] == (mask.bool() & sampling.isnan()).sum()
+    assert metrics["mismatch/effective_sample_size"] == pytest.approx(4.5**2 / 6.25 / 4)
+    assert (metrics["mismatch/weight_min"], metrics["mismatch/weight_max"]) == (0.5, 2.0)
+
+
+def test_sums_over_a_split_batch_add_up():
+    old, sampling, mask = case(0)
+    whole, maximum = mismatch_sums(old, sampling, mask)
+    parts = [mismatch_sums(old[i : i + 2], sampling[i : i + 2], mask[i : i + 2]) for i in (0, 2)]
+    torch.testing.assert_close(sum(sums for sums, _ in parts), whole)
+    assert max(m for _, m in parts) == maximum
+
+
+def test_equal_log_probs_give_zero_mismatch():
+    old, _, mask = case(0)
+    metrics = mismatch_metrics(*mismatch_sums(old, old, mask), torch.ones(4))
+    for name in ("abs_logp_mean", "abs_logp_max", "k1", "k3"):
+        assert metrics[f"mismatch/{name}"] == 0
+    assert metrics["mismatch/effective_sample_size"] == 1
+
+
+def test_no_known_token_gives_no_mismatch_rather_than_nan():
+    nothing = torch.zeros(2, 3)
+    assert mismatch_metrics(*mismatch_sums(nothing, nothing, nothing), torch.ones(2)) == {"mismatch/unknown_tokens": 0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_histograms_equal_a_naive_count(seed):
+    generator = torch.Generator().manual_seed(seed)
+    log_ratios = torch.randn(2, 200, generator=generator).double() * 10 ** (
+        -7 * torch.rand(2, 200, generator=generator)
+    )
+    log_ratios[0, :4] = torch.tensor([0.0, 50.0, -50.0, math.nan])
+    advantages = torch.randn(200, generator=generator)
+    advantages[4:8] = 0
+    counted = torch.rand(200, generator=generator) > 0.1
+    edges = [math.log(edge) for edge in HISTOGRAM_EDGES]
+    expected = []
+    for row in log_ratios.tolist():
+        for sign in (1, -1):
+            bins = [0] * (len(edges) - 1)
+            for value, advantage, counts in zip(row, advantages.tolist(), counted.tolist(), strict=True):
+                if counts and sign * advantage > 0 and not math.isnan(value):
+                    inside = [i for i in range(len(bins)) if edges[i] <= value < edges[i + 1]]
+                    bins[inside[0] if inside else 0 if value < 0 else -1] += 1
+            expected.append(bins)
+    assert ratio_histograms(log_ratios, advantages, counted).tolist() == expected
+
+
+def test_edges_of_histograms_separate_the_bounds_of_the_paper():
+    assert sorted(HISTOGRAM_EDGES) == HISTOGRAM_EDGES and len(set(HISTOGRAM_EDGES)) == 50
+    bins = {sum(edge <= bound for edge in HISTOGRAM_EDGES) for bound in (1 - 3e-4, 1.0, 1 + 3e-4, 1 + 7e-4, 0.5, 2.0)}
+    assert len(bins) == 6
+
+
+def test_code_flip_rate_counts_the_last_update():
+    net = nn.Sequential(nn.Linear(128, 32), nn.Linear(32, 32))
+    prepare_model(net, "w8a8")
+    layers = quantized_layers(net).values()
+    assert math.isnan(code_flip_rate(layers))
+    codes = net[0].low_bit_weight().qdata.clone()
+    with torch.no_grad():
+        net[0].weight[0] *= -1
+    flipped = (net[0].low_bit_weight().qdata != codes).sum().item()
+    with torch.no_grad():
+        net[1].weight.add_(0)
+    assert code_flip_rate(layers) == pytest.approx(flipped / (128 * 32 + 32 * 32)) and flipped > 100
+
+
+def test_sqnr_in_decibel():
+    net = nn.Sequential(nn.Linear(128, 32), nn.Linear(32, 32))
+    prepare_model(net, "w4a16")
+    layers = quantized_layers(net)
+    signal = sum(layer.weight.detach().double().square().sum() for layer in layers.values())
+    noise = sum(
+        (layer.weight.detach().double() - dequantize_weight(layer.low_bit_weight(), torch.float64)).square().sum()
+        for layer in layers.values()
+    )
+    assert sqnr(layers)["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
+
+
+def test_sqnr_of_each_family_of_layers():
+    net = nn.ModuleDict(
+        {f"layer{i}": nn.ModuleDict({"up": nn.Linear(128, 8), "down": nn.Linear(128, 8)}) for i in "ab"}
+    )
+    prepare_model(net, "w4a16")
+    layers = quantized_layers(net)
+    ratios = sqnr(layers)
+    assert set(ratios) == {"quant/sqnr", "quant/sqnr/up", "quant/sqnr/down"}
+    ups = {name: layer for name, layer in layers.items() if name.endswith("up")}
+    assert len(ups) == 2 and sqnr(ups)["quant/sqnr"] == ratios["quant/sqnr/up"] != ratios["quant/sqnr/down"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "span"),
+    [
+        ([0.0, 1.0, 4.0, 1.1, 0.9, 3.0], (2, 4)),
+        ([5.0], (0, 1)),
+        ([2.0, 3.0, 2.0], (0, 3)),
+        ([math.nan, 4.0, math.nan, 3.0], (1, 2)),
+    ],
+)
+def test_worst_span_is_the_run_around_the_largest_score(scores, span):
+    assert worst_span(scores) == span
+
+
+def test_worst_examples_mark_the_offending_span():
+    sampling = torch.tensor([[-1.0, -1.0, -1.0, -9.0], [-1.0, -1.0, -0.5, -0.5]])
+    old = torch.tensor([[-1.1, -1.0, -1.0, -9.0], [-1.0, -4.0, -0.5, -99.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    completions = [[97, 98, 99, 100], [101, 102, 103]]
+    prompts = [[65], [66]]
+    advantages = torch.tensor([0.5, -0.5])
+
+    def find(**changes):
+        arguments = {"sampling_per_token_logps": sampling, "mask": mask} | changes
+        return worst_examples(
+            old,
+            **arguments,
+            advantages=advantages,
+            prompt_ids=prompts,
+            completion_ids=completions,
+            decode=lambda ids: bytes(ids).decode(),
+        )
+
+    mismatch, improbable = find()
+    assert mismatch == {"kind": "mismatch", "nats": 3.0, "advantage": -0.5, "prompt": "B", "completion": "e⟦f⟧g"}
+    assert improbable == {"kind": "improbable", "nats": 9.0, "advantage": 0.5, "prompt": "A", "completion": "abc⟦d⟧"}
+    assert find(mask=torch.zeros_like(mask)) == []
+    diverged = torch.full_like(old, math.nan)
+    assert worst_examples(diverged, sampling, mask, advantages, prompts, completions, bytes) == []
+    unknown = sampling.clone()
+    unknown[1] = math.nan
+    assert [example["prompt"] for example in find(sampling_per_token_logps=unknown)] == ["A", "A"]
+
+
+def naive_splits(old, sampling, advantages, mask):
+    """By loops over Python floats: means of |d| by name, and the share of error tokens."""
+    found = {name: [] for name in ("positive", "negative", "q1", "q2", "q3", "q4")}
+    errors = []
+    for o_row, s_row, advantage, m_row in zip(
+        old.tolist(), sampling.tolist(), advantages.tolist(), mask.tolist(), strict=True
+    ):
+        tokens = [(o, s) for o, s, m in zip(o_row, s_row, m_row, strict=True) if m]
+        for rank, (o, s) in enumerate(tokens):
+            if math.isnan(s):
+                continue
+            if advantage:
+                found["positive" if advantage > 0 else "negative"].append(o - s)
+            found[f"q{4 * rank // len(tokens) + 1}"].append(o - s)
+            errors.append(math.exp(o) < 1e-3 and math.exp(s) < 1e-3)
+    metrics = {}
+    for name, d in found.items():
+        metrics[f"mismatch/abs_logp_mean/{name}"] = sum(map(abs, d)) / len(d)
+        metrics[f"mismatch/abs_logp_max/{name}"] = max(map(abs, d))
+        metrics[f"mismatch/k1/{name}"] = -sum(d) / len(d)
+        metrics[f"mismatch/k3/{name}"] = sum(math.exp(x) - 1 - x for x in d) / len(d)
+    return {**metrics, "rollout/error_token_share": sum(errors) / len(errors)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_splits_of_the_mismatch_equal_a_naive_loop_and_add_up_over_processes(seed):
+    torch.manual_seed(seed)
+    old = -6 + 2 * torch.randn(8, 11).double()
+    sampling = old + torch.randn(8, 11).double()
+    mask = (torch.rand(8, 11) > 0.3).long()
+    mask[1] = 0
+    sampling[mask == 0] = float("nan")
+    sampling[2, 3] = float("nan")
+    advantages = torch.randn(8)
+    advantages[3] = 0
+    expected = naive_splits(old, sampling, advantages, mask)
+    assert split_metrics(*split_sums(old, sampling, advantages, mask)) == pytest.approx(expected, rel=1e-12)
+    assert 0 < expected["rollout/error_token_share"] < 1
+    parts = [slice(0, 5), slice(5, 8)]
+    sums, maxima = zip(
+        *(split_sums(old[part], sampling[part], advantages[part], mask[part]) for part in parts), strict=True
+    )
+    assert split_metrics(sum(sums), torch.maximum(*maxima)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_split_without_a_token_is_left_out_and_only_that():
+    old = torch.full((1, 8), -1.0)
+    metrics = split_metrics(*split_sums(old, old - 0.5, torch.ones(1), torch.ones(1, 8)))
+    assert metrics.pop("rollout/error_token_share") == 0
+    for kind, value in (("abs_logp_mean", 0.5), ("abs_logp_max", 0.5), ("k1", -0.5), ("k3", math.exp(0.5) - 1.5)):
+        assert [metrics.pop(f"mismatch/{kind}/{name}") for name in ("positive", "q1", "q2", "q3", "q4")] == [
+            pytest.approx(value)
+        ] * 5
+    assert metrics == {}
+
+
+def test_weights_by_sign_of_the_advantage():
+    weights, advantages = torch.tensor([1.0, 2.0, 0.5, 0.5, 1.5]), torch.tensor([1.0, 0.2, -1.0, -0.1, 0.0])
+    metrics = weight_metrics(weights, advantages)
+    assert metrics == {
+        "mismatch/weight_mean/positive": 1.5,
+        "mismatch/effective_sample_size/positive": pytest.approx(9 / 5 / 2),
+        "mismatch/weight_mean/negative": 0.5,
+        "mismatch/effective_sample_size/negative": 1.0,
+    }
+    assert weight_metrics(weights, advantages.abs()).keys() == {
+        "mismatch/weight_mean/positive",
+        "mismatch/effective_sample_size/positive",
+    }
+
+
+def test_a_logprob_that_is_not_a_number_is_not_hidden():
+    old = torch.tensor([[math.nan, -1.0]])
+    metrics = split_metrics(*split_sums(old, torch.full((1, 2), -1.0), torch.ones(1), torch.ones(1, 2)))
+    assert math.isnan(metrics["mismatch/abs_logp_mean/positive"]) and math.isnan(metrics["mismatch/k3/q1"])
+
+
+def test_an_error_token_is_improbable_under_both_policies():
+    old, sampling = torch.tensor([[1e-4, 1e-4, 0.5]]).log(), torch.tensor([[1e-4, 0.5, 1e-4]]).log()
+    metrics = split_metrics(*split_sums(old, sampling, torch.ones(1), torch.ones(1, 3)))
+    assert metrics["rollout/error_token_share"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([], False),
+        ([7] * 15, False),
+        ([7] * 16, True),
+        ([1, 2, 3] + [7] * 16 + [4, 5], True),
+        (list(range(100)), False),
+        ([1, 2, 3, 4] * 4, True),
+        ([1, 2, 3, 4] * 3, False),
+        ([9, 9, 8] + [1, 2, 3, 4, 5] * 4, True),
+        ([9, 9, 8] + [1, 2, 3, 4, 5] * 3 + [1, 2, 3, 4, 6], False),
+        (list(range(64)) * 4, True),
+        (list(range(65)) * 4, False),
+        ([i // 2 for i in range(200)], False),
+    ],
+)
+def test_loops_are_blocks_that_repeat_in_a_row(ids, expected):
+    assert has_loop(ids) is expected
+
+
+def naive_has_loop(ids):
+    return any(
+        all(ids[i] == ids[i + period] for i in range(start, start + length - period))
+        for period in range(1, 65)
+        for length in [max(4 * period, 16)]
+        for start in range(len(ids) - length + 1)
+    )
+
+
+def test_loops_equal_a_naive_search():
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for length in range(10, 70):
+        ids = torch.randint(0, 2, (length,), generator=generator).tolist()
+        block = ids[: length % 7 + 1]
+        ids += block * (length % 6)
+        found.append(has_loop(ids))
+        assert found[-1] == naive_has_loop(ids)
+    assert 5 < sum(found) < 55
+
+
+def test_garbled_text_has_bytes_that_are_no_character_before_its_end():
+    assert is_garbled("a\ufffdb") and not is_garbled("ab") and not is_garbled("") and not is_garbled("ab\ufffd\ufffd")
+
+
+def test_policy_is_deaf_where_no_code_flips_for_long():
+    quiet = [math.nan] + [0.0] * (DEAF_UPDATES - 1)
+    assert not is_deaf(quiet) and is_deaf([*quiet, DEAF_FLIP_RATE / 2])
+    assert not is_deaf([*quiet, DEAF_FLIP_RATE]) and is_deaf([1.0] + [0.0] * DEAF_UPDATES)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "w8a16", "fp8"])
+def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 40), nn.Linear(128, 24))
+    prepare_model(net, scheme)
+    layers = quantized_layers(net)
+    before = sampled_masters(layers)
+    assert [len(rows) for rows in before.values()] == [20, 24]
+    old = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.weight.add_(1e-4 * torch.randn_like(layer.weight))
+    moved, count = 0.0, 0
+    for name, layer in layers.items():
+        qdata, scale = layer.low_bit_weight()
+        codes = dequantize_weight(layer.low_bit_weight(), torch.float32).double()
+        group = layer.in_features // scale.shape[1]
+        for i in range(0, layer.out_features, 2 if layer.out_features == 40 else 1):
+            for j in range(layer.in_features):
+                s = scale[i, j // group].item()
+                step = s
+                if scheme == "fp8":
+                    # Normal numbers have three bits after the point, below 2^-6 the distance stays.
+                    code = abs(codes[i, j].item()) / s
+                    step = s * 2.0 ** (max(math.floor(math.log2(code)) if code else -6, -6) - 3)
+                moved += abs(layer.weight[i, j].item() - old[name][i, j].item()) / step
+                count += 1
+    assert update_to_step(before, layers) == pytest.approx(moved / count, rel=1e-3)
+
+
+def test_update_of_nothing_is_zero_steps_and_no_layers_are_nan():
+    net = nn.Sequential(nn.Linear(128, 32))
+    prepare_model(net, "w4a16")
+    layers = quantized_layers(net)
+    assert update_to_step(sampled_masters(layers), layers) == 0
+    assert math.isnan(update_to_step({}, {}))

@@ -1,0 +1,136 @@
+"""The package's modules import each other in one direction."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import trl_qarl
+
+
+ROOT = Path(trl_qarl.__file__).parent
+
+
+def module_files(root):
+    """Every module below `root`, `{dotted name: file}`; a folder's name stands for its `__init__.py`."""
+    files = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def import_graph(root):
+    """
+    `{module: modules it imports}`, at the top, within functions and for type checkers alike.
+
+    The package itself is left out: it offers public names of all modules, loaded on first use, and its version.
+    """
+    files = module_files(root)
+    graph = {}
+    for module, path in files.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                source = ".".join(filter(None, (base, node.module)))
+                # `from .folder import name` may mean a module of the folder or a name in its `__init__.py`.
+                imported |= {
+                    f"{source}.{alias.name}" if f"{source}.{alias.name}" in files else source for alias in node.names
+                }
+        graph[module] = (imported & set(files)) - {module, root.name}
+    del graph[root.name]
+    return graph
+
+
+def find_circle(graph):
+    """A list of nodes in which each imports the next and the last the first, or `None`."""
+    finished, path = set(), []
+
+    def visit(node):
+        if node in path:
+            return path[path.index(node) :]
+        if node in finished:
+            return None
+        path.append(node)
+        for other in sorted(graph[node]):
+            if circle := visit(other):
+                return circle
+        finished.add(path.pop())
+        return None
+
+    return next(filter(None, map(visit, sorted(graph))), None)
+
+
+def by_folder(graph):
+    """The same graph with each folder as one node."""
+    folder = lambda module: ".".join(module.split(".")[:2])  # noqa: E731
+    folders = {folder(module): set() for module in graph}
+    for module, imported in graph.items():
+        folders[folder(module)] |= {folder(other) for other in imported} - {folder(module)}
+    return folders
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return import_graph(ROOT)
+
+
+def test_no_module_imports_itself_over_others(graph):
+    assert find_circle(graph) is None
+
+
+def test_no_folder_imports_itself_over_others(graph):
+    assert find_circle(by_folder(graph)) is None
+
+
+def test_quantization_imports_nothing_else_of_the_package(graph):
+    inside = {module: imported for module, imported in graph.items() if module.startswith("trl_qarl.quantization.")}
+    outside = {
+        f"{module} -> {other}"
+        for module, imported in inside.items()
+        for other in imported
+        if not other.startswith("trl_qarl.quantization")
+    }
+    assert len(inside) > 5 and not outside
+
+
+def test_protocol_and_run_files_import_nothing_of_the_package(graph):
+    assert graph["trl_qarl.rollout.protocol"] == graph["trl_qarl.telemetry.run_files"] == set()
+
+
+def test_the_trainers_side_does_not_import_what_runs_in_vllm(graph):
+    importers = {module for module, imported in graph.items() if any("vllm_plugin" in other for other in imported)}
+    assert importers and all(module.startswith("trl_qarl.vllm_plugin") for module in importers)
+
+
+def test_arrows_and_circles_are_found_in_a_package_that_has_them(tmp_path):
+    sources = {
+        "__init__.py": "from .a import x",
+        "a.py": "def f():\n    from .folder import b",
+        "folder/__init__.py": "from .c import y",
+        "folder/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..other.d import Z",
+        "folder/c.py": "import json\nfrom .. import __version__",
+        "other/__init__.py": "",
+        "other/d.py": "import package.a",
+    }
+    for name, text in sources.items():
+        path = tmp_path / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    graph = import_graph(tmp_path / "package")
+    assert graph == {
+        "package.a": {"package.folder.b"},
+        "package.folder": {"package.folder.c"},
+        "package.folder.b": {"package.other.d"},
+        "package.folder.c": set(),
+        "package.other": set(),
+        "package.other.d": {"package.a"},
+    }
+    assert find_circle(graph) == ["package.a", "package.folder.b", "package.other.d"]
+    assert find_circle(by_folder(graph)) == ["package.a", "package.folder", "package.other"]
+    graph["package.other.d"] = set()
+    assert find_circle(graph) is None and find_circle(by_folder(graph)) is None

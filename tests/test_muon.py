@@ -1,0 +1,98 @@
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config
+from trl_qarl.muon import create_muon_adamw
+
+
+def tiny(**overrides):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(make_tiny_config("qwen2", **overrides))
+
+
+def make(model, **kwargs):
+    decay = {name for name, p in model.named_parameters() if p.ndim == 2}
+    return create_muon_adamw(model, decay, **({"lr": 1e-2, "weight_decay": 0.1} | kwargs))
+
+
+def update(model, optimizer):
+    torch.manual_seed(1)
+    model(torch.randint(0, 200, (2, 8))).logits.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hidden_matrices_go_to_muon_and_everything_else_to_adamw(tied):
+    model = tiny(tie_word_embeddings=tied)
+    optimizer = make(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon = {names[id(p)] for group in optimizer.parts["muon"].param_groups for p in group["params"]}
+    adamw = {names[id(p)] for group in optimizer.parts["adamw"].param_groups for p in group["params"]}
+    assert muon == {n for n in names.values() if n.endswith("proj.weight")}
+    assert muon | adamw == set(names.values()) and not muon & adamw
+    assert "model.embed_tokens.weight" in adamw
+
+
+def test_every_parameter_gets_the_update_of_its_own_optimizer():
+    model, reference = tiny(), tiny()
+    update(model, make(model))
+    matrices = [p for n, p in reference.named_parameters() if n.endswith("proj.weight")]
+    others = [p for n, p in reference.named_parameters() if not n.endswith("proj.weight")]
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    decay = [p for p in others if p.ndim == 2]
+    adamw = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": [p for p in others if p.ndim != 2], "weight_decay": 0.0}],
+        lr=1e-2,
+    )
+    torch.manual_seed(1)
+    reference(torch.randint(0, 200, (2, 8))).logits.square().mean().backward()
+    muon.step()
+    adamw.step()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_scheduler_reaches_both_parts():
+    model = tiny()
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for expected in (5e-3, 2.5e-3):
+        update(model, optimizer)
+        scheduler.step()
+        groups = [group for part in optimizer.parts.values() for group in part.param_groups]
+        assert {group["lr"] for group in groups} == {expected}
+
+
+def test_state_dict_round_trip_continues_identically():
+    model = tiny()
+    optimizer = make(model)
+    update(model, optimizer)
+    other = copy.deepcopy(model)
+    resumed = make(other)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(resumed, lambda step: 1.0)
+    for _ in range(2):
+        update(model, optimizer)
+        update(other, resumed)
+        scheduler.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_state_of_another_optimizer_is_refused():
+    model = tiny()
+    with pytest.raises(ValueError, match="another `optim`"):
+        make(model).load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+
+
+def test_frozen_parameters_are_left_out():
+    model = tiny()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("o_proj.weight"))
+    optimizer = make(model)
+    assert optimizer.parts.keys() == {"muon"} and len(optimizer.param_groups[0]["params"]) == 2
+    update(model, optimizer)

@@ -1,0 +1,440 @@
+"""The gate is plain ASGI; it is driven here without a web framework, in front of an application that answers everything."""
+
+import asyncio
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from trl_qarl.rollout.handshake import is_proof, proof
+from trl_qarl.rollout.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
+from trl_qarl.vllm_plugin.gate import WORKER_METHODS, PublicationGate
+
+
+SECRET = "5" * 64
+
+
+class Server:
+    """A gate, an application that answers with `status`, and open sessions as tasks."""
+
+    def __init__(self):
+        self.status = 200
+        self.gate = PublicationGate(self.application, SECRET)
+        self.reached = []
+
+    async def application(self, scope, receive, send):
+        self.reached.append((scope["method"], scope["path"], (await receive())["body"]))
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def request(self, path, method="POST", token=None, disconnect=None, body=None, headers=()):
+        """Status and body; with `disconnect`, an event, the connection stays open until it is set."""
+        sent, first_body, is_read = [], asyncio.Event(), False
+
+        async def receive():
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": json.dumps(body or {}).encode(), "more_body": False}
+            await disconnect.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            if message["type"] == "http.response.body":
+                first_body.set()
+
+        headers = [(b"content-type", b"application/json"), *headers]
+        headers += [] if token is None else [(SESSION_HEADER.encode(), token.encode())]
+        scope = {"type": "http", "path": path, "method": method, "headers": headers}
+        task = asyncio.ensure_future(self.gate(scope, receive, send))
+        answered = asyncio.ensure_future(first_body.wait())
+        await asyncio.wait([task, answered], return_when=asyncio.FIRST_COMPLETED)
+        if disconnect is None or not first_body.is_set():
+            answered.cancel()
+            await task
+        return sent[0]["status"], json.loads(sent[1]["body"] or b"{}"), task
+
+    async def prove(self, secret=SECRET, trainer="process 7"):
+        """Body of a request for a session."""
+        nonces = ["a", (await self.request(STATE_PATH, method="GET"))[1]["nonce"]]
+        return {"trainer": trainer, "nonce": "a", "proof": proof(secret, "trainer", nonces, trainer)}
+
+    async def open_session(self):
+        hang_up = asyncio.Event()
+        status, body, task = await self.request(SESSION_PATH, disconnect=hang_up, body=await self.prove())
+        return status, body.get("session"), hang_up, task
+
+    async def publish(self, token):
+        await self.request("/start_weight_update", token=token)
+        status = (await self.request("/finish_weight_update", token=token))[0]
+        await self.request("/resume", token=token)
+        return status
+
+
+def run(scenario):
+    asyncio.run(scenario(Server()))
+
+
+GENERATING = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations", "/inference/v1/generate"]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_nothing_generates_before_the_first_publication(path):
+    async def scenario(server):
+        status, body, _ = await server.request(path)
+        assert status == 503 and "published" in body["error"]
+        assert (await server.request("/v1/models", method="GET"))[0] == 200
+        _, token, *_ = await server.open_session()
+        assert await server.publish(token) == 200
+        assert (await server.request(path))[0] == 200
+
+    run(scenario)
+
+
+def test_an_update_that_fails_leaves_the_gate_closed():
+    async def scenario(server):
+        _, token, *_ = await server.open_session()
+        await server.publish(token)
+        await server.request("/start_weight_update", token=token)
+        assert (await server.request("/v1/completions"))[0] == 503
+        server.status = 500
+        assert (await server.request("/finish_weight_update", token=token))[0] == 500
+        server.status = 200
+        assert (await server.request("/v1/completions"))[0] == 503
+        assert await server.publish(token) == 200
+        assert (await server.request("/v1/completions"))[0] == 200
+
+    run(scenario)
+
+
+def test_a_trainer_that_ends_before_it_resumes_the_engine_leaves_the_gate_closed():
+    """The engine is paused meanwhile, and would let other clients wait."""
+
+    async def scenario(server):
+        _, token, *_ = await server.open_session()
+        await server.publish(token)
+        assert (await server.request("/v1/completions"))[0] == 200
+        await server.request("/pause", token=token)
+        assert (await server.request("/v1/completions"))[0] == 503
+        await server.request("/resume", token=token)
+        assert (await server.request("/v1/completions"))[0] == 200
+        for path in ("/pause", "/start_weight_update", "/finish_weight_update"):
+            await server.request(path, token=token)
+            assert (await server.request("/v1/completions"))[0] == 503
+        server.status = 500
+        await server.request("/resume", token=token)
+        server.status = 200
+        assert (await server.request("/v1/completions"))[0] == 503
+        await server.request("/resume", token=token)
+        assert (await server.request("/v1/completions"))[0] == 200
+
+    run(scenario)
+
+
+def test_resuming_without_a_publication_opens_nothing():
+    async def scenario(server):
+        _, token, *_ = await server.open_session()
+        for path in ("/resume", "/start_weight_update", "/resume"):
+            await server.request(path, token=token)
+            assert (await server.request("/v1/completions"))[0] == 503
+
+    run(scenario)
+
+
+def test_one_trainer_at_a_time_and_the_next_when_it_is_gone():
+    async def scenario(server):
+        status, token, hang_up, held = await server.open_session()
+        assert status == 200
+        status, body, _ = await server.request(SESSION_PATH, body=await server.prove())
+        assert status == 409 and "process 7" in body["error"]
+        hang_up.set()
+        await held
+        status, other, *_ = await server.open_session()
+        assert status == 200 and other != token
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/collective_rpc",
+        "/update_weight_version",
+        "/release_kv_cache_memory",
+        "/scale_elastic_ep",
+        "/sleep",
+        "/reset_prefix_cache",
+        "/v1/load_lora_adapter",
+        "/start_profile",
+        "/fault_tolerance/apply",
+        "/a_route_of_the_next_version",
+    ],
+)
+@pytest.mark.parametrize("token", [None, "", "wrong", "é"])
+def test_only_the_session_changes_weights(path, token):
+    async def scenario(server):
+        call = {"body": {"method": "qarl_describe"}}
+        assert (await server.request(path, token=token, **call))[0] == 409
+        _, good, *_ = await server.open_session()
+        # Also with the weights complete, when everybody may generate.
+        await server.publish(good)
+        server.reached.clear()
+        assert (await server.request(path, token=token, **call))[0] == 409
+        assert (await server.request(path, method="DELETE", token=token, **call))[0] == 409
+        assert server.reached == []
+        assert (await server.request(path, token=good, **call))[0] == 200
+        assert server.reached == [("POST", path, json.dumps(call["body"]).encode())]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/v1/models", "/metrics", "/version", "/load", "/is_paused", "/weight_info"]
+)
+def test_everybody_may_read(path):
+    async def scenario(server):
+        assert (await server.request(path, method="GET"))[0] == 200
+        assert (await server.request(path, method="GET", headers=[(b"origin", b"http://chat.example")]))[0] == 200
+
+    run(scenario)
+
+
+def test_every_route_of_this_vllm_is_known_or_the_sessions():
+    """What a stranger reaches of vLLM's routes is what is meant to be reached."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None:
+        pytest.skip("needs the source of vLLM")
+    source = Path(vllm.origin).parent / "entrypoints"
+    routes = {
+        route
+        for file in source.rglob("*.py")
+        for route in re.findall(r"\.(?:post|put|patch|delete)\(\s*[\"'](/[^\"']*)", file.read_text())
+    }
+    assert {"/v1/completions", "/collective_rpc", "/scale_elastic_ep"} <= routes
+
+    async def scenario(server):
+        _, token, *_ = await server.open_session()
+        await server.publish(token)
+        refused = {route for route in routes if (await server.request(route))[0] == 409}
+        assert refused == {route for route in routes if re.match(CHANGING, route)}
+
+    run(scenario)
+
+
+CHANGING = (
+    r"/(abort_requests|collective_rpc|fault_tolerance/apply|finish_weight_update|init_weight_transfer_engine|pause|resume|"
+    r"release_kv_cache_memory|reset_\w+|scale_elastic_ep|sleep|start_\w+|stop_profile|update_\w+|wake_up|v1/\w+_lora_adapter|"
+    r"v1/responses/{response_id}/cancel)$"
+)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [None, 7, ["qarl_expect"], "", "save_sharded_state", "update_environment_variables", "qarl_expect ", "load_model"],
+)
+def test_workers_do_only_what_a_publication_needs(method):
+    async def scenario(server):
+        _, token, *_ = await server.open_session()
+        server.reached.clear()
+        status, body, _ = await server.request("/collective_rpc", token=token, body={"method": method, "args": []})
+        assert status == 403 and "qarl_describe" in body["error"]
+        assert server.reached == []
+        for allowed in WORKER_METHODS:
+            assert (await server.request("/collective_rpc", token=token, body={"method": allowed}))[0] == 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("secret", [None, "", "6" * 64])
+def test_a_session_opens_only_for_who_knows_the_secret(secret):
+    async def scenario(server):
+        body = {"trainer": "process 8"} if secret is None else await server.prove(secret, "process 8")
+        status, answer, _ = await server.request(SESSION_PATH, body=body)
+        assert status == 403 and "secret" in answer["error"] and "session" not in answer
+        assert server.gate.holder is None
+        # A stranger's attempts are no obstacle to the trainer.
+        assert (await server.open_session())[0] == 200
+
+    run(scenario)
+
+
+def test_a_proof_serves_once_and_for_its_trainer_only():
+    async def scenario(server):
+        body = await server.prove()
+        forged = {**body, "trainer": "somebody else"}
+        assert (await server.request(SESSION_PATH, body=forged))[0] == 403
+        hang_up = asyncio.Event()
+        *_, held = await server.request(SESSION_PATH, body=body, disconnect=hang_up)
+        refused = await server.prove()
+        assert (await server.request(SESSION_PATH, body=refused))[0] == 409
+        hang_up.set()
+        await held
+        for seen in (body, refused):
+            assert (await server.request(SESSION_PATH, body=seen))[0] == 403
+
+    run(scenario)
+
+
+def test_the_server_proves_all_that_it_says():
+    async def scenario(server):
+        body = await server.prove()
+        nonces = ["a", server.gate._nonce]
+        _, answer, _ = await server.request(SESSION_PATH, body=body, disconnect=asyncio.Event())
+        given = answer.pop("proof")
+        assert is_proof(given, SECRET, "server", nonces, answer)
+        assert not is_proof(given, SECRET, "server", nonces, {**answer, "transfer_dir": "/tmp/elsewhere"})
+        assert not is_proof(given, SECRET, "server", ["b", nonces[1]], answer)
+        assert SECRET not in json.dumps([body, answer])
+
+    run(scenario)
+
+
+def test_a_long_request_of_a_stranger_is_not_kept():
+    async def scenario(server):
+        num_read = 0
+
+        async def receive():
+            nonlocal num_read
+            num_read += 1
+            assert num_read < 100
+            return {"type": "http.request", "body": bytes(2**14), "more_body": True}
+
+        answers = []
+
+        async def send(message):
+            answers.append(message)
+
+        scope = {"type": "http", "path": SESSION_PATH, "method": "POST", "headers": []}
+        await server.gate(scope, receive, send)
+        assert answers[0]["status"] == 403
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (b"origin", b"http://evil.example"),
+        (b"origin", b"null"),
+        (b"sec-fetch-site", b"cross-site"),
+        (b"content-type", b"text/plain"),
+        (b"content-type", b"application/x-www-form-urlencoded"),
+        (b"content-type", b"multipart/form-data; boundary=x"),
+    ],
+)
+@pytest.mark.parametrize("path", [SESSION_PATH, "/collective_rpc", "/pause", "/update_weights", "/sleep"])
+def test_a_page_in_a_browser_changes_nothing(path, header):
+    async def scenario(server):
+        if path == SESSION_PATH:
+            request = {"body": await server.prove()}
+        else:
+            _, token, *_ = await server.open_session()
+            request = {"body": {"method": "qarl_describe"}, "token": token}
+        server.reached.clear()
+        status, body, _ = await server.request(path, headers=[header], **request)
+        assert status == 403 and "browser" in body["error"] and server.reached == []
+        assert path == SESSION_PATH or (await server.request(path, **request))[0] == 200
+
+    run(scenario)
+
+
+def test_the_transfer_directory_is_the_one_at_the_start(monkeypatch):
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/the/first")
+
+    async def scenario(server):
+        monkeypatch.setenv(TRANSFER_DIR_VARIABLE, "/another")
+        assert (await server.request(STATE_PATH, method="GET"))[1]["transfer_dir"] == "/the/first"
+
+    run(scenario)
+
+
+def test_the_state_tells_who_holds_the_server():
+    async def scenario(server):
+        _, before, _ = await server.request(STATE_PATH, method="GET")
+        assert before["is_open"] is False and before["holder"] is None
+        _, token, *_ = await server.open_session()
+        await server.publish(token)
+        _, after, _ = await server.request(STATE_PATH, method="GET")
+        assert (after["is_open"], after["num_publications"], after["holder"]) == (True, 1, "process 7")
+        assert after["instance"] == before["instance"]
+
+    run(scenario)
+
+
+def test_a_trailing_slash_is_no_way_around():
+    async def scenario(server):
+        assert (await server.request("/start_weight_update/"))[0] == 409
+        assert (await server.request("/v1/completions/"))[0] == 503
+
+    run(scenario)
+
+
+def test_a_path_prefix_is_no_way_around():
+    async def scenario(server):
+        gate = server.gate
+        server.gate = lambda scope, receive, send: gate({**scope, "root_path": "/x"}, receive, send)
+        assert (await server.request("/x/v1/completions"))[0] == 503
+        assert (await server.request("/x/start_weight_update"))[0] == 409
+
+    run(scenario)
+
+
+def test_a_late_answer_to_an_update_that_was_given_up_opens_nothing():
+    async def scenario(server):
+        _, token, hang_up, held = await server.open_session()
+        await server.request("/start_weight_update", token=token)
+        arrived, answer = asyncio.Event(), asyncio.Event()
+        application = server.gate.app
+
+        async def slow(scope, receive, send):
+            arrived.set()
+            await answer.wait()
+            await application(scope, receive, send)
+
+        server.gate.app = slow
+        finishing = asyncio.ensure_future(server.request("/finish_weight_update", token=token))
+        await arrived.wait()
+        hang_up.set()
+        await held
+        server.gate.app = application
+        _, other, *_ = await server.open_session()
+        await server.request("/start_weight_update", token=other)
+        answer.set()
+        assert (await finishing)[0] == 200
+        await server.request("/resume", token=other)
+        assert (await server.request("/v1/completions"))[0] == 503
+
+    run(scenario)
+
+
+def test_a_host_that_vanished_loses_the_session(monkeypatch):
+    """Nothing says that it has gone; the next line that cannot be delivered does."""
+    monkeypatch.setattr("trl_qarl.vllm_plugin.gate._HEARTBEAT_SECONDS", 0.01)
+
+    async def scenario(server):
+        lines = []
+
+        body = json.dumps(await server.prove()).encode()
+
+        async def receive():
+            if not lines:
+                return {"type": "http.request", "body": body, "more_body": False}
+            await asyncio.Event().wait()
+
+        async def send(message):
+            lines.append(message)
+            if len(lines) > 4:
+                raise OSError("no route to host")
+
+        scope = {"type": "http", "path": SESSION_PATH, "method": "POST", "headers": []}
+        with pytest.raises(OSError, match="no route"):
+            await server.gate(scope, receive, send)
+        assert (await server.open_session())[0] == 200
+
+    run(scenario)

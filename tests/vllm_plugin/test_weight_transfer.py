@@ -1,0 +1,516 @@
+"""Publication into a real vLLM engine in this process: what arrives, what is refused, and what the engine then computes."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing_utils import make_tiny_model
+from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl.quantization.checkpoint import quantization_config
+from trl_qarl.quantization.swap import quantized_layers
+
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in range(40)]]
+
+
+@pytest.fixture(scope="module")
+def engine_environment():
+    from trl_qarl.rollout.server import cpu_environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            patch.setenv(name, value)
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        yield
+
+
+def make_engine(path, dtype, overrides=None, load_format="dummy"):
+    from vllm import LLM
+
+    return LLM(
+        model=str(path),
+        load_format=load_format,
+        hf_overrides=overrides,
+        dtype=dtype,
+        weight_transfer_config={"backend": "qarl"},
+        worker_extension_cls="trl_qarl.vllm_plugin.weight_transfer.WorkerExtension",
+        distributed_executor_backend="uni",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=8,
+        logprobs_mode="processed_logprobs",
+        max_logprobs=-1,
+    )
+
+
+def make_learner(path, scheme, dtype, **swap):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    prepare_model(model, scheme, scale_dtype=dtype, **swap)
+    return model
+
+
+def make_publisher(path, scheme="w4a16", dtype=torch.float32, **swap):
+    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.transports import DirectTransport
+
+    model = make_learner(path, scheme, dtype, **swap)
+    overrides = {"quantization_config": quantization_config(model)} if quantized_layers(model) else None
+    llm = make_engine(path, dtype, overrides)
+    return Publisher(model, dtype, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+
+
+def engine_logps(llm) -> list[list[float]]:
+    """Log-prob of each token of the prompts after its first."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
+    return [
+        [entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True)]
+        for o in outputs
+    ]
+
+
+@torch.no_grad()
+def learner_logps(model, dtype) -> list[list[float]]:
+    rows = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            logits = model(ids).logits[0, :-1]
+        rows.append(torch.log_softmax(logits.float(), -1).gather(1, ids[0, 1:, None])[:, 0].tolist())
+    return rows
+
+
+def distance(a, b) -> float:
+    return max(abs(x - y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
+
+
+def mean_distance(a, b) -> float:
+    differences = [abs(x - y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True)]
+    return sum(differences) / len(differences)
+
+
+def update_masters(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+# Every scheme and architecture once; gemma ties its output head, qwen2 has biases, qwen3 norms of queries and keys.
+CASES = [
+    ("w4a16", "qwen2", torch.float32),
+    ("w4a16", "gemma", torch.bfloat16),
+    ("w8a16", "qwen3", torch.float32),
+    ("w8a8", "llama", torch.float32),
+    ("w8a8", "gemma", torch.bfloat16),
+    ("fp8", "gemma", torch.float32),
+    ("fp8", "qwen2", torch.bfloat16),
+    ("bf16", "gemma", torch.float32),
+    ("bf16", "llama", torch.bfloat16),
+]
+
+
+@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.parametrize(("scheme", "arch", "dtype"), CASES, ids=lambda v: str(v).removeprefix("torch."))
+def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch, dtype):
+    path = make_tiny_model(tmp_path, arch)
+    publisher = make_publisher(path, scheme, dtype)
+    llm, model = publisher.transport.llm, publisher.model
+    publisher.check_engine()
+    versions, mismatches = [], []
+    for version in range(3):
+        first = publisher.publish(str(version))
+        assert first["publish/tensors"] > 0 and llm.get_weight_version() == str(version)
+        assert first["publish/canary_abs_logp"] < (1e-5 if dtype is torch.float32 else 0.05)
+        logps = engine_logps(llm)
+        mismatches.append(mean_distance(logps, learner_logps(model, dtype)))
+        versions.append(logps)
+        update_masters(model, version)
+    # Float32 on both sides leaves the order of summation. In bf16 the engine rounds in more places than the learner, and
+    # what tells right weights from stale ones is how much an update changes.
+    if dtype is torch.float32:
+        assert max(mismatches) < 1e-6
+    assert 10 * mismatches[1] < mean_distance(versions[0], versions[1])
+    assert 10 * mismatches[2] < mean_distance(versions[1], versions[2])
+
+    # The same weights again: nothing is sent, and when everything is, nothing changes.
+    publisher.publish("again")
+    again = engine_logps(llm)
+    assert publisher.publish("and again")["publish/tensors"] == 0
+    assert engine_logps(llm) == again
+    publisher.forget()
+    assert publisher.publish("all of it")["publish/unchanged_tensors"] == 0
+    assert engine_logps(llm) == again
+
+    # An engine that loads the export from disk computes the same, bit for bit.
+    exported = export_checkpoint(model, tmp_path / "export", dtype=dtype)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (exported / name).write_bytes((tmp_path / arch / name).read_bytes())
+    fresh = make_engine(exported, dtype, load_format="auto")
+    assert engine_logps(fresh) == again
+
+
+@pytest.fixture(scope="module")
+def publisher(engine_environment, tmp_path_factory):
+    path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
+    publisher = make_publisher(path)
+    publisher.path = path
+    publisher.publish("0")
+    return publisher
+
+
+class Tampering:
+    """A transport that changes what is sent on its way."""
+
+    def __init__(self, transport, change):
+        self.transport, self.change = transport, change
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def send(self, tensors):
+        self.transport.send([item for tensor in tensors for item in self.change(*tensor)])
+
+
+NAME = "model.layers.1.mlp.up_proj.weight_packed"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda n, t: [] if n == NAME else [(n, t)], f"{NAME}: the engine received nothing"),
+        (lambda n, t: [(n, t ^ (n == NAME) if t.dtype is torch.int32 else t)], f"{NAME}: learner int32"),
+        (lambda n, t: [(n, t.flip(0) if n == "model.norm.weight" else t)], "model.norm.weight: learner float32"),
+        (lambda n, t: [(n, t.flip(0) if n.endswith("q_proj.bias") else t)], "q_proj.bias: learner float32"),
+    ],
+    ids=["missing", "one bit", "norm", "bias"],
+)
+def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(publisher, change, message):
+    from trl_qarl.rollout.protocol import PublishError
+
+    transport = publisher.transport
+    update_masters(publisher.model, 7)
+    transport._worker.weight_transfer_engine.published = {}
+    publisher.transport = Tampering(transport, change)
+    try:
+        with pytest.raises(PublishError) as error:
+            publisher.publish("damaged")
+        assert message in str(error.value)
+    finally:
+        publisher.transport = transport
+    assert transport.llm.get_weight_version() != "damaged"
+    # Nothing is left unsent because the learner believes it has arrived.
+    assert publisher.publish("healed")["publish/unchanged_tensors"] == 0
+    assert distance(engine_logps(transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+
+
+def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
+    """What arrived is right, what the parameter holds is not; only a look at the parameter can tell."""
+    from trl_qarl.rollout.protocol import PublishError
+
+    worker = publisher.transport._worker
+    layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.gate_up_proj")
+    update_masters(publisher.model, 8)
+    publisher.transport.begin()
+    loaders = [(p.weight_loader, p.weight_loader.__wrapped__) for p in layer._parameters.values() if p is not None]
+    for wrapper, load in loaders:
+        wrapper.__wrapped__ = lambda p, t, shard=None, load=load: load(p, t, 1 - shard)
+    publisher.transport.begin = lambda: None
+    try:
+        with pytest.raises(PublishError, match="gate_proj.*engine's parameter"):
+            publisher.publish("swapped")
+    finally:
+        del publisher.transport.begin
+        for wrapper, load in loaders:
+            wrapper.__wrapped__ = load
+    publisher.publish("healed")
+
+
+def test_half_a_module_is_refused_although_no_value_changed(publisher):
+    """vLLM fills the other half with whatever is in memory."""
+    from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors
+    from trl_qarl.rollout.protocol import PublishError
+
+    publisher.publish("whole")
+    transport, fingerprints = publisher.transport, dict(publisher._published)
+    tensors = iter_checkpoint_tensors(publisher.model, publisher.dtype)
+    transport.begin()
+    transport._worker.weight_transfer_engine.published = fingerprints
+    transport.send([(name, tensor) for name, tensor in tensors if "layers.0.mlp.gate_proj" in name])
+    with pytest.raises(PublishError, match="the learner sent .*gate_proj.*, but not .*up_proj"):
+        transport.finish(fingerprints, "half")
+    publisher.forget()
+    publisher.publish("healed")
+
+
+def test_frozen_layers_are_sent_once(publisher):
+    publisher.forget()
+    everything = publisher.publish("all")
+    with torch.no_grad():
+        publisher.model.model.layers[1].mlp.up_proj.weight.add_(0.05)
+    changed = publisher.publish("one layer")
+    assert 0 < changed["publish/tensors"] < everything["publish/tensors"] / 2
+    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+
+
+def engine_model(publisher):
+    return publisher.transport._worker.model_runner.model
+
+
+@torch.no_grad()
+def corrupt(tensor):
+    """Add one to a byte in the middle of a tensor's memory."""
+    data = tensor.data.view(-1).view(torch.uint8)
+    data[len(data) // 2] += 1
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("model.layers.0.mlp.gate_up_proj.weight_packed", "model.layers.0"),
+        ("model.layers.1.self_attn.qkv_proj.weight_scale", "model.layers.1"),
+        ("model.layers.1.self_attn.qkv_proj.bias", "model.layers.1"),
+        ("model.layers.0.input_layernorm.weight", "model.layers.0"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),
+        ("model.norm.weight", "model.norm"),
+    ],
+)
+def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, caplog, path, named):
+    publisher.publish("before")
+    before = engine_logps(publisher.transport.llm)
+    corrupt(engine_model(publisher).get_parameter(path))
+    with caplog.at_level("WARNING", "trl_qarl"):
+        measured = publisher.publish("after")
+    warnings = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
+    assert len(warnings) == 1 and warnings[0].endswith(f"Sent again: {named}")
+    assert measured["publish/tensors"] > 0 and measured["publish/unchanged_tensors"] > 0
+    assert engine_logps(publisher.transport.llm) == before
+    caplog.clear()
+    assert publisher.publish("again")["publish/tensors"] == 0
+    assert not [r for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
+
+
+def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
+    from trl_qarl.rollout.protocol import PublishError
+
+    publisher.publish("before")
+    cache = dict(engine_model(publisher).named_buffers())["model.layers.0.self_attn.rotary_emb.cos_sin_cache"]
+    kept = cache.clone()
+    corrupt(cache)
+    # The engine does not get used to it.
+    for _ in range(2):
+        with pytest.raises(PublishError, match=r"rotary_emb.cos_sin_cache has changed since the last publication"):
+            publisher.publish("changed")
+    cache.copy_(kept)
+    publisher.publish("restored")
+
+
+@pytest.mark.parametrize(("kind", "named"), [("QKVParallelLinear", "qkv_proj"), ("RMSNorm", "layernorm")])
+def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, monkeypatch, kind, named):
+    """What vLLM loads into temporary tensors is right, and then it is not copied."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from trl_qarl.rollout.protocol import PublishError
+
+    copy = layerwise._copy_and_restore_kernel_tensors
+
+    def copy_but_one_kind(layer, info):
+        return (layerwise._place_kernel_tensors if type(layer).__name__ == kind else copy)(layer, info)
+
+    update_masters(publisher.model, 11)
+    with monkeypatch.context() as patch:
+        patch.setattr(layerwise, "_copy_and_restore_kernel_tensors", copy_but_one_kind)
+        with pytest.raises(PublishError, match=rf"{named}.*was loaded, but the engine runs with"):
+            publisher.publish("lost")
+    publisher.publish("healed")
+    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+
+
+def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
+    from trl_qarl.rollout.protocol import PublishError
+
+    publisher.publish("before")
+    norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")
+    with torch.no_grad():
+        publisher.model.model.layers[1].mlp.up_proj.weight.add_(0.05)
+    send = publisher.transport.send
+    publisher.transport.send = lambda tensors: (send(tensors), corrupt(norm))
+    try:
+        with pytest.raises(PublishError, match=r"model.layers.0.input_layernorm.weight: .*but the engine runs with"):
+            publisher.publish("spoilt")
+    finally:
+        del publisher.transport.send
+    publisher.publish("healed")
+
+
+def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
+    from trl_qarl.rollout.protocol import PublishError
+
+    model = engine_model(publisher)
+    compute = model.compute_logits
+    assert publisher.publish("right")["publish/canary_abs_logp"] < 1e-5
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "compute_logits", lambda *args: compute(*args) * 1.1)
+        assert 1e-3 < publisher.publish("slightly wrong")["publish/canary_abs_logp"] < 1
+        for factor in (100.0, float("nan")):
+            patch.setattr(model, "compute_logits", lambda *args, factor=factor: compute(*args) * factor)
+            with pytest.raises(PublishError, match="fixed tokens are .* nats from the learner's on average"):
+                publisher.publish("wrong")
+            assert publisher._published == {}
+    assert publisher.publish("right again")["publish/unchanged_tensors"] == 0
+
+
+def test_log_probs_are_compared_with_the_low_bit_forward_of_an_unaligned_learner(publisher):
+    from trl_qarl.quantization.swap import deactivate
+
+    deactivate(publisher.model)
+    try:
+        assert publisher.publish("rollout-only")["publish/canary_abs_logp"] < 1e-5
+        assert (
+            mean_distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) > 1e-3
+        )
+    finally:
+        for layer in quantized_layers(publisher.model).values():
+            layer.is_active = True
+
+
+def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
+    from vllm import SamplingParams
+
+    from trl_qarl.rollout.protocol import PublishError
+
+    llm = publisher.transport.llm
+    prompt = list(range(10, 74))
+    parameters = SamplingParams(max_tokens=30, n=2)
+    llm.llm_engine.add_request("interrupted", {"prompt_token_ids": prompt}, parameters)
+    llm.llm_engine.step()
+    assert llm.llm_engine.has_unfinished_requests()
+    update_masters(publisher.model, 12)
+    publisher.publish("after an interrupt")
+    assert not llm.llm_engine.has_unfinished_requests()
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, logprobs=0), use_tqdm=False)
+    assert output.num_cached_tokens == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "reset_prefix_cache", lambda: False)
+        with pytest.raises(PublishError, match="could not empty its prefix cache"):
+            publisher.publish("stale")
+    publisher.publish("fresh")
+
+
+def test_an_update_that_was_never_finished_does_not_spoil_the_next(publisher):
+    update_masters(publisher.model, 9)
+    publisher.transport.begin()
+    publisher.transport.send([("model.norm.weight", torch.zeros(128))])
+    publisher.forget()
+    publisher.publish("complete")
+    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+
+
+def test_a_repeated_prompt_is_not_answered_from_the_old_cache(publisher):
+    llm = publisher.transport.llm
+    before = engine_logps(llm)
+    assert engine_logps(llm) == before
+    update_masters(publisher.model, 10)
+    publisher.publish("new")
+    assert distance(engine_logps(llm), before) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("scheme", "swap", "dtype", "message"),
+    [
+        ("w4a16", {"group_size": 32}, torch.float32, r"weights.group_size: learner 32, engine 128"),
+        ("w8a8", {}, torch.float32, r"format: learner 'int-quantized', engine 'pack-quantized'"),
+        (
+            "w4a16",
+            {"exclude_modules": ["o_proj"]},
+            torch.float32,
+            r"exclude list: learner .*o_proj.*engine \['lm_head'\]",
+        ),
+        ("w4a16", {}, torch.bfloat16, r"dtype: learner 'bfloat16', engine 'float32'"),
+        ("bf16", {}, torch.float32, r"quant_method: learner None, engine 'compressed-tensors'"),
+    ],
+)
+def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, dtype, message):
+    from trl_qarl.quantization.schemes import get_scheme
+    from trl_qarl.rollout.publisher import Publisher
+
+    scheme = get_scheme(scheme, swap.pop("group_size", None))
+    other = make_learner(publisher.path, scheme, dtype, **swap)
+    with pytest.raises(ValueError, match=message):
+        Publisher(other, dtype, publisher.transport).check_engine()
+
+
+def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path):
+    """All tensors have the same names and shapes."""
+    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.transports import DirectTransport
+
+    copy = make_tiny_model(
+        tmp_path,
+        "qwen2",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    )
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.eos_token = "<|unk|>"
+    tokenizer.save_pretrained(copy)
+    overrides = {"quantization_config": quantization_config(publisher.model)}
+    transport = DirectTransport(make_engine(copy, torch.float32, overrides))
+    with pytest.raises(ValueError) as error:
+        Publisher(publisher.model, torch.float32, transport, publisher.tokenizer).check_engine()
+    for line in (
+        "model.num_attention_heads: learner 2, engine 4",
+        "model.num_key_value_heads: learner 1, engine 2",
+        "model.rms_norm_eps: learner 1e-06, engine 0.001",
+        "model.rope_parameters: learner {'rope_theta': 10000.0, 'rope_type': 'default'}, engine {'rope_theta': 100.0",
+        "tokenizer.eos_token_id: learner 2, engine 3",
+    ):
+        assert line in str(error.value)
+    publisher.check_engine()
+
+
+@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's INT4 kernel rounds activations with AMX only"
+)
+def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, monkeypatch):
+    path = make_tiny_model(tmp_path, "llama")
+    publisher = make_publisher(path, dtype=torch.bfloat16)
+    assert publisher.check_engine()["use_w4a8"] is False
+    right = publisher.publish("0")["publish/canary_abs_logp"]
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    envs.disable_envs_cache()
+    other = make_publisher(path, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="the engine's INT4 kernel rounds them to 8 bits.*VLLM_CPU_INT4_W4A8=0"):
+        other.check_engine()
+    rounded = other.publish("0")["publish/canary_abs_logp"]
+    assert right < 1e-2 and rounded > right
+
+
+def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
+    monkeypatch.setattr("trl_qarl.rollout.publisher.CHUNK_BYTES", 1)
+    publisher.forget()
+    publisher.publish("chunks")
+    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+
+
+def test_registering_the_plugin_again_changes_nothing(engine_environment):
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
+
+    from trl_qarl.vllm_plugin import register
+
+    register()
+    before = dict(WeightTransferEngineFactory._registry), str(_POSSIBLE_KERNELS), str(_POSSIBLE_INT8_KERNELS)
+    register()
+    assert (dict(WeightTransferEngineFactory._registry), str(_POSSIBLE_KERNELS), str(_POSSIBLE_INT8_KERNELS)) == before

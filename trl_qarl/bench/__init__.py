@@ -1,0 +1,1 @@
+"""What `trl-qarl bench` measures."""

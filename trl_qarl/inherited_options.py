@@ -1,0 +1,144 @@
+"""Options of TRL that are refused, why, and what to do instead."""
+
+__all__ = [
+    "BOUNDS_OF_MISMATCH",
+    "GENERATION_KWARGS_THAT_RESHAPE",
+    "MODEL_INIT_KWARGS_REFUSED",
+    "OF_ONE_LOSS",
+    "REFUSED",
+    "REFUSED_BY_TBPO",
+    "RESHAPES_SAMPLING",
+    "UNSET",
+    "VLLM_SAMPLING_KWARGS",
+]
+
+GENERATION_KWARGS_THAT_RESHAPE = frozenset(
+    [
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "constraints",
+        "diversity_penalty",
+        "do_sample",
+        "dola_layers",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "force_words_ids",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "guidance_scale",
+        "min_length",
+        "min_new_tokens",
+        "min_p",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "penalty_alpha",
+        "prompt_lookup_num_tokens",
+        "renormalize_logits",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "sequence_bias",
+        "suppress_tokens",
+        "temperature",
+        "top_h",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "watermarking_config",
+    ]
+)
+
+# Of vLLM's SamplingParams: what reshapes the distribution, and what the trainer sets.
+VLLM_SAMPLING_KWARGS = frozenset(
+    [
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "max_tokens",
+        "min_tokens",
+        "n",
+        "presence_penalty",
+        "structured_outputs",
+    ]
+)
+
+# Inherited options that no objective honours yet, with the reason and the fix.
+REFUSED = {
+    "use_transformers_continuous_batching": "continuous batching casts the master weights to 16 bits and returns no "
+    "sampling log-probs; set it to `False`",
+    "use_transformers_paged": "continuous batching casts the master weights to 16 bits and returns no sampling "
+    "log-probs; set it to `False`",
+    "torch_compile": "the low-bit weight is cached by the version of its master, which a compiled graph does not see; "
+    "set `torch_compile=False`",
+    "bf16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
+    "fp16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
+    "fsdp": "sharded master weights are not supported in this release; use DDP (`accelerate launch --multi_gpu`)",
+    "deepspeed": "sharded master weights are not supported in this release; use DDP (`accelerate launch --multi_gpu`)",
+    "parallelism_config": "master weights and sequences split over processes are not supported in this release; use DDP "
+    "(`accelerate launch --multi_gpu`)",
+    "neftune_noise_alpha": "noise on the embeddings makes rollout, scoring and loss see different policies; leave it unset",
+    "label_smoothing_factor": "the loss of sampled completions has no labels to smooth; leave it at 0",
+    "enable_jit_checkpoint": "it can save between backward and optimizer step, and the resumed run would skip that step's "
+    "completions; save with `save_steps`",
+}
+
+MODEL_INIT_KWARGS_REFUSED = {
+    "quantization_config": "the masters must stay in high precision; `scheme` quantizes the forward",
+    **dict.fromkeys(
+        ("tp_plan", "tp_size", "distributed_config"),
+        "master weights split over processes are not supported in this release; use DDP (`accelerate launch "
+        "--multi_gpu`)",
+    ),
+}
+
+# Inherited options that TBPO replaces or that have no meaning for one clipped ratio per sequence.
+REFUSED_BY_TBPO = {
+    "epsilon": "TBPO's bounds are `positive_epsilon_high`, `negative_epsilon_low` and `negative_epsilon_high`",
+    "epsilon_high": "it bounds a token's ratio; TBPO's bound of a sequence's mean ratio is `positive_epsilon_high`, 4e-4 "
+    "in the paper",
+    "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
+    "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it unset",
+    "sapo_temperature_neg": "it belongs to `objective='sapo'`",
+    "sapo_temperature_pos": "it belongs to `objective='sapo'`",
+    "vespo_k_pos": "it belongs to `objective='vespo'`",
+    "vespo_lambda_pos": "it belongs to `objective='vespo'`",
+    "vespo_k_neg": "it belongs to `objective='vespo'`",
+    "vespo_lambda_neg": "it belongs to `objective='vespo'`",
+    "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
+    "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
+    "entropy_coef": "the entropy bonus is a token-level term; use `objective='grpo'`",
+    "use_adaptive_entropy": "the entropy bonus is a token-level term; use `objective='grpo'`",
+    "vllm_importance_sampling_correction": "the mismatch weight is part of TBPO; its bound is `mismatch_cap`",
+    "vllm_importance_sampling_mode": "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
+    "vllm_importance_sampling_clip_max": "TBPO's mismatch weight is bounded by `mismatch_cap`",
+    "vllm_importance_sampling_clip_min": "TBPO's mismatch weight is bounded by `mismatch_cap`",
+    "vllm_importance_sampling_cap": "TBPO's mismatch weight is bounded by `mismatch_cap`",
+    "top_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 1.0",
+    "top_k": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 0",
+    "min_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; leave it unset",
+    "repetition_penalty": "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ; "
+    "use 1.0",
+}
+
+RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
+OF_ONE_LOSS = tuple(name for name in REFUSED_BY_TBPO if name.startswith(("sapo_", "vespo_")))
+BOUNDS_OF_MISMATCH = (
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap",
+)
+
+# Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's default.
+UNSET = (
+    "epsilon",
+    "importance_sampling_level",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+)

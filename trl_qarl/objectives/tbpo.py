@@ -1,0 +1,161 @@
+r"""
+Trust-Band Policy Optimization (TBPO), the objective of [QaRL](https://huggingface.co/papers/2604.07853), section 3.
+
+A completion of `L` tokens (mask `m_t = 1`) is one action; its probabilities are geometric means over tokens:
+
+    log r = 1/L sum_t m_t [log pi_learner(o_t; theta)     - log pi_learner(o_t; theta_old)]     proximal ratio
+    log w = 1/L sum_t m_t [log pi_learner(o_t; theta_old) - log pi_sampler(o_t; theta_old)]     mismatch weight
+
+    w~   = exp(clip(log w, -log cap, log cap))                                  (Eq. 5), a constant for the gradient
+    r~   = clip(r, 0, 1 + positive_epsilon_high)                                         if A > 0
+    r~   = clip(r, 1 - negative_epsilon_low, 1 + negative_epsilon_high)         if A < 0
+    loss = -mean_i w~_i r~_i A_i
+
+The paper prints Eq. 5 as a clip of `w`; its bounds `[-log c, log c]` are those of `log w`, so that is what is clipped.
+A ratio outside its band is constant, hence the whole completion gives no gradient: it is *dropped*. The mean runs over
+all sequences and an empty completion contributes 0, like TRL's `loss_type="grpo"`.
+
+Everything here is a function of tensors: no trainer state, no communication, no gradient-accumulation factor.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .weights import mismatch_weight, sequence_log_ratio
+
+
+__all__ = ["TBPOOutput", "reduce_tbpo_metrics", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]
+
+# Far outside every trust band, far below overflow: exp(89) is inf in float32, and the gradient 0 * inf of a dropped
+# sequence would be NaN.
+MAX_LOG_RATIO = 20.0
+
+
+class TBPOOutput(NamedTuple):
+    """What [`tbpo_loss`] did to each sequence: detached tensors of shape `(B,)`, flags are `bool`."""
+
+    ratio: torch.Tensor
+    log_ratio: torch.Tensor
+    mismatch_weight: torch.Tensor
+    dropped_positive_high: torch.Tensor
+    dropped_negative_low: torch.Tensor
+    dropped_negative_high: torch.Tensor
+    is_empty: torch.Tensor
+
+
+def trust_band_clip(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    positive_epsilon_high: float,
+    negative_epsilon_low: float,
+    negative_epsilon_high: float,
+) -> torch.Tensor:
+    """
+    Clip `ratio` to `[0, 1 + positive_epsilon_high]` where `advantages > 0` and to
+    `[1 - negative_epsilon_low, 1 + negative_epsilon_high]` where `advantages < 0`; every shape is `(B,)`. The gradient
+    is 1 inside the band, bounds included, and 0 outside. Where the advantage is 0 the ratio passes without gradient.
+    """
+    positive = ratio.clamp(0.0, 1.0 + positive_epsilon_high)
+    negative = ratio.clamp(1.0 - negative_epsilon_low, 1.0 + negative_epsilon_high)
+    return torch.where(advantages > 0, positive, torch.where(advantages < 0, negative, ratio.detach()))
+
+
+def tbpo_loss(
+    per_token_logps: torch.Tensor,
+    old_per_token_logps: torch.Tensor,
+    sampling_per_token_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    positive_epsilon_high: float,
+    negative_epsilon_low: float,
+    negative_epsilon_high: float,
+    mismatch_cap: float,
+) -> tuple[torch.Tensor, TBPOOutput]:
+    """
+    TBPO loss of a batch, to be minimised, and what happened to each sequence. Equations in the module docstring.
+
+    Args:
+        per_token_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probs of the learner now, in nats. The only argument that receives gradient.
+        old_per_token_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probs of the learner at rollout time.
+        sampling_per_token_logps (`torch.Tensor` of shape `(B, T)` or `None`):
+            Log-probs reported by the engine, NaN where it has none. With `None` every mismatch weight is 1.
+        advantages (`torch.Tensor` of shape `(B,)`):
+            One advantage per sequence; any other shape raises `ValueError`.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Nonzero for the tokens that count: completion mask times tool mask.
+        positive_epsilon_high, negative_epsilon_low, negative_epsilon_high (`float`):
+            Offsets of the bands, see [`trust_band_clip`].
+        mismatch_cap (`float`):
+            Two-sided cap of the weight, see [`mismatch_weight`].
+    """
+    # A (B, 1) tensor, which TRL's own loss uses, would broadcast to (B, B) without an error.
+    if advantages.shape != per_token_logps.shape[:1]:
+        raise ValueError(f"advantages must have shape ({len(per_token_logps)},), got {tuple(advantages.shape)}.")
+    log_ratio = sequence_log_ratio(per_token_logps, old_per_token_logps.detach(), mask)  # (B,)
+    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
+    clipped_ratio = trust_band_clip(
+        ratio, advantages, positive_epsilon_high, negative_epsilon_low, negative_epsilon_high
+    )
+    if sampling_per_token_logps is None:
+        weight = torch.ones_like(ratio)
+    else:
+        weight = mismatch_weight(old_per_token_logps, sampling_per_token_logps, mask, mismatch_cap)
+    is_empty = ~mask.bool().any(-1)
+    objective = torch.where(is_empty, 0.0, weight * clipped_ratio * advantages)  # (B,)
+
+    ratio = ratio.detach()
+    output = TBPOOutput(
+        ratio=ratio,
+        log_ratio=log_ratio.detach(),
+        mismatch_weight=weight.detach(),
+        dropped_positive_high=(advantages > 0) & (ratio > 1.0 + positive_epsilon_high),
+        dropped_negative_low=(advantages < 0) & (ratio < 1.0 - negative_epsilon_low),
+        dropped_negative_high=(advantages < 0) & (ratio > 1.0 + negative_epsilon_high),
+        is_empty=is_empty,
+    )
+    return -objective.mean(), output
+
+
+def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+    """
+    One value per sequence for each `tbpo/*` metric, shape `(B,)`, NaN where the sequence does not count.
+
+    Gather over processes, then [`reduce_tbpo_metrics`]: exact for any split of the batch. `tbpo/ratio/*` counts
+    completions that are not empty; of these, `tbpo/dropped/positive_high` counts those with a positive advantage,
+    `tbpo/dropped/negative_{low,high}` those with a negative one, `tbpo/dropped/total` those with either.
+    """
+    ratio = output.ratio.masked_fill(output.is_empty, math.nan)
+    positive, negative = advantages > 0, advantages < 0
+    total = output.dropped_positive_high | output.dropped_negative_low | output.dropped_negative_high
+
+    def share(dropped: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return dropped.to(ratio.dtype).masked_fill(~counts | output.is_empty, math.nan)
+
+    return {
+        "tbpo/ratio/mean": ratio,
+        "tbpo/ratio/min": ratio,
+        "tbpo/ratio/max": ratio,
+        "tbpo/dropped/positive_high": share(output.dropped_positive_high, positive),
+        "tbpo/dropped/negative_low": share(output.dropped_negative_low, negative),
+        "tbpo/dropped/negative_high": share(output.dropped_negative_high, negative),
+        "tbpo/dropped/total": share(total, positive | negative),
+    }
+
+
+def reduce_tbpo_metrics(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+    """
+    Reduce gathered [`tbpo_metrics`] over the sequences that count: names in `/min` and `/max` by minimum and maximum,
+    all others by mean. A metric for which no sequence counts is left out.
+    """
+    reduced = {}
+    for name, values in metrics.items():
+        values = values[~torch.isnan(values)]
+        reduce = torch.min if name.endswith("/min") else torch.max if name.endswith("/max") else torch.mean
+        if values.numel():
+            reduced[name] = reduce(values).item()
+    return reduced

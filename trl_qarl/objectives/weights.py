@@ -1,0 +1,112 @@
+"""Probability ratios between learner and sampler, and the weights that objectives make of them."""
+
+import math
+
+import torch
+
+
+__all__ = ["mismatch_ratio", "mismatch_weight", "sequence_log_ratio", "weigh_advantages"]
+
+
+@torch.no_grad()
+def mismatch_ratio(
+    old_per_token_logps: torch.Tensor,
+    sampling_per_token_logps: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str,
+    clip_min: float | None,
+    clip_max: float | None,
+) -> torch.Tensor:
+    """
+    Probability ratio between learner and sampler at rollout, bounded: what TRL multiplies the loss of vLLM rollouts with.
+
+        w_t = exp(old_t - sampling_t)                `token_*`, shape `(B, T)`
+        W   = exp(sum_t (old_t - sampling_t))        `sequence_*`, shape `(B, 1)`
+
+    `*_truncate` clamps to `[clip_min, clip_max]` (TIS, https://fengyao.notion.site/off-policy-rl); `*_mask` sets ratios
+    outside to 0 (MIS). `None` leaves that side open. The result has no gradient.
+
+    Args:
+        old_per_token_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probs of the learner at rollout, in nats.
+        sampling_per_token_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probs under which the tokens were sampled; NaN counts as no mismatch.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Nonzero for the tokens that count. The others may hold anything and have ratio 1.
+        mode (`str`):
+            `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`.
+        clip_min, clip_max (`float` or `None`):
+            Bounds of the ratio.
+    """
+    level, _, bound = mode.partition("_")
+    if level not in ("token", "sequence") or bound not in ("truncate", "mask"):
+        raise ValueError(
+            f"mode={mode!r} is unknown. Choose 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'."
+        )
+    counts = mask.bool() & ~sampling_per_token_logps.isnan()
+    log_ratio = torch.where(counts, old_per_token_logps - sampling_per_token_logps, 0.0)
+    ratio = torch.exp(log_ratio.sum(-1, keepdim=True) if level == "sequence" else log_ratio)
+    low = -math.inf if clip_min is None else clip_min
+    high = math.inf if clip_max is None else clip_max
+    if bound == "truncate":
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def weigh_advantages(
+    advantages: torch.Tensor, ratio: torch.Tensor | None, is_positive_only: bool = False
+) -> torch.Tensor:
+    """
+    Advantages that carry a preset's weights into TRL's loss: `max(A, 0)` if `is_positive_only`, times `ratio`.
+
+    Every clipped loss is positively homogeneous in the advantage, `min(r w A, clip(r) w A) = w min(r A, clip(r) A)` for
+    `w >= 0`, so a weight of the loss may stand at its advantage.
+
+    Args:
+        advantages (`torch.Tensor` of shape `(B,)`):
+            One advantage per sequence.
+        ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, or `None`):
+            Weights of at least 0, without gradient; `None` for 1.
+        is_positive_only (`bool`, *optional*, defaults to `False`):
+            Whether sequences with a negative advantage are left out. They still count in the mean over sequences.
+
+    Returns:
+        `(B,)` without `ratio`, else the shape of `ratio`.
+    """
+    if is_positive_only:
+        advantages = advantages.clamp(min=0)
+    return advantages if ratio is None else advantages.unsqueeze(1) * ratio
+
+
+def sequence_log_ratio(
+    per_token_logps: torch.Tensor, reference_per_token_logps: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """
+    Log of the geometric-mean probability ratio: `1/L sum_t m_t (per_token_logps - reference_per_token_logps)`.
+
+    All arguments have shape `(B, T)`, the result `(B,)`, float32 or wider. Positions where `mask` is zero may hold
+    anything, NaN and inf included. A token whose reference is NaN (vLLM may return it) counts in `L` with a difference
+    of 0; a NaN in `per_token_logps` alone is not hidden. An empty completion gives 0.
+    """
+    mask = mask.bool()
+    has_both = mask & ~torch.isnan(reference_per_token_logps)
+    dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
+    # Select before subtracting: NaN * 0 is NaN, in the value and in the gradient.
+    log_ratio = torch.where(has_both, per_token_logps.to(dtype), 0.0)  # (B, T)
+    log_ratio = log_ratio - torch.where(has_both, reference_per_token_logps.to(dtype), 0.0)
+    return log_ratio.sum(-1) / mask.sum(-1).clamp(min=1)  # (B,)
+
+
+@torch.no_grad()
+def mismatch_weight(
+    old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """
+    Weight `w~` (Eq. 5) that corrects for sampling with the engine instead of the learner: shape `(B,)`, in
+    `[1/cap, cap]`, without gradient, 1 for an empty completion. Tokens are handled as in [`sequence_log_ratio`].
+    `cap` is at least 1 (1 turns the correction off), else `ValueError`.
+    """
+    if not cap >= 1.0:
+        raise ValueError(f"mismatch_cap must be at least 1 (1 turns the correction off), got {cap}.")
+    log_weight = sequence_log_ratio(old_per_token_logps, sampling_per_token_logps, mask)
+    return torch.exp(log_weight.clamp(-math.log(cap), math.log(cap)))  # (B,)

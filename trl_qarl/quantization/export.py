@@ -1,0 +1,140 @@
+"""
+Write the current low-bit policy as a compressed-tensors checkpoint, which transformers and vLLM load.
+
+Format: https://github.com/vllm-project/compressed-tensors. The tensors are those the learner's forward uses, bit for bit;
+everything that is not quantized is written in the dtype in which the engine runs the model.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.core_model_loading import revert_weight_conversion
+
+from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config
+from .swap import quantized_layers
+
+
+__all__ = ["checkpoint_state_dict", "engine_precision", "export_checkpoint"]
+
+# Tells an export, which may be written over, from masters, whatever the scheme.
+_EXPORT_METADATA = {"exported_by": "trl_qarl"}
+
+
+def export_checkpoint(
+    model: PreTrainedModel,
+    output_dir: str | Path,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int = "5GB",
+) -> Path:
+    """
+    Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
+    configuration, and tokenizer or processor.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model prepared by [`prepare_model`]; one without quantized layers is written as an ordinary checkpoint.
+        output_dir (`str` or `Path`):
+            Folder to write; made if missing.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+            Saved beside the weights.
+        dtype (`torch.dtype`, *optional*):
+            Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales were rounded, or the
+            model's when nothing is quantized.
+        max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
+            Largest size of one shard.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: if `output_dir` holds another model's weights, or if the model has quantized layers beside experts in
+            high precision.
+    """
+    output_dir = Path(output_dir)
+    layers = quantized_layers(model)
+    if dtype is None:
+        dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
+    if layers and has_stacked_experts(model):
+        raise ValueError(
+            f"{type(model).__name__} has experts in high precision beside layers in {next(iter(layers.values())).scheme.name!r}. Under one name "
+            "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
+            "with `save_model`, or train with scheme='bf16'."
+        )
+    if any(output_dir.glob("*.safetensors")) and not _is_export(output_dir):
+        raise ValueError(
+            f"{str(output_dir)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
+            "what training resumes from."
+        )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    if layers:
+        config.quantization_config = quantization_config(model)
+    config.save_pretrained(output_dir)
+    if model.can_generate():
+        model.generation_config.save_pretrained(output_dir)
+    if processing_class is not None:
+        processing_class.save_pretrained(output_dir)
+    metadata = {"format": "pt", **_EXPORT_METADATA}
+    save_torch_state_dict(
+        checkpoint_state_dict(model, dtype), output_dir, max_shard_size=max_shard_size, metadata=metadata
+    )
+    return output_dir
+
+
+def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """
+    Every tensor of the low-bit policy under its checkpoint name, on the CPU.
+
+    Quantized layers give [`QuantizedLinear.checkpoint_tensors`], other floating tensors are cast to `dtype`. Of tensors
+    that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
+    """
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    if not has_stacked_experts(model):
+        return tensors
+    # One matrix per expert and projection, as `save_pretrained` writes them; these are views.
+    return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, tensors).items()}
+
+
+@contextmanager
+def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """
+    While open, every floating tensor of the `state_dict` but the quantized layers' weights is rounded to `dtype`.
+
+    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
+    precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
+    """
+    quantized = {f"{name}.weight" for name in quantized_layers(model)}
+    # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
+    tensors = [t for name, t in model.state_dict().items() if t.is_floating_point() and name not in quantized]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(tensor.to(dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+
+
+def _is_export(folder: Path) -> bool:
+    # A later `save_pretrained` may leave either file behind, so all that are there must say so.
+    found = []
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if weights.is_file():
+        with safe_open(weights, "pt") as file:
+            found.append(file.metadata() or {})
+    if index.is_file():
+        found.append(json.loads(index.read_text())["metadata"])
+    return bool(found) and all(_EXPORT_METADATA.items() <= metadata.items() for metadata in found)

@@ -1,0 +1,248 @@
+"""
+Low-bit matrix products, chosen by device, scheme, dtype and number of rows.
+
+[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed. Two properties hold
+for every choice: it depends on nothing that differs between rollout, scoring and loss but the number of rows, and every
+kernel of a scheme computes the same sum of products with float32 accumulation, up to rounding of the weight to 16 bits
+and the order of summation. With `row_invariant=True` it does not depend on the number of rows either, and the result of a
+row is the same bits whatever rows come with it: an engine needs this, whose prefill and decode must agree.
+
+On a CPU the thresholds below are where the measured times cross (`trl-qarl bench learner` and `bench decode`, docs/benchmarks.md):
+
+- INT4: ATen's INT4 kernel works row by row and wins up to 32 rows; above, expanding the weight once and multiplying in
+  bf16 (or in float32 where the processor has no bf16 instructions) is faster.
+- INT8 weights, 16-bit activations: the same with a crossover at 16 rows. ATen's kernel reads 16 (without AVX512: 8)
+  input features at once, from aligned addresses, and checks neither: other numbers of features are expanded at any
+  number of rows.
+- Row-invariant: ATen's INT4 and INT8 kernels at any number of rows, as they compute each row by itself. Where they cannot
+  run, the weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because BLAS
+  chooses the order of summation by the number of rows. The other products are exact (INT8 x INT8) or not run by an engine.
+- INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, and for a single input feature, a float32
+  product of the integers, exact within blocks of 1,024 input features.
+- INT4 x FP8: the weight is expanded to FP8 as the engine's kernel does it in registers, then as FP8.
+- FP8: x86 processors have no FP8 arithmetic. ATen's CPU `_scaled_mm` converts as well and is slower at every size tried,
+  so the codes go through a float64 product, which is exact.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from .quantize import LowBitWeight, dequantize_weight, product_weight, quantize_activation, unpack_int4
+from .schemes import QuantScheme
+
+
+__all__ = [
+    "fp8_product",
+    "has_fast_bf16",
+    "int4_kernel_operands",
+    "low_bit_linear",
+    "low_bit_matmul",
+    "uses_int4_kernel",
+]
+
+INT4_KERNEL_MAX_ROWS = 32
+INT8_WEIGHT_KERNEL_MAX_ROWS = 16
+INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
+INT8_WEIGHT_KERNEL_FEATURES = 16
+INT8_WEIGHT_KERNEL_ALIGNMENT = 32  # bytes: 16 activations in bf16, one aligned load
+ROW_INVARIANT_BLOCK = (
+    48  # a multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest
+)
+EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
+
+
+def low_bit_linear(
+    x: torch.Tensor,
+    low_bit: LowBitWeight,
+    bias: torch.Tensor | None,
+    scheme: QuantScheme,
+    int4_operands: tuple[torch.Tensor, torch.Tensor] | None = None,
+    row_invariant: bool = False,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
+    """
+    `y = x @ w'.T + bias` on low-bit tensors; no gradient is recorded.
+
+    Args:
+        x (`torch.Tensor`):
+            Activations `(M, K)` in the compute dtype.
+        low_bit ([`LowBitWeight`]):
+            Quantized weight of shape `(N, K)`.
+        bias (`torch.Tensor` or `None`):
+            Bias `(N,)`, any floating dtype; added in the compute dtype.
+        scheme ([`QuantScheme`]):
+            The scheme of `low_bit`.
+        int4_operands (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
+            Result of [`int4_kernel_operands`]; needed when [`uses_int4_kernel`] says so.
+        row_invariant (`bool`, *optional*, defaults to `False`):
+            Whether to use one kernel for any number of rows, such that no row changes the result of another. For
+            weight-only schemes on a CPU.
+
+    Returns:
+        The output `(M, N)` in the dtype of `x`; what the backward pass needs to rebuild the activations the product saw
+        (`(x,)`, or codes and scale); and the kernel's name.
+    """
+    # Under autocast a product of float32 operands would silently run in bf16.
+    with torch.autocast(x.device.type, enabled=False):
+        if scheme.activation_type is not None:
+            codes, scale = quantize_activation(x, scheme)
+            weight = product_weight(low_bit, scheme)
+            product, kernel = low_bit_matmul(codes, weight.qdata, scale, weight.scale, x.dtype)
+            return _add_bias(product, bias), (codes, scale), kernel
+        y, kernel = _weight_only_linear(x, low_bit, bias, scheme, int4_operands, row_invariant)
+        return y, (x,), kernel
+
+
+def uses_int4_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme, row_invariant: bool = False) -> bool:
+    """Whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs operands of its own layout."""
+    return (
+        scheme.num_bits == 4
+        and scheme.activation_type is None
+        and (row_invariant or x.shape[0] <= INT4_KERNEL_MAX_ROWS)
+        and _cpu_bf16_kernel_fits(x, low_bit)
+        and low_bit.qdata.shape[0] % 16 == 0
+    )
+
+
+def int4_kernel_operands(low_bit: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel."""
+    scale = low_bit.scale.t()
+    return (
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(low_bit.qdata), 1),
+        torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
+    )
+
+
+def low_bit_matmul(
+    x_codes: torch.Tensor,
+    w_codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, str]:
+    """
+    `dtype((x_codes @ w_codes.T) * x_scale * w_scale)` for 8-bit codes of both operands.
+
+    Args:
+        x_codes (`torch.Tensor`): `(M, K)`, int8 or float8_e4m3fn.
+        w_codes (`torch.Tensor`): `(N, K)`, same dtype.
+        x_scale (`torch.Tensor`): `(M, 1)` float32.
+        w_scale (`torch.Tensor`): `(N, 1)` float32.
+        dtype (`torch.dtype`): dtype of the result.
+
+    Returns:
+        The `(M, N)` product and the kernel's name.
+    """
+    if x_codes.dtype is torch.int8:
+        accumulated, kernel = _int8_matmul(x_codes, w_codes)
+    elif _has_fp8_kernel(x_codes, w_codes):
+        if dtype is torch.bfloat16:
+            # 16-bit output needs the row-wise scales inside the kernel, which is also what CUTLASS does in vLLM.
+            product = torch._scaled_mm(x_codes, w_codes.t(), x_scale, w_scale.t().contiguous(), out_dtype=dtype)
+            return product, "aten::_scaled_mm (row-wise FP8)"
+        # With row-wise scales, only compute capability 9.0 writes float32.
+        unit = x_scale.new_ones(())
+        accumulated = torch._scaled_mm(x_codes, w_codes.t(), unit, unit, out_dtype=torch.float32)
+        kernel = "aten::_scaled_mm (FP8 to float32)"
+    else:
+        accumulated, kernel = fp8_product(x_codes, w_codes), "emulated FP8: exact product of E4M3 codes"
+    return accumulated.float().mul_(x_scale).mul_(w_scale.t()).to(dtype), kernel
+
+
+def fp8_product(x_codes: torch.Tensor, w_codes: torch.Tensor) -> torch.Tensor:
+    """
+    `x_codes @ w_codes.T` of E4M3 codes `(M, K)` and `(N, K)`, rounded once, to float32.
+
+    Products are multiples of 2**-18 below 2**18, so float64 holds every sum of up to 2**17 of them exactly: the result
+    depends neither on the order of summation nor on how many rows there are. A float32 product would.
+    """
+    return F.linear(x_codes.double(), w_codes.double()).float()
+
+
+def _weight_only_linear(x, low_bit, bias, scheme, int4_operands, row_invariant):
+    if uses_int4_kernel(x, low_bit, scheme, row_invariant):
+        weight, scales_and_zeros = int4_operands
+        group_size = x.shape[1] // low_bit.scale.shape[1]
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group_size, scales_and_zeros)
+        return _add_bias(product, bias), "aten::_weight_int4pack_mm_for_cpu"
+    if _uses_int8_weight_kernel(x, low_bit, scheme, row_invariant):
+        x = x.contiguous()
+        if x.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT:
+            x = x.clone()
+        product = torch._weight_int8pack_mm(x, low_bit.qdata, low_bit.scale.view(-1))
+        return _add_bias(product, bias), "aten::_weight_int8pack_mm"
+    dtype = x.dtype
+    if x.device.type == "cpu" and dtype is not torch.float32 and not has_fast_bf16():
+        dtype = torch.float32
+    weight = dequantize_weight(low_bit, dtype)
+    name = f"INT{scheme.num_bits} expanded to {str(dtype).removeprefix('torch.')} + aten::linear"
+    if row_invariant:
+        return _add_bias(_linear_in_blocks(x.to(dtype), weight).to(x.dtype), bias), f"{name} in blocks of rows"
+    y = F.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype)).to(x.dtype)
+    return y, name
+
+
+def _linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows = x.shape[0]
+    filled = F.pad(x, (0, 0, 0, -rows % ROW_INVARIANT_BLOCK))
+    product = x.new_empty(filled.shape[0], weight.shape[0])
+    for block, out in zip(filled.split(ROW_INVARIANT_BLOCK), product.split(ROW_INVARIANT_BLOCK), strict=True):
+        torch.mm(block, weight.t(), out=out)
+    return product[:rows]
+
+
+def _add_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return product if bias is None else product.add_(bias.to(product.dtype))
+
+
+def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Tensor, str]:
+    rows = x_codes.shape[0]
+    if x_codes.is_cuda:
+        if w_codes.shape[0] % 8 == 0 and w_codes.shape[1] % 8 == 0:
+            # cuBLAS wants more than 16 rows.
+            padded = F.pad(x_codes, (0, 0, 0, 32 - rows)) if rows <= 16 else x_codes
+            return torch._int_mm(padded, w_codes.t())[:rows], "aten::_int_mm"
+    # A weight `(N, 1)` has the strides of a transposed one, and `_int_mm` returns whatever lay in its output.
+    elif w_codes.shape[1] > 1 and (_has_vnni() or rows <= INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI):
+        return torch._int_mm(x_codes, w_codes.t()), "aten::_int_mm"
+    blocks = zip(x_codes.split(EXACT_FLOAT32_FEATURES, 1), w_codes.split(EXACT_FLOAT32_FEATURES, 1), strict=True)
+    product = sum(F.linear(x.float(), w.float()).to(torch.int32) for x, w in blocks)
+    return product, "float32 product of INT8 codes (exact)"
+
+
+def _uses_int8_weight_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme, row_invariant: bool) -> bool:
+    return (
+        scheme.num_bits == 8
+        and (row_invariant or x.shape[0] <= INT8_WEIGHT_KERNEL_MAX_ROWS)
+        and _cpu_bf16_kernel_fits(x, low_bit)
+        # Else it reads beyond each row: wrong numbers on some processors, the end of the process on others.
+        and x.shape[1] % INT8_WEIGHT_KERNEL_FEATURES == 0
+        and low_bit.qdata.is_contiguous()
+        and low_bit.qdata.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT == 0
+    )
+
+
+def _cpu_bf16_kernel_fits(x: torch.Tensor, low_bit: LowBitWeight) -> bool:
+    # ATen's float32 variants of these kernels are scalar code, and a float32 scale must not be rounded to bf16.
+    return x.device.type == "cpu" and x.dtype is torch.bfloat16 and low_bit.scale.dtype is torch.bfloat16
+
+
+def _has_fp8_kernel(x_codes: torch.Tensor, w_codes: torch.Tensor) -> bool:
+    return (
+        x_codes.is_cuda
+        and torch.cuda.get_device_capability(x_codes.device) >= (8, 9)
+        and w_codes.shape[0] % 16 == 0
+        and w_codes.shape[1] % 16 == 0
+    )
+
+
+@lru_cache(maxsize=1)
+def _has_vnni() -> bool:
+    return torch.cpu._is_vnni_supported()
+
+
+@lru_cache(maxsize=1)
+def has_fast_bf16() -> bool:
+    """Whether this processor multiplies bf16 matrices natively (AVX512-BF16 or AMX); else float32 is several times faster."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

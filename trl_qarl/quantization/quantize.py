@@ -1,0 +1,235 @@
+r"""
+The one definition of a low-bit tensor.
+
+Weights, symmetric, with one scale per output channel or per group of input features:
+
+    scale = amax(|w|) / d,  q = round(clamp(w / scale, qmin, qmax)),  w' = scale * q
+
+with `d` = 7.5 for INT4 (codes -8..7), 127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as
+zero (an all-zero group) is replaced by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit for
+bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`), and the forward pass,
+publication, checkpoint and export all call [`quantize_weight`].
+
+`w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8 E4M3 and
+one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
+(`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So `s` is chosen such that the
+conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest at 56. Their product has eight
+bits, as bf16 does. [`product_weight`] is what the engine multiplies by.
+
+Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors: `scale = amax / 127` for
+INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
+
+| | CPU | CUDA |
+|---|---|---|
+| INT8 | `x * (1 / scale)` | `x * (127 / amax)` |
+| FP8 | `x * (1 / scale)` | `x / scale` |
+
+in float32, as vLLM's kernels do (`QuantFP8.forward_native`, `csrc/cpu/dnnl_kernels.cpp`, `csrc/quantization/w8a8`). In bf16 the
+quotient often lies half way between two codes, and one rounding more or less decides.
+
+Storage of the codes:
+
+| scheme | `qdata` | in a checkpoint |
+|---|---|---|
+| INT4 | int32 `(N, K / 8)`, eight codes + 8 per word, first code in the lowest bits | the same |
+| INT8, weight only | int8 `(N, K)` | int32 `(N, K / 4)`, four codes + 128 per word |
+| INT8 | int8 `(N, K)` | the same |
+| FP8 | float8_e4m3fn `(N, K)` | the same |
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .schemes import QuantScheme
+
+
+__all__ = [
+    "LowBitWeight",
+    "checkpoint_tensors",
+    "count_code_flips",
+    "dequantize_weight",
+    "product_weight",
+    "quantize_activation",
+    "quantize_weight",
+    "unpack_int4",
+    "unpack_int8",
+]
+
+
+class LowBitWeight(NamedTuple):
+    """
+    A quantized weight: `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or
+    `(N, 1)`. Neither carries a gradient.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.qdata.nbytes + self.scale.nbytes
+
+
+@torch.no_grad()
+def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> LowBitWeight:
+    """
+    Quantize a master weight.
+
+    Args:
+        weight (`torch.Tensor`):
+            Master weight `(N, K)`, any floating dtype. Codes are computed from it as it is, not from a rounded copy.
+        scheme ([`QuantScheme`]):
+            Scheme to follow.
+        scale_dtype (`torch.dtype`):
+            Dtype in which the engine runs the model; scales are rounded to it before codes are computed, unless the
+            scheme fixes its own scale dtype.
+
+    Raises:
+        ValueError: if no group size divides `K`, or if the codes of a row do not fill words of the checkpoint.
+    """
+    out_features, in_features = weight.shape
+    # Quotients would inherit the strides of a transposed or sliced master, and codes are packed along rows.
+    weight = weight.contiguous()
+    group_size = scheme.group_size_for(in_features) or in_features
+    if scheme.scale_dtype is not None:
+        scale_dtype = getattr(torch, scheme.scale_dtype)
+        weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
+    groups = weight.reshape(out_features, -1, group_size)
+    scale = groups.abs().amax(dim=-1) / scheme.scale_divisor
+    if scheme.has_fp8_scales:
+        scale = _survives_fp8(scale)
+    scale = scale.to(scale_dtype)
+    scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
+    codes = (groups / scale.unsqueeze(-1)).clamp_(*scheme.quant_range).view(out_features, in_features)
+    if scheme.weight_type == "float":
+        return LowBitWeight(codes.to(torch.float8_e4m3fn), scale)
+    codes = codes.round_().to(torch.int8)
+    return LowBitWeight(_pack_int4(codes) if scheme.num_bits == 4 else codes, scale)
+
+
+def product_weight(low_bit: LowBitWeight, scheme: QuantScheme) -> LowBitWeight:
+    """
+    The weight as the engine's matrix product takes it: `low_bit` itself, for `w4a8` FP8 codes `(N, K)` and float32 scales
+    `(N, 1)`.
+    """
+    if not scheme.has_fp8_scales:
+        return low_bit
+    channel_scale, group_scale = _fp8_scales(low_bit.scale)
+    codes = _unpack_int4(low_bit.qdata, torch.float32)
+    codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
+    return LowBitWeight(codes.to(torch.float8_e4m3fn), channel_scale)
+
+
+def dequantize_weight(low_bit: LowBitWeight, dtype: torch.dtype) -> torch.Tensor:
+    """
+    Dense weight `(N, K)` in `dtype`: the exact product `scale * code`, rounded once to `dtype`.
+
+    This rounding is what Marlin and Machete apply to INT4 weights before the matrix product.
+    """
+    qdata, scale = low_bit
+    # A wider scale must not be rounded before the product.
+    product_dtype = scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype
+    weight = _unpack_int4(qdata, product_dtype) if qdata.dtype is torch.int32 else qdata.to(product_dtype)
+    # The group size is spelled out: no rows would leave `-1` undetermined.
+    weight.view(*scale.shape, weight.shape[1] // scale.shape[1]).mul_(scale.unsqueeze(-1))
+    return weight.to(dtype)
+
+
+def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Quantize activations per token, as vLLM does.
+
+    Args:
+        x (`torch.Tensor`):
+            Activations `(M, K)`, any floating dtype.
+        scheme ([`QuantScheme`]):
+            A scheme with `activation_type` set.
+
+    Returns:
+        Codes `(M, K)` in int8 or float8_e4m3fn and float32 scales `(M, 1)`. A token of zeros or denormal numbers gets zero
+        codes.
+    """
+    amax = x.abs().amax(dim=-1, keepdim=True).float()
+    if scheme.activation_type == "float":
+        scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
+        scaled = x.float() / scale if x.is_cuda else x.float() * scale.reciprocal()
+        return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+    # Below the smallest normal number the reciprocal would overflow.
+    amax = torch.where(amax / 127.0 < torch.finfo(torch.float32).tiny, 127.0, amax)
+    scale = amax / 127.0
+    return (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8), scale
+
+
+def checkpoint_tensors(low_bit: LowBitWeight, scheme: QuantScheme) -> dict[str, torch.Tensor]:
+    """Tensors of one layer under compressed-tensors' checkpoint names, without the layer's prefix."""
+    qdata, scale = low_bit
+    if scheme.format != "pack-quantized":
+        return {"weight": qdata, "weight_scale": scale}
+    if scheme.num_bits == 4:
+        packed, codes_per_word = qdata, 8
+    else:
+        # Adding 128 to a two's complement byte flips its top bit.
+        packed, codes_per_word = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32), 4
+    shape = torch.tensor([packed.shape[0], packed.shape[1] * codes_per_word], device=packed.device)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """Unsigned codes, 0 to 15, `(N, K)` int32, of INT4 `qdata`, `(N, K / 8)` int32."""
+    return (_unpack_int4(packed, torch.float32) + 8).int()
+
+
+def unpack_int8(packed: torch.Tensor) -> torch.Tensor:
+    """INT8 codes `(N, K)` of a checkpoint's `weight_packed`, `(N, K / 4)` int32."""
+    return (packed.view(torch.uint8) ^ 0x80).view(torch.int8)
+
+
+def count_code_flips(before: LowBitWeight, after: LowBitWeight) -> torch.Tensor:
+    """Number of weights whose code differs, as a 0-d int64 tensor on the weights' device."""
+    if before.qdata.dtype is torch.int32:
+        changed = (before.qdata ^ after.qdata).view(torch.uint8)
+        return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
+    return (before.qdata.view(torch.uint8) != after.qdata.view(torch.uint8)).count_nonzero()
+
+
+def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's conversion of scales `(N, groups)`: `(N, 1)` channel scales, and `(N, groups)` E4M3 values; both float32."""
+    scale = scale.float()
+    channel_scale = (scale.amax(-1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+    group_scale = (scale / channel_scale).to(torch.float8_e4m3fn).float() / 8.0
+    return 8.0 * channel_scale, group_scale.to(torch.float8_e4m3fn).float()
+
+
+def _survives_fp8(scale: torch.Tensor) -> torch.Tensor:
+    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, in channels it does not clamp."""
+    scale = scale.float()
+    amax = scale.amax(-1, keepdim=True)
+    amax = torch.where(amax == 0, 1.0, amax)
+    fraction, exponent = torch.frexp(amax / 448.0)
+    channel_scale = 8.0 * torch.ldexp((fraction * 16.0).round(), exponent - 4)
+    # From the smallest normal number on, E4M3 has four significant bits.
+    group_scale = torch.where(scale == amax, 56.0, scale / channel_scale).clamp(2.0**-6, 56.0)
+    return group_scale.to(torch.float8_e4m3fn).float() * channel_scale
+
+
+def _pack_int4(codes: torch.Tensor) -> torch.Tensor:
+    unsigned = (codes + 8).view(torch.uint8).view(codes.shape[0], -1, 2)
+    return (unsigned[..., 0] | (unsigned[..., 1] << 4)).view(torch.int32)
+
+
+def _unpack_int4(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # One table look-up per 16 bits yields four weights; shifts and masks are four times slower on a CPU.
+    table = _int4_table(dtype, packed.device)
+    indices = packed.view(torch.uint16).long()
+    values = table.index_select(0, indices.view(-1)) if dtype.itemsize > 2 else table.take(indices)
+    return values.view(dtype).view(packed.shape[0], -1)
+
+
+@lru_cache(maxsize=8)
+def _int4_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Four codes for each 16-bit pattern: `(65536,)` int64 for 16-bit dtypes, else `(65536, 4)` in `dtype`."""
+    patterns = torch.arange(65536, device=device)
+    table = torch.stack([((patterns >> shift) & 15) - 8 for shift in (0, 4, 8, 12)], dim=-1).to(dtype)
+    return table.view(torch.int64).view(-1) if dtype.itemsize == 2 else table

@@ -1,0 +1,248 @@
+"""
+Turn a model's linear layers into quantized ones and back, and say what was done.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
+from .schemes import QuantScheme, get_scheme
+from .vllm_kernels import LEARNER_KERNELS, check_vllm_kernel
+
+
+__all__ = [
+    "SwapReport",
+    "deactivate",
+    "kernels_run",
+    "low_bit_forward",
+    "prepare_model",
+    "quantized_layers",
+    "restore_model",
+]
+
+ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+"""Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """
+    What [`prepare_model`] did.
+
+    Args:
+        scheme ([`QuantScheme`]):
+            The scheme applied.
+        converted (`dict[str, int | None]`):
+            Name of each converted layer and its group size (`None`: one scale per output channel).
+        skipped (`dict[str, str]`):
+            Name of each linear layer left alone and the reason.
+        master_bytes (`int`):
+            Bytes of the converted layers' master weights.
+        bf16_bytes (`int`):
+            Bytes of the same weights in 16-bit precision.
+        low_bit_bytes (`int`):
+            Bytes of the same weights in low-bit form, scales included.
+    """
+
+    scheme: QuantScheme
+    converted: dict[str, int | None]
+    skipped: dict[str, str]
+    master_bytes: int
+    bf16_bytes: int
+    low_bit_bytes: int
+
+    def __str__(self) -> str:
+        if not self.scheme.is_quantized:
+            return f"scheme {self.scheme.name}: every layer stays in high precision"
+        groups = Counter(self.converted.values())
+        parts = [f"{count} per output channel" if g is None else f"{count} group {g}" for g, count in groups.items()]
+        lines = [
+            f"scheme {self.scheme.name}: {len(self.converted)} linear layers quantized ({', '.join(parts)}), "
+            f"{self.low_bit_bytes / 2**20:.1f} MiB low-bit against {self.bf16_bytes / 2**20:.1f} MiB in bf16"
+        ]
+        for reason, count in Counter(self.skipped.values()).items():
+            names = [name for name, why in self.skipped.items() if why == reason]
+            lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")
+        if self.scheme.group_size is not None and set(groups) != {self.scheme.group_size}:
+            lines.append(
+                f"group_size={self.scheme.group_size} does not divide every layer; the smaller sizes are above"
+            )
+        return "\n".join(lines)
+
+
+def prepare_model(
+    model: nn.Module,
+    scheme: str | QuantScheme,
+    *,
+    exclude_modules: str | Sequence[str] | None = None,
+    scale_dtype: torch.dtype | None = None,
+    kernel: str = "auto",
+) -> SwapReport:
+    """
+    Quantize the forward of every linear layer of `model`, in place.
+
+    Output head, embeddings (and whatever shares their weight) and MoE routers are never touched.
+
+    Args:
+        model (`nn.Module`):
+            Model in high precision.
+        scheme (`str` or [`QuantScheme`]):
+            Scheme to apply. `"bf16"` converts nothing.
+        exclude_modules (`str` or `Sequence[str]`, *optional*):
+            Layers to leave alone, as in PEFT: a string is a regular expression that must match the whole name; a list
+            holds names or their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`).
+        scale_dtype (`torch.dtype`, *optional*):
+            Dtype in which the rollout engine runs the model. Defaults to each weight's dtype.
+        kernel (`str`, *optional*, defaults to `"auto"`):
+            Whose forward products to use: `"torch"`, `"vllm"`, or `"auto"` for the better measured one.
+
+    Raises:
+        ValueError: for a kernel that is unknown or cannot run here, a model that is quantized already, has been prepared
+            already or was made in inference mode, when nothing matched, when an exclude pattern matches no linear layer, or
+            when the scheme cannot quantize a layer's number of input features.
+    """
+    scheme = get_scheme(scheme)
+    if kernel not in LEARNER_KERNELS:
+        raise ValueError(f"learner_kernel={kernel!r} is unknown. Choose one of {list(LEARNER_KERNELS)}.")
+    _check_not_quantized(model)
+    if not scheme.is_quantized:
+        return SwapReport(scheme, {}, {}, 0, 0, 0)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not linears:
+        raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
+    reasons = _reasons_to_skip(model, linears, exclude_modules)
+    chosen = {name: module for name, module in linears.items() if name not in reasons}
+    if not chosen:
+        raise ValueError(
+            f"No layer of {type(model).__name__} is left to quantize: {len(linears)} linear layers, all skipped "
+            f"({'; '.join(sorted(set(reasons.values())))}). Relax `exclude_modules`={exclude_modules!r}."
+        )
+    converted = {}
+    for name, module in chosen.items():
+        try:
+            converted[name] = scheme.group_size_for(module.in_features)
+        except ValueError as error:
+            raise ValueError(f"Layer {name!r}: {error}") from None
+    if any(module.weight.is_inference() for module in chosen.values()):
+        raise ValueError(MADE_IN_INFERENCE_MODE)
+    if kernel == "vllm":
+        for module in chosen.values():
+            check_vllm_kernel(scheme, scale_dtype or module.weight.dtype, module.weight.device, module.weight.shape)
+    low_bit_bytes = 0
+    for module in chosen.values():
+        QuantizedLinear.from_linear(module, scheme, scale_dtype).use_vllm_kernel = kernel == "vllm"
+        low_bit_bytes += _low_bit_bytes(module)
+    weights = [module.weight for module in chosen.values()]
+    return SwapReport(
+        scheme=scheme,
+        converted=converted,
+        skipped=reasons,
+        master_bytes=sum(weight.nbytes for weight in weights),
+        bf16_bytes=sum(2 * weight.numel() for weight in weights),
+        low_bit_bytes=low_bit_bytes,
+    )
+
+
+def restore_model(model: nn.Module) -> int:
+    """Turn every [`QuantizedLinear`] of `model` back into `nn.Linear`, in place, and return how many there were."""
+    layers = quantized_layers(model)
+    for layer in layers.values():
+        layer.to_linear()
+    return len(layers)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Every [`QuantizedLinear`] of `model` by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def deactivate(model: nn.Module) -> None:
+    """Give every [`QuantizedLinear`] of `model` the forward of `nn.Linear`; its low-bit weight can still be published."""
+    for layer in quantized_layers(model).values():
+        layer.is_active = False
+
+
+@contextmanager
+def low_bit_forward(model: nn.Module) -> Iterator[None]:
+    """While open, every [`QuantizedLinear`] of `model` runs its quantized forward, also where it is deactivated."""
+    inactive = [layer for layer in quantized_layers(model).values() if not layer.is_active]
+    for layer in inactive:
+        layer.is_active = True
+    try:
+        yield
+    finally:
+        for layer in inactive:
+            layer.is_active = False
+
+
+def kernels_run(model: nn.Module) -> dict[str, int]:
+    """Kernels that ran in the last forward and the number of layers that used each."""
+    return dict(Counter(layer.kernel for layer in quantized_layers(model).values() if layer.kernel is not None))
+
+
+def _check_not_quantized(model: nn.Module) -> None:
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        raise ValueError("The model has been prepared already. Call `restore_model(model)` before preparing it again.")
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None or getattr(model, "is_quantized", False):
+        method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")
+        raise ValueError(
+            f"The model is quantized already (quant_method={str(method)!r}): its masters are gone. Load the "
+            "high-precision checkpoint, without `quantization_config`, and let the scheme quantize it."
+        )
+
+
+def _reasons_to_skip(
+    model: nn.Module, linears: dict[str, nn.Linear], exclude_modules: str | Sequence[str] | None
+) -> dict[str, str]:
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    embedding_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    excluded = _excluded(linears, exclude_modules)
+    reasons = {}
+    for name, module in linears.items():
+        leaf = name.rpartition(".")[2]
+        if module is head or leaf == "lm_head":
+            reasons[name] = "output head"
+        elif id(module.weight) in embedding_weights:
+            reasons[name] = "shares the embedding's weight"
+        elif leaf in ROUTER_NAMES:
+            reasons[name] = "router"
+        elif name in excluded:
+            reasons[name] = "exclude_modules"
+        elif type(module) is not nn.Linear:
+            reasons[name] = f"{type(module).__name__} has a forward of its own"
+        elif module.weight.numel() == 0:
+            reasons[name] = "no weights"
+    return reasons
+
+
+def _excluded(linears: dict[str, nn.Linear], patterns: str | Sequence[str] | None) -> set[str]:
+    if not patterns:
+        return set()
+    excluded = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if isinstance(patterns, str):
+            hits = {name for name in linears if re.fullmatch(pattern, name)}
+        else:
+            hits = {name for name in linears if name == pattern or name.endswith(f".{pattern}")}
+        if not hits:
+            raise ValueError(
+                f"exclude_modules: {pattern!r} matches none of the {len(linears)} linear layers. A string is a regular "
+                f"expression over the whole name; a list holds names or last components, such as "
+                f"{next(iter(linears)).rpartition('.')[2]!r}."
+            )
+        excluded |= hits
+    return excluded
+
+
+def _low_bit_bytes(layer: QuantizedLinear) -> int:
+    scales = layer.in_features // (layer.group_size or layer.in_features) * layer.out_features
+    scale_dtype = layer.scale_dtype if layer.scheme.scale_dtype is None else getattr(torch, layer.scheme.scale_dtype)
+    return layer.weight.numel() * layer.scheme.num_bits // 8 + scales * scale_dtype.itemsize

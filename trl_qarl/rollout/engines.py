@@ -1,0 +1,95 @@
+"""vLLM engines and servers for a prepared learner."""
+
+import gc
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+from ..quantization.checkpoint import quantization_config
+from ..quantization.swap import quantized_layers
+from .leftovers import owned_prefix
+from .protocol import FILE_BACKEND, WORKER_EXTENSION
+from .publisher import largest_chunk
+from .server import (
+    ServerProcess,
+    build_server_command,
+    check_engine_runs,
+    cpu_environment,
+    default_transfer_dir,
+)
+
+
+__all__ = ["in_process_engine", "make_engine", "server_process"]
+
+
+def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
+    """
+    A vLLM engine in this process that waits for the weights of `model`, a learner prepared by [`prepare_model`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The learner; the engine reads configuration and tokenizer from `model.name_or_path`.
+        dtype (`torch.dtype`):
+            Dtype of everything that is not quantized.
+        on_cpu (`bool`):
+            Whether the engine runs on a CPU.
+        arguments:
+            Further arguments of `vllm.LLM`.
+    """
+    config = quantization_config(model) if quantized_layers(model) else None
+    check_engine_runs(config, str(dtype).removeprefix("torch."), on_cpu)
+    return in_process_engine(
+        on_cpu=on_cpu,
+        model=model.name_or_path,
+        load_format="dummy",
+        hf_overrides={"quantization_config": config} if config else None,
+        dtype=dtype,
+        weight_transfer_config={"backend": FILE_BACKEND},
+        worker_extension_cls=WORKER_EXTENSION,
+        **arguments,
+    )
+
+
+def in_process_engine(*, on_cpu: bool, **arguments):
+    """`vllm.LLM(**arguments)` whose worker lives in this process and whose log-probs are those after temperature."""
+    # Read when vLLM starts an engine: a worker in another process could not be handed tensors.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if on_cpu:
+        os.environ.update(cpu_environment())
+    from vllm import LLM
+
+    # An engine that nothing refers to any more ends the process group that the next one shares when it is collected.
+    gc.collect()
+    # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.
+    return LLM(logprobs_mode="processed_logprobs", enforce_eager=on_cpu, **arguments)
+
+
+def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
+    """The server of `vllm_server_autostart=True`, not yet started, for a prepared `model` and a [`QaRLConfig`]."""
+    vllm_args = []
+    if args.vllm_max_model_length is not None:
+        vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]
+    on_cpu = args.use_cpu or not torch.cuda.is_available()
+    vllm_args += ["--model-impl", args.vllm_model_impl]
+    if not on_cpu:
+        vllm_args += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+        vllm_args += ["--tensor-parallel-size", str(args.vllm_tensor_parallel_size)]
+    if args.trust_remote_code:
+        vllm_args.append("--trust-remote-code")
+    argv, environment = build_server_command(
+        model.name_or_path,
+        quantization_config(model) if quantized_layers(model) else None,
+        dtype=str(dtype).removeprefix("torch."),
+        port=args.vllm_server_port,
+        on_cpu=on_cpu,
+        # NCCL refuses two processes on one GPU, which is what a child without settings of its own gets.
+        transport="file",
+        # The next trainer tells from the name whether this one was killed.
+        transfer_dir=default_transfer_dir(args.vllm_server_port, largest_chunk(model, dtype)).with_name(
+            f"{owned_prefix()}{secrets.token_hex(8)}"
+        ),
+        vllm_args=vllm_args,
+    )
+    return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

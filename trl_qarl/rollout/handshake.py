@@ -1,0 +1,119 @@
+"""
+The secret that a trainer and its server share, and how each proves to the other that it knows it.
+
+Whoever holds the session changes the weights, and whoever is the server receives them: neither may be anybody who reaches a
+port, or takes one that is free for a moment. To open a session the trainer sends HMAC-SHA256 with the secret over two nonces,
+one of each side; the server's answer carries another over the same nonces and all that it says. The secret never travels, and
+the server's nonce serves once.
+
+The secret reaches the server through the environment of a child process ([`TOKEN_VARIABLE`]), or in a file that only its owner
+can read ([`TOKEN_FILE_VARIABLE`]).
+"""
+
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+
+__all__ = [
+    "TOKEN_FILE_NAME",
+    "TOKEN_FILE_VARIABLE",
+    "TOKEN_VARIABLE",
+    "is_proof",
+    "make_token",
+    "make_token_file",
+    "proof",
+    "read_token_file",
+    "server_token",
+    "take_token",
+]
+
+TOKEN_VARIABLE = "TRL_QARL_TOKEN"
+TOKEN_FILE_VARIABLE = "TRL_QARL_TOKEN_FILE"
+TOKEN_FILE_NAME = "token"
+
+_taken: str | None = None
+
+
+def make_token() -> str:
+    """A new secret."""
+    return secrets.token_hex(32)
+
+
+def proof(token: str, *parts: Any) -> str:
+    """HMAC-SHA256 of `parts`, which JSON can hold, in hexadecimal digits."""
+    return hmac.new(token.encode(), json.dumps(parts, sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def is_proof(given: Any, token: str, *parts: Any) -> bool:
+    """Whether `given`, which a stranger may have sent, is [`proof`] of the same; takes the same time whatever it is."""
+    return hmac.compare_digest(str(given).encode(errors="replace"), proof(token, *parts).encode())
+
+
+def make_token_file(path: str | Path) -> None:
+    """Write a new secret that only its owner can read to `path`, unless a file is there already."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{make_token()}\n")
+
+
+def read_token_file(path: str | Path) -> str:
+    """
+    The secret in a file of [`make_token_file`].
+
+    Raises:
+        ValueError: if there is none, others can read or replace it, or something else is in it.
+    """
+    try:
+        # A named pipe would otherwise wait for somebody to write.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"The token file {str(path)!r} is not a regular file.")
+            if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o077:
+                raise ValueError(
+                    f"The token file {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o} and belongs to user "
+                    f"{status.st_uid}, so others than user {os.getuid()} may know it. Run `chmod 600` on it as its owner, or "
+                    "copy it and name the copy."
+                )
+            token = file.read(1000).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The token file {str(path)!r} cannot be read: {error}.") from error
+    if not re.fullmatch(r"[0-9a-f]{64}", token):
+        raise ValueError(
+            f"The token file {str(path)!r} does not hold 64 hexadecimal digits, as `trl-qarl vllm-serve` writes them. Remove "
+            "it and start the server again."
+        )
+    return token
+
+
+def take_token() -> str | None:
+    """The secret in [`TOKEN_VARIABLE`], which is removed from the environment: child processes would inherit it."""
+    global _taken
+    _taken = os.environ.pop(TOKEN_VARIABLE, None) or _taken
+    return _taken
+
+
+def server_token() -> str:
+    """
+    The secret this server was started with.
+
+    Raises:
+        ValueError: if it was started with none.
+    """
+    if token := take_token():
+        return token
+    if path := os.environ.get(TOKEN_FILE_VARIABLE):
+        return read_token_file(path)
+    raise ValueError(
+        f"This server was started without the secret that its trainer must know: neither {TOKEN_VARIABLE} nor "
+        f"{TOKEN_FILE_VARIABLE} is set. Start it with `trl-qarl vllm-serve`."
+    )

@@ -1,0 +1,29 @@
+"""What trainer, server and vLLM's processes share: names, paths, headers and the error of a publication. Imports nothing."""
+
+__all__ = [
+    "FILE_BACKEND",
+    "GATE",
+    "NCCL_BACKEND",
+    "SESSION_HEADER",
+    "SESSION_PATH",
+    "STATE_PATH",
+    "TRANSFER_DIR_VARIABLE",
+    "WORKER_EXTENSION",
+    "PublishError",
+]
+
+SESSION_PATH = "/qarl/session"
+STATE_PATH = "/qarl/state"
+SESSION_HEADER = "x-qarl-session"
+TRANSFER_DIR_VARIABLE = "TRL_QARL_TRANSFER_DIR"
+
+FILE_BACKEND = "qarl"
+NCCL_BACKEND = "qarl_nccl"
+
+
+class PublishError(RuntimeError):
+    """A publication did not land; the engine does not generate until a complete one does."""
+
+
+GATE = "trl_qarl.vllm_plugin.gate.PublicationGate"
+WORKER_EXTENSION = "trl_qarl.vllm_plugin.weight_transfer.WorkerExtension"

@@ -1,0 +1,247 @@
+"""
+Publication: after an optimizer step, give the engine exactly the low-bit tensors the learner computes with.
+
+[`Publisher`] walks the model layer by layer, takes the fingerprint of every tensor, skips decoder layers in which nothing
+changed, and hands chunks of bounded size to a [`Transport`]. The engine then compares what it holds with the fingerprints of
+*all* tensors ([`trl_qarl.vllm_plugin.weight_transfer`]) and refuses to generate if anything differs.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..quantization.checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config
+from ..quantization.swap import low_bit_forward, quantized_layers
+from ..telemetry.probe import learner_log_probs
+from .fingerprint import (
+    CANARY_TOKENS,
+    config_differences,
+    describe_model,
+    describe_tokenizer,
+    fingerprint,
+    model_differences,
+    sample_token_ids,
+)
+from .protocol import PublishError
+from .transports import Tensors, Transport, num_bytes_of
+
+
+__all__ = ["Publisher", "largest_chunk"]
+
+CHUNK_BYTES = 256 * 2**20
+"""A chunk is sent when it holds this much; it is larger only when one decoder layer is."""
+
+CANARY_LIMIT = 2.5
+"""
+Mean difference of the canary's log-probs, in nats, from which on the engine is taken to be broken: ten times the largest that
+docs/alignment.md has for an aligned learner, 0.23 (`w8a8` in bf16).
+"""
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """
+    Publishes one model through one transport.
+
+    Args:
+        model (`nn.Module`):
+            The learner, prepared by [`prepare_model`] or unquantized.
+        dtype (`torch.dtype`):
+            Dtype in which the engine runs the model; tensors that are not quantized are rounded to it.
+        transport ([`Transport`]):
+            The way to the engine.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+            The learner's. With it the engine's tokenizer is compared, and log-probs of a fixed text after each publication.
+
+    Raises:
+        NotImplementedError: for a mixture-of-experts model whose experts are stacked in one tensor.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, transport: Transport, tokenizer=None):
+        if has_stacked_experts(model):
+            raise NotImplementedError(
+                f"{type(model).__name__} keeps the matrices of all experts in one tensor, which vLLM's weight transfer does not "
+                "take under that name. Use a dense model, or use_vllm=False."
+            )
+        self.model = model
+        self.dtype = dtype
+        self.transport = transport
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self._canary = [] if self.tokenizer is None else sample_token_ids(self.tokenizer)[:CANARY_TOKENS]
+        self._published: dict[str, str] = {}
+
+    def forget(self) -> None:
+        """Have the next publication send everything: the engine is a new one, or its state is unknown."""
+        self._published = {}
+
+    def check_engine(self) -> dict[str, Any]:
+        """
+        Compare scheme, group sizes, exclude list, dtype, log-prob mode, model configuration and tokenizer with the engine's, and
+        return its description.
+
+        Raises:
+            ValueError: naming both values of everything that differs.
+        """
+        engine = self.transport.describe()
+        ours = quantization_config(self.model) if quantized_layers(self.model) else {}
+        problems = config_differences(ours, engine["quantization_config"])
+        for name, value in (
+            ("dtype", str(self.dtype).removeprefix("torch.")),
+            ("logprobs_mode", "processed_logprobs"),
+        ):
+            if engine[name] != value:
+                problems.append(f"{name}: learner {value!r}, engine {engine[name]!r}")
+        config = getattr(self.model, "config", None)
+        if config is not None:
+            ours = describe_model(config.get_text_config())
+            problems += model_differences("model", ours, engine.get("model") or {})
+        if self.tokenizer is not None:
+            ours = describe_tokenizer(self.tokenizer)
+            problems += model_differences("tokenizer", ours, engine.get("tokenizer") or {})
+        problems += _unsupported_settings(engine)
+        has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in quantized_layers(self.model).values())
+        if has_fp8_scales and engine["tensor_parallel_size"] != 1:
+            problems.append(
+                f"scheme 'w4a8' needs tensor_parallel_size=1, the engine has {engine['tensor_parallel_size']}: vLLM would round the "
+                "scales of each shard on its own"
+            )
+        if problems:
+            raise ValueError(
+                "The engine was not started for this learner:\n  "
+                + "\n  ".join(problems)
+                + "\nStart it with `trl-qarl "
+                "vllm-serve` and the same model, tokenizer, scheme, group_size, exclude_modules and dtype."
+            )
+        return engine
+
+    def publish(self, weight_version: str) -> dict[str, float]:
+        """
+        Send what changed since the last publication, check all of it, and return measurements.
+
+        Returns:
+            `publish/seconds`; `publish/audit_seconds`, the learner's share of it spent on fingerprints;
+            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with a tokenizer
+            `publish/canary_abs_logp`, the mean difference, in nats, between the engine's and the learner's log-probs of a fixed text.
+
+        Raises:
+            PublishError: if it did not land. The next call sends everything.
+        """
+        start, self._audit_seconds = time.perf_counter(), 0.0
+        fingerprints: dict[str, str] = {}
+        num_bytes = num_tensors = 0
+        published, self._published = self._published, {}
+        changed = [name for name in self.transport.begin() or [] if published.pop(name, None) is not None]
+        if changed:
+            logger.warning(
+                "The engine no longer held what was published to it; something else writes into its memory. Sent again: %s",
+                ", ".join(sorted({_layer_of(name) for name in changed})),
+            )
+        chunk: Tensors = []
+        for layer in self._changed_layers(published, fingerprints):
+            if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
+                self.transport.send(chunk)
+                chunk = []
+            chunk += layer
+            num_bytes, num_tensors = num_bytes + num_bytes_of(layer), num_tensors + len(layer)
+        if chunk:
+            self.transport.send(chunk)
+        self.transport.finish(fingerprints, weight_version)
+        canary = self._score_canary()
+        self._published = fingerprints
+        return {
+            "publish/seconds": time.perf_counter() - start,
+            "publish/audit_seconds": self._audit_seconds,
+            "publish/megabytes": num_bytes / 2**20,
+            "publish/tensors": num_tensors,
+            "publish/unchanged_tensors": len(fingerprints) - num_tensors,
+            **canary,
+        }
+
+    def _score_canary(self) -> dict[str, float]:
+        """
+        Compare log-probs of a fixed text: fingerprints do not reach the operands that kernels keep for themselves.
+
+        Raises:
+            PublishError: if engine and learner have nothing to do with each other.
+        """
+        if len(self._canary) < 2:
+            return {}
+        engine = torch.tensor(self.transport.score(self._canary))
+        learner = self._canary_log_probs()
+        difference = (engine - learner).abs().mean().item()
+        # Also where it is not a number.
+        if not difference <= CANARY_LIMIT:
+            raise PublishError(
+                f"After publication the engine's log-probs of {len(learner)} fixed tokens are {difference:.3g} nats from the "
+                f"learner's on average, more than {CANARY_LIMIT}, although it holds the learner's tensors: one of the two computes "
+                f"nonsense, or a kernel works with a copy of other weights. Engine: {_rounded(engine)}; learner: {_rounded(learner)}."
+            )
+        return {"publish/canary_abs_logp": difference}
+
+    def _canary_log_probs(self) -> torch.Tensor:
+        ids = torch.tensor(self._canary, device=next(self.model.parameters()).device)
+        # The engine runs low-bit weights also where the learner does not.
+        autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+        with low_bit_forward(self.model), autocast:
+            log_probs = learner_log_probs(self.model, ids, len(ids) - 1)
+        return log_probs.gather(1, ids[1:, None])[:, 0].cpu()
+
+    def _changed_layers(self, published: dict[str, str], fingerprints: dict[str, str]) -> Iterator[Tensors]:
+        tensors = iter_checkpoint_tensors(self.model, self.dtype)
+        for _, members in groupby(tensors, key=lambda item: _layer_of(item[0])):
+            layer = list(members)
+            start = time.perf_counter()
+            current = {name: fingerprint(tensor) for name, tensor in layer}
+            self._audit_seconds += time.perf_counter() - start
+            fingerprints.update(current)
+            # An engine fuses matrices of a layer, so a layer is sent whole or not at all.
+            if any(published.get(name) != value for name, value in current.items()):
+                yield layer
+
+
+def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the largest chunk that publishing `model`, which may be on the meta device, can take; an upper bound."""
+    sizes = [
+        sum(
+            tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for _, tensor in layer
+        )
+        for _, layer in groupby(model.state_dict().items(), key=lambda item: _layer_of(item[0]))
+    ]
+    return min(sum(sizes), max(CHUNK_BYTES, *sizes))
+
+
+def _unsupported_settings(engine: Mapping[str, Any]) -> list[str]:
+    """Settings of an engine, wherever they came from, with which it would not sample from the published weights."""
+    lines = []
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if engine.get(name, 1) != 1:
+            lines.append(f"{name}: 1 is supported, the engine has {engine[name]}: the audit sees whole models only")
+    if engine.get("kv_cache_dtype", "auto") not in ("auto", engine["dtype"]):
+        lines.append(
+            f"kv_cache_dtype: the learner keeps keys and values in {engine['dtype']!r}, engine {engine['kv_cache_dtype']!r}"
+        )
+    if engine.get("is_speculative"):
+        lines.append("speculative_config: not supported, as no weights are published to a draft model")
+    if engine.get("use_w4a8"):
+        lines.append(
+            "activations: the learner does not quantize them, but the engine's INT4 kernel rounds them to 8 bits, as vLLM does on CPUs "
+            "with AMX. Set VLLM_CPU_INT4_W4A8=0 in its environment"
+        )
+    return lines
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]
+
+
+def _layer_of(name: str) -> str:
+    """What must be sent together: the name up to its first number, such as `"model.layers.3"`, else its module."""
+    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
+    return match.group() if match else name.rpartition(".")[0] or name

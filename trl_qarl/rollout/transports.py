@@ -1,0 +1,240 @@
+"""
+How tensors reach an engine.
+
+| transport | between | how |
+|---|---|---|
+| [`FileTransport`] | trainer and server on one host, or hosts with a shared filesystem | safetensors files in one directory |
+| [`NCCLTransport`] | GPUs of trainer and server | vLLM's NCCL weight transfer, through TRL's client |
+| [`DirectTransport`] | trainer and engine in one process | the tensors themselves |
+"""
+
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from .leftovers import owned_prefix, remove_leftovers
+from .protocol import PublishError
+from .server import check_transfer_dir
+
+
+__all__ = ["DirectTransport", "FileTransport", "NCCLTransport", "Tensors", "Transport", "num_bytes_of"]
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+class Transport(Protocol):
+    """How tensors reach an engine."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine was built for: `quantization_config`, `dtype`, `logprobs_mode`, kernels."""
+
+    def begin(self) -> list[str]:
+        """
+        Start an update. The engine does not generate from here on. Returns the names of tensors that the engine no longer holds
+        as they were published.
+        """
+
+    def send(self, tensors: Tensors) -> None:
+        """Deliver a chunk."""
+
+    def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
+        """End the update and raise [`PublishError`] unless the engine holds what the fingerprints say."""
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """The engine's log-probs of the tokens from the second on; NaN where there is none."""
+
+
+class DirectTransport:
+    """
+    Hands tensors to an engine in this process.
+
+    Args:
+        llm (`vllm.LLM`):
+            Engine whose worker runs in this process (`distributed_executor_backend` `"uni"` or `"external_launcher"`).
+    """
+
+    def __init__(self, llm):
+        self.llm = llm
+        worker = llm.llm_engine.model_executor.driver_worker
+        self._worker = getattr(worker, "worker", worker)
+
+    def describe(self) -> dict[str, Any]:
+        return self._worker.qarl_describe()
+
+    def begin(self) -> list[str]:
+        self._abort_requests()
+        try:
+            changed = self._worker.qarl_begin()
+        except RuntimeError as error:
+            raise PublishError(str(error)) from error
+        self._worker.start_weight_update()
+        return changed
+
+    def _abort_requests(self) -> None:
+        """A rollout that was interrupted left requests, which would come back with the next one's and keep their cache."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        if not self.llm.reset_prefix_cache():
+            raise PublishError(
+                "vLLM could not empty its prefix cache, which holds keys and values of the old weights: a rollout was interrupted "
+                "in the middle of a step. Build the engine again."
+            )
+        # Embeddings of images, computed with the old weights.
+        self.llm.reset_mm_cache()
+        engine.reset_encoder_cache()
+
+    def send(self, tensors: Tensors) -> None:
+        from vllm.config import set_current_vllm_config
+
+        engine = self._worker.weight_transfer_engine
+        with set_current_vllm_config(self._worker.vllm_config):
+            try:
+                engine.load((name, tensor.to(engine.device)) for name, tensor in tensors)
+            except Exception as error:
+                # vLLM's loaders raise whatever comes of a name or shape they do not expect.
+                raise PublishError(
+                    f"The engine could not load {tensors[0][0]} to {tensors[-1][0]}: {type(error).__name__}: {error}"
+                ) from error
+
+    def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
+        self._worker.qarl_expect(fingerprints)
+        try:
+            self._worker.finish_weight_update()
+        except RuntimeError as error:
+            raise PublishError(str(error)) from error
+        self.llm.update_weight_version(weight_version)
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        from vllm import SamplingParams
+
+        if self.llm.llm_engine.is_sleeping():
+            # The weights are awake; what follows a publication is a rollout, which needs the cache too.
+            self.llm.wake_up(tags=["kv_cache"])
+        # Greedy: a sample would move the random state of the rollout.
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+        (output,) = self.llm.generate([{"prompt_token_ids": token_ids}], parameters, use_tqdm=False)
+        return [
+            entry[token].logprob if entry else math.nan
+            for entry, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+        ]
+
+
+class _ServerTransport:
+    """The requests that every transport to a server makes; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def describe(self) -> dict[str, Any]:
+        return self.client.call_workers("qarl_describe")[0]
+
+    def begin(self) -> list[str]:
+        # Requests of other clients must not be finished with other weights than they were begun with.
+        self.client.control("/pause?mode=abort")
+        # Each rank names what it has lost.
+        changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
+        self.client.control("/start_weight_update")
+        return sorted(changed)
+
+    def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
+        self.client.call_workers("qarl_expect", fingerprints=fingerprints)
+        # The cache goes before the gate opens.
+        reset = self.client.control("/reset_prefix_cache")
+        if reset.content and not reset.json().get("success", True):
+            raise PublishError(
+                "/reset_prefix_cache: the server could not empty its prefix cache, which holds keys and values of the old weights."
+            )
+        self.client.control("/finish_weight_update", {"weight_version": weight_version})
+        self.client.control("/resume")
+        stamped = self.client.weight_version()
+        if stamped != weight_version:
+            raise PublishError(f"Published weight version {weight_version!r}, but the server says {stamped!r}.")
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        body = {
+            "model": self.client.model,
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        entries = self.client.control("/v1/completions", body).json()["choices"][0].get("prompt_logprobs")
+        if not entries or len(entries) != len(token_ids):
+            raise PublishError("/v1/completions: the server returned no log-probs of the prompt.")
+        values = [(entry or {}).get(str(token), {}) for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
+        return [math.nan if value.get("logprob") is None else value["logprob"] for value in values]
+
+
+class FileTransport(_ServerTransport):
+    """Writes each chunk to the server's transfer directory, which must be the same directory on both hosts."""
+
+    def begin(self) -> list[str]:
+        directory = self.client.transfer_dir
+        if not directory or not os.access(directory, os.W_OK | os.X_OK):
+            raise PublishError(
+                f"The server takes weights from {directory!r}, which this host cannot write to. Start the server with "
+                "`trl-qarl vllm-serve --transfer_dir DIR`, where DIR is a directory both hosts share."
+            )
+        check_transfer_dir(directory)
+        # What killed trainers left. Another server may take weights from the same directory, and its trainer's files stay.
+        remove_leftovers(directory, also=self.client.instance)
+        return super().begin()
+
+    def send(self, tensors: Tensors) -> None:
+        directory = self.client.transfer_dir
+        try:
+            path = self._write(tensors, directory)
+        except (OSError, SafetensorError) as error:
+            raise PublishError(_cannot_write(directory, num_bytes_of(tensors), error)) from error
+        try:
+            self.client.control("/update_weights", {"update_info": {"file": path.name}})
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _write(self, tensors: Tensors, directory: str) -> Path:
+        # In a folder of its own, as safetensors writes to a temporary file first and chooses the mode of the file.
+        folder = Path(tempfile.mkdtemp(prefix=f"{owned_prefix()}{self.client.instance}-", dir=directory))
+        try:
+            written = folder / "chunk.safetensors"
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, written)
+            written.chmod(0o600)
+            return written.rename(folder.with_name(f"{folder.name}.safetensors"))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class NCCLTransport(_ServerTransport):
+    """Broadcasts each chunk over the group that `client.init_communicator` has formed."""
+
+    def send(self, tensors: Tensors) -> None:
+        tensors = [(name, tensor.to(torch.accelerator.current_accelerator())) for name, tensor in tensors]
+        metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors]
+        # Within an update that has been started, TRL's client sends tensors and nothing else.
+        self.client._updating_weights = True
+        try:
+            self.client.update_named_params(metadata, iter(tensors))
+        finally:
+            self.client._updating_weights = False
+
+
+def _cannot_write(directory: str, num_bytes: int, error: Exception) -> str:
+    try:
+        free = f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB are free there"
+    except OSError as missing:
+        free = str(missing)
+    return (
+        f"A chunk of weights of {num_bytes / 2**20:.1f} MiB could not be written to the transfer directory {directory!r} ({error}); "
+        f"{free}. Make room, start the server with `trl-qarl vllm-serve --transfer_dir DIR` on a larger file system, or give a "
+        "container more shared memory (`docker run --shm-size 2g`)."
+    )
+
+
+def num_bytes_of(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for _, tensor in tensors)

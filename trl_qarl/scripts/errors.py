@@ -1,0 +1,22 @@
+"""How commands end that were given a wrong configuration."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+__all__ = ["configuration_errors"]
+
+
+@contextmanager
+def configuration_errors() -> Iterator[None]:
+    """
+    Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2.
+
+    Wrap only the part of a command that reads its configuration: an unexpected error elsewhere keeps its traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"trl-qarl: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error

@@ -1,0 +1,1 @@
+"""Grids of training runs and the page that compares them."""

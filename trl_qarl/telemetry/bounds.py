@@ -1,0 +1,63 @@
+"""Bounds that an objective sets to its ratios, as the histograms show them."""
+
+from typing import Any
+
+from ..objectives.presets import is_corrected, rejects_by_product
+
+
+__all__ = ["Bounds", "sequence_bounds", "token_bounds"]
+
+Bounds = tuple[float | None, float | None]
+
+
+def sequence_bounds(config: Any) -> dict[str, dict[str, Bounds]] | None:
+    """
+    Bounds that the objective of a [`QaRLConfig`] sets to the sequence-level `"ratio"` and `"mismatch_weight"`, for
+    `"positive"` and `"negative"` advantages; `None` for a side without bound, and for an objective of token ratios.
+    """
+    if config.objective == "tbpo":
+        cap = (1 / config.mismatch_cap, config.mismatch_cap)
+        negative = (1 - config.negative_epsilon_low, 1 + config.negative_epsilon_high)
+        return {
+            "ratio": {"positive": (None, 1 + config.positive_epsilon_high), "negative": negative},
+            "mismatch_weight": {"positive": cap, "negative": cap},
+        }
+    if config.importance_sampling_level != "sequence":
+        return None
+    positive: Bounds = (None, None)
+    negative: Bounds = (None, None)
+    if config.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+        epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        positive, negative = (None, 1 + epsilon_high), (1 - config.epsilon, config.delta)
+    elif config.loss_type == "cispo":
+        positive = negative = (None, config.epsilon if config.epsilon_high is None else config.epsilon_high)
+    weight: Bounds = (None, None)
+    if rejects_by_product(config):
+        weight = (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
+    return {
+        "ratio": {"positive": positive, "negative": negative},
+        "mismatch_weight": {"positive": weight, "negative": weight},
+    }
+
+
+def token_bounds(config: Any) -> dict[str, dict[str, Bounds]]:
+    """
+    Bounds that the objective of a [`QaRLConfig`] sets to each token's `"token_ratio"` and `"token_mismatch_weight"`, for
+    `"positive"` and `"negative"` advantages; `None` for a side without bound, which is every side for an objective of sequence
+    ratios.
+    """
+    positive: Bounds = (None, None)
+    negative: Bounds = (None, None)
+    weight: Bounds = (None, None)
+    if config.objective != "tbpo" and config.importance_sampling_level == "token":
+        epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        if config.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+            positive, negative = (None, 1 + epsilon_high), (1 - config.epsilon, config.delta)
+        elif config.loss_type == "cispo":
+            positive = negative = (None, epsilon_high)
+    if is_corrected(config) and config.vllm_importance_sampling_mode.startswith("token"):
+        weight = (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
+    return {
+        "token_ratio": {"positive": positive, "negative": negative},
+        "token_mismatch_weight": {"positive": weight, "negative": weight},
+    }

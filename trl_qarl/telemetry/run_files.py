@@ -1,0 +1,29 @@
+"""Names of the files that a run writes and the report reads, and the edges of the histograms in them. Needs no torch."""
+
+import math
+
+
+__all__ = [
+    "BATCHES_FILE",
+    "DISTRIBUTIONS_FILE",
+    "HISTOGRAM_EDGES",
+    "LOG_EDGES",
+    "METRICS_FILE",
+    "RUN_FILE",
+    "WORST_FILE",
+]
+
+METRICS_FILE = "metrics.jsonl"
+BATCHES_FILE = "batches.jsonl"
+RUN_FILE = "run.json"
+DISTRIBUTIONS_FILE = "distributions.jsonl"
+WORST_FILE = "worst_completions.jsonl"
+
+LOG_EDGES = [10 ** (exponent / 4) for exponent in range(-20, 5)]
+LOG_EDGES = [-edge for edge in reversed(LOG_EDGES)] + LOG_EDGES
+
+HISTOGRAM_EDGES = [math.exp(edge) for edge in LOG_EDGES]
+"""
+Edges of the histograms of ratios: the distance from 1 in nats is log-spaced on both sides, from 1e-5 to 10, as trust bands are
+some 1e-4 wide and mismatches of whole completions reach several nats.
+"""

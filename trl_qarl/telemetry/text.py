@@ -1,0 +1,100 @@
+"""What is found in sampled completions: loops, garbled text, the worst spans."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+__all__ = ["has_loop", "is_garbled", "worst_examples", "worst_span"]
+
+_MAX_LOOP_PERIOD, _MIN_LOOP_REPEATS, _MIN_LOOP_TOKENS = 64, 4, 16
+
+
+def worst_span(scores: Sequence[float]) -> tuple[int, int]:
+    """`(start, stop)` of the run of tokens around the largest score whose scores all exceed a quarter of it; NaN is no score."""
+    values = [-math.inf if math.isnan(score) else score for score in scores]
+    peak = max(range(len(values)), key=values.__getitem__)
+    start, stop = peak, peak + 1
+    while start > 0 and values[start - 1] > values[peak] / 4:
+        start -= 1
+    while stop < len(values) and values[stop] > values[peak] / 4:
+        stop += 1
+    return start, stop
+
+
+def worst_examples(
+    old_per_token_logps: torch.Tensor,
+    sampling_per_token_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    prompt_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+) -> list[dict[str, Any]]:
+    """
+    Two completions as text with the offending span between `⟦` and `⟧`, see [`worst_span`]: that of the largest `|d|`
+    (`"mismatch"`), and that of the token least likely under learner and sampler alike (`"improbable"`, by `-log p`).
+
+    Args:
+        old_per_token_logps, sampling_per_token_logps, mask (`torch.Tensor` of shape `(B, T)`):
+            As in [`mismatch_sums`].
+        advantages (`torch.Tensor` of shape `(B,)`):
+            Reported with the completion.
+        prompt_ids, completion_ids (`B` sequences of `int`):
+            Tokens without padding.
+        decode (`Callable`):
+            From token ids to text.
+
+    Returns:
+        `{"kind", "nats", "advantage", "prompt", "completion"}`, texts cut to the last 200 characters of the prompt and about 300
+        around the span; none if no token counts or no score is finite.
+    """
+    known = mask.bool() & ~sampling_per_token_logps.isnan()
+    examples = []
+    for kind, scores in (
+        ("mismatch", (old_per_token_logps - sampling_per_token_logps).abs()),
+        ("improbable", -torch.maximum(old_per_token_logps, sampling_per_token_logps)),
+    ):
+        scores = scores.float().masked_fill(~known | ~scores.isfinite(), math.nan)
+        worst = scores.nan_to_num(nan=-math.inf).amax(-1)  # (B,)
+        row = int(worst.argmax())
+        if not worst[row].isfinite():
+            continue
+        ids = list(completion_ids[row])
+        start, stop = worst_span(scores[row, : len(ids)].tolist())
+        text = f"{decode(ids[:start])[-200:]}⟦{decode(ids[start:stop])}⟧{decode(ids[stop:])[:100]}"
+        examples.append(
+            {
+                "kind": kind,
+                "nats": worst[row].item(),
+                "advantage": advantages[row].item(),
+                "prompt": decode(list(prompt_ids[row]))[-200:],
+                "completion": text,
+            }
+        )
+    return examples
+
+
+def has_loop(token_ids: Sequence[int]) -> bool:
+    """
+    Whether a completion repeats itself: a block of up to 64 tokens that occurs at least 4 times in a row, over at least 16
+    tokens. A stretch of `n` tokens has period `p` where `n - p` tokens in a row equal the one `p` before them.
+    """
+    ids = torch.as_tensor(token_ids)
+    for period in range(1, min(_MAX_LOOP_PERIOD, len(ids) // _MIN_LOOP_REPEATS) + 1):
+        breaks = (ids[period:] != ids[:-period]).nonzero().flatten()
+        ends = torch.cat([breaks.new_tensor([-1]), breaks, breaks.new_tensor([len(ids) - period])])
+        longest = int(ends.diff().max()) - 1 + period
+        if longest >= max(_MIN_LOOP_REPEATS * period, _MIN_LOOP_TOKENS):
+            return True
+    return False
+
+
+def is_garbled(text: str) -> bool:
+    """
+    Whether a text holds U+FFFD, the mark of bytes that are no character. At the end it does not count: there a completion
+    may have been cut inside a character.
+    """
+    return "\ufffd" in text.rstrip("\ufffd")

@@ -1,0 +1,34 @@
+"""
+What vLLM loads of this package: entry point `vllm.general_plugins`, called in every vLLM process.
+
+It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until a
+`--weight-transfer-config` names one, and CPU kernels that are chosen only in an engine that uses them
+([`trl_qarl.vllm_plugin.cpu_kernels`]).
+"""
+
+from ..rollout.handshake import take_token
+from ..rollout.protocol import FILE_BACKEND, NCCL_BACKEND
+
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Register with vLLM; calling it again changes nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    # Before vLLM starts its engine's process, which would inherit it.
+    take_token()
+    for backend, name in ((FILE_BACKEND, "FileEngine"), (NCCL_BACKEND, "NCCLEngine")):
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)
+    if current_platform.is_cpu():
+        import torch
+
+        from .cpu_kernels import register_kernels
+
+        # Linux lets a process use AMX once it has asked. vLLM's INT4 kernel uses it without asking, and the process ends with
+        # "illegal instruction".
+        torch.cpu._init_amx()
+        register_kernels()

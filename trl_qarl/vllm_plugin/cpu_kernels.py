@@ -1,0 +1,161 @@
+"""
+Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's cannot run or cannot be reloaded.
+
+| scheme | vLLM's kernel | taken from here when |
+|---|---|---|
+| `w4a16`, `w8a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only | float32, no AVX512, INT8 weights, odd shapes |
+| `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
+| `fp8` | `aten::_scaled_mm` | always: oneDNN's reference code, 100 times slower, on processors with AMX but no FP8 arithmetic |
+| not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.kernels`]) |
+
+They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. Calling
+[`~trl_qarl.quantization.gemm.low_bit_linear`] on the tensors of the checkpoint makes rollout and learner the same arithmetic; the tensors
+are used as they arrive, so a reload has no layout to get wrong. A layer has one kernel, whatever the number of rows: prefill
+and decode of the engine give the same bits.
+"""
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.kernels.linear import (
+    _POSSIBLE_FP8_KERNELS,
+    _POSSIBLE_INT8_KERNELS,
+    _POSSIBLE_KERNELS,
+    register_linear_kernel,
+)
+from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+    Int8ScaledMMLinearKernel,
+    Int8ScaledMMLinearLayerConfig,
+)
+from vllm.platforms.interface import PlatformEnum
+from vllm.scalar_type import scalar_types
+
+from ..numerics.kernels import use_in_engine
+from ..quantization.gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
+from ..quantization.quantize import LowBitWeight, unpack_int8
+from ..quantization.schemes import get_scheme
+from ..rollout.protocol import FILE_BACKEND
+
+
+__all__ = ["QaRLFp8Kernel", "QaRLInt8Kernel", "QaRLWeightOnlyKernel", "register_kernels"]
+
+
+def register_kernels() -> None:
+    """Put the kernels first in vLLM's lists for CPUs; calling it again changes nothing."""
+    for kernel, kind, table in (
+        (QaRLWeightOnlyKernel, "mp", _POSSIBLE_KERNELS),
+        (QaRLInt8Kernel, "int8", _POSSIBLE_INT8_KERNELS),
+        (QaRLFp8Kernel, "fp8", _POSSIBLE_FP8_KERNELS),
+    ):
+        kernels = table.get(PlatformEnum.CPU, [])
+        if kernel not in kernels:
+            register_linear_kernel(kernel, PlatformEnum.CPU, kind)
+            # vLLM appends and takes the first that fits; its own claims shapes that it cannot run.
+            table[PlatformEnum.CPU].insert(0, table[PlatformEnum.CPU].pop())
+    use_in_engine(_is_our_engine)
+
+
+def _is_our_engine() -> bool:
+    config = get_current_vllm_config_or_none()
+    transfer = None if config is None else config.weight_transfer_config
+    return transfer is not None and transfer.backend == FILE_BACKEND
+
+
+class QaRLWeightOnlyKernel(MPLinearKernel):
+    """INT4 and INT8 weights with 16- or 32-bit activations."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        if not _is_our_engine():
+            return False, "weights do not come from trl_qarl"
+        if c.weight_type not in (scalar_types.uint4b8, scalar_types.uint8b128) or c.zero_points:
+            return False, f"weight type {c.weight_type} is not symmetric INT4 or INT8"
+        if (
+            c.weight_type == scalar_types.uint4b8
+            and c.act_type in (torch.bfloat16, torch.float16)
+            and torch.cpu._is_avx512_supported()
+            and CPUWNA16LinearKernel.can_implement(c)[0]
+        ):
+            return False, "vLLM's own kernel runs here"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to repack; a weight-only product reads the checkpoint's layout."""
+        self._low_bit, self._operands = None, None
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self._low_bit is None:
+            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
+            packed, scale = getattr(layer, self.w_q_name).data, getattr(layer, self.w_s_name).data
+            if self.config.weight_type == scalar_types.uint4b8:
+                self._scheme, self._low_bit = get_scheme("w4a16"), LowBitWeight(packed, scale)
+            else:
+                self._scheme, self._low_bit = get_scheme("w8a16"), LowBitWeight(unpack_int8(packed), scale)
+        rows = x.reshape(-1, x.shape[-1])
+        if self._operands is None and uses_int4_kernel(rows, self._low_bit, self._scheme, row_invariant=True):
+            self._operands = int4_kernel_operands(self._low_bit)
+        y, _, _ = low_bit_linear(rows, self._low_bit, bias, self._scheme, self._operands, row_invariant=True)
+        return y.view(*x.shape[:-1], -1)
+
+
+class QaRLInt8Kernel(Int8ScaledMMLinearKernel):
+    """INT8 weights with dynamic per-token INT8 activations."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        if not _is_our_engine():
+            return False, "weights do not come from trl_qarl"
+        if not c.is_channelwise or c.is_static_input_scheme or not c.input_symmetric:
+            return False, "not symmetric with a scale per output channel and per token"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to repack."""
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, scale, *_ = self._get_layer_params(layer)
+        rows = x.reshape(-1, x.shape[-1])
+        y, _, _ = low_bit_linear(rows, LowBitWeight(weight.data, scale.data), bias, get_scheme("w8a8"))
+        return y.view(*x.shape[:-1], -1)
+
+
+class QaRLFp8Kernel(FP8ScaledMMLinearKernel):
+    """FP8 weights with dynamic per-token FP8 activations."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        if not _is_our_engine():
+            return False, "weights do not come from trl_qarl"
+        if not c.weight_quant_key.scale.group_shape.is_per_channel():
+            return False, "not a scale per output channel"
+        if not c.activation_quant_key.scale.group_shape.is_per_token():
+            return False, "not a scale per token"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to repack."""
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, scale, *_ = self._get_layer_params(layer)
+        rows = x.reshape(-1, x.shape[-1])
+        # vLLM holds FP8 weights transposed.
+        y, _, _ = low_bit_linear(rows, LowBitWeight(weight.data.t(), scale.data), bias, get_scheme("fp8"))
+        return y.view(*x.shape[:-1], -1)
+
+    def apply_scaled_mm(self, **arguments) -> torch.Tensor:
+        raise NotImplementedError("apply_weights does not use it")

@@ -1,0 +1,252 @@
+"""
+The server's door: generation only with completely published weights, and one trainer at a time.
+
+[`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server (`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`).
+It looks at paths and status codes only and imports neither torch nor vLLM.
+
+- Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume` after a
+  `/finish_weight_update` that has succeeded. An update that fails half way therefore leaves the door closed, and where the
+  trainer ends before it lets the engine go on, other clients get an answer.
+- `POST /qarl/session` opens a session for a trainer that proves that it knows the secret ([`trl_qarl.rollout.handshake`]),
+  and keeps its response open: the session *is* the connection, so it ends when the trainer ends, however that happens. While
+  one is open, a second is refused with 409.
+- Of all other requests that may change something, everybody's are those that generate or only compute; any other path, known
+  here or not, needs the session's token in the `X-QaRL-Session` header, or is refused with 409. Requests that a browser sends
+  for a page are refused with 403, and so are methods of workers other than [`WORKER_METHODS`].
+"""
+
+import asyncio
+import json
+import math
+import os
+import secrets
+from typing import Any
+
+from ..rollout.handshake import TOKEN_FILE_VARIABLE, is_proof, proof, server_token
+from ..rollout.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
+
+
+__all__ = ["WORKER_METHODS", "PublicationGate"]
+
+# What `/collective_rpc` may call. vLLM's workers have methods that write files and set environment variables.
+WORKER_METHODS = frozenset(["qarl_begin", "qarl_describe", "qarl_expect"])
+
+# Methods that change nothing in any of vLLM's routes.
+_READING_METHODS = frozenset(["GET", "HEAD", "OPTIONS"])
+# POST requests that generate, or compute with the weights in another way.
+_GENERATING_PATHS = frozenset(
+    [
+        "/classify",
+        "/cohere/v2/chat",
+        "/generative_scoring",
+        "/inference/v1/generate",
+        "/invocations",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/score",
+        "/v2/embed",
+        "/v2/rerank",
+    ]
+)
+# POST requests that need neither weights nor leave anything behind.
+_HARMLESS_PATHS = frozenset(
+    [
+        "/cohere/v2/chat/render",
+        "/detokenize",
+        "/is_scaling_elastic_ep",
+        "/ping",
+        "/tokenize",
+        "/v1/chat/completions/derender",
+        "/v1/chat/completions/render",
+        "/v1/completions/derender",
+        "/v1/completions/render",
+        "/v1/messages/count_tokens",
+        "/v1/messages/render",
+        "/v1/responses/render",
+    ]
+)
+
+_HEARTBEAT_SECONDS = 30.0
+# A stranger's request is read before it is known to be one.
+_SESSION_BYTES = 2**16
+
+
+class PublicationGate:
+    """
+    ASGI middleware; see the module's docstring. Its state lives in one process, so the server must run one API process.
+
+    Args:
+        app:
+            The ASGI application behind the gate.
+        token (`str`, *optional*):
+            The secret. Defaults to [`~trl_qarl.rollout.handshake.server_token`].
+    """
+
+    def __init__(self, app, token: str | None = None):
+        self.app = app
+        self._token = token or server_token()
+        # Challenge of the next session; another one after each proof, so that a proof serves once.
+        self._nonce = secrets.token_hex(16)
+        self._transfer_dir = os.environ.get(TRANSFER_DIR_VARIABLE)
+        self._token_file = os.environ.get(TOKEN_FILE_VARIABLE)
+        self.instance = secrets.token_hex(8)
+        self.is_open = False
+        self.is_complete = False
+        self.num_updates = 0
+        self.num_publications = 0
+        self.session: str | None = None
+        self.holder: str | None = None
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "websocket" and not self.is_open:
+            return await send({"type": "websocket.close", "code": 1013})
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        # A prefix that the router behind would strip must not hide a path from the gate.
+        path, method = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/"), scope["method"]
+        if path == STATE_PATH:
+            return await _respond(send, 200, self._state())
+        if method in _READING_METHODS or (method == "POST" and path in _HARMLESS_PATHS):
+            return await self.app(scope, receive, send)
+        if method != "POST" or path not in _GENERATING_PATHS:
+            headers = dict(scope["headers"])
+            if _is_from_a_page(headers):
+                error = "A browser sent this for a page. Only a trainer may change this server."
+                return await _respond(send, 403, {"error": error})
+            if path == SESSION_PATH:
+                return await self._hold_session(receive, send)
+            return await self._change(path, headers, scope, receive, send)
+        if not self.is_open:
+            return await _respond(
+                send,
+                503,
+                {"error": "No complete set of weights has been published yet, so the server does not generate."},
+            )
+        return await self.app(scope, receive, send)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "instance": self.instance,
+            "is_open": self.is_open,
+            "num_publications": self.num_publications,
+            "holder": self.holder,
+            "transfer_dir": self._transfer_dir,
+            "token_file": self._token_file,
+            "nonce": self._nonce,
+        }
+
+    async def _hold_session(self, receive, send) -> None:
+        request = _parse(await _read_body(receive, _SESSION_BYTES))
+        trainer, nonces = str(request.get("trainer", "an unnamed trainer"))[:200], [request.get("nonce"), self._nonce]
+        is_known = is_proof(request.get("proof"), self._token, "trainer", nonces, trainer)
+        if is_known:
+            self._nonce = secrets.token_hex(16)
+        if self.session is not None:
+            return await _respond(send, 409, {"error": f"The server already works for {self.holder}."})
+        if not is_known:
+            return await _respond(send, 403, {"error": "The request does not prove that its sender knows the secret."})
+        self.session, self.holder = secrets.token_hex(16), trainer
+        answer = {"session": self.session, **self._state()}
+        answer["proof"] = proof(self._token, "server", nonces, answer)
+        try:
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+            )
+            line = json.dumps(answer) + "\n"
+            await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+            # A host that vanished says nothing; a line that cannot be delivered does.
+            gone = asyncio.ensure_future(_disconnected(receive))
+            while not (await asyncio.wait([gone], timeout=_HEARTBEAT_SECONDS))[0]:
+                await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+        finally:
+            self.session = self.holder = None
+
+    async def _change(self, path: str, headers: dict[bytes, bytes], scope, receive, send) -> None:
+        token = headers.get(SESSION_HEADER.encode(), b"")
+        if self.session is None or not secrets.compare_digest(token, self.session.encode()):
+            holder = "nobody; open a session first" if self.holder is None else self.holder
+            return await _respond(send, 409, {"error": f"The weights of this server belong to {holder}."})
+        if path == "/collective_rpc":
+            body = await _read_body(receive)
+            called = _parse(body).get("method")
+            # A list cannot be looked up.
+            if not isinstance(called, str) or called not in WORKER_METHODS:
+                error = f"{called!r} cannot be called through this server, only {sorted(WORKER_METHODS)}."
+                return await _respond(send, 403, {"error": error})
+            receive = _receive_again(body, receive)
+        if path in ("/pause", "/start_weight_update"):
+            self.is_open = False
+        if path == "/start_weight_update":
+            self.is_complete = False
+            self.num_updates += 1
+        update = self.num_updates
+
+        async def watch(message):
+            is_success = message["type"] == "http.response.start" and message["status"] == 200
+            # A late answer to an update that has been given up says nothing about the one in progress.
+            if is_success and update == self.num_updates:
+                if path == "/finish_weight_update":
+                    self.is_complete = True
+                    self.num_publications += 1
+                elif path == "/resume":
+                    self.is_open = self.is_complete
+            await send(message)
+
+        await self.app(scope, receive, watch)
+
+
+def _is_from_a_page(headers: dict[bytes, bytes]) -> bool:
+    """Whether a browser sent it: it says so itself, and without asking the server first a page can send no JSON."""
+    media_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+    return b"origin" in headers or b"sec-fetch-site" in headers or media_type != b"application/json"
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`, or an empty one where there is none."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _receive_again(body: bytes, receive):
+    """A `receive` that begins with a body that has been read."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again():
+        return messages.pop() if messages else await receive()
+
+    return receive_again
+
+
+async def _disconnected(receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(receive, limit: float = math.inf) -> bytes:
+    """The body of a request, or nothing where it has more than `limit` bytes."""
+    chunks, size, more = [], 0, True
+    while more and size <= limit:
+        message = await receive()
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        more = message.get("more_body", False)
+    return b"".join(chunks) if size <= limit else b""
+
+
+async def _respond(send, status: int, content: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})

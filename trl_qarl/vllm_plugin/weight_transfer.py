@@ -1,0 +1,482 @@
+"""
+vLLM's side of publication: receive a learner's tensors, reload the model with them, and check what arrived.
+
+One publication is `start_weight_update`, one `update_weights` per chunk, [`WorkerExtension.qarl_expect`] with the
+fingerprints of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer in
+checkpoint format, repacks it for its kernel and copies the result into the tensors that the engine runs with.
+
+`finish_weight_update` raises, and the server's gate stays closed, unless
+
+- every name the engine owns was received, now or in an earlier publication that is still valid, and no other;
+- what arrived has the learner's fingerprint;
+- so has what each engine parameter holds after loading and before repacking (`tensor_parallel_size=1`; a shard of a tensor has
+  no fingerprint of its own);
+- the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is repacked, and
+  what they held before where nothing was sent. Each rank compares its own.
+
+The fingerprints of the running tensors are kept. [`WorkerExtension.qarl_begin`] compares them before the next publication and names
+what has changed meanwhile, which the learner then sends again. Operands that a kernel keeps outside of parameters and buffers have no
+fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares log-probs.
+
+The file transport takes the name of a safetensors file in the one directory the server was started with. A request is input
+from outside: names with any separator, links and other formats are refused, and nothing is unpickled.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from ..rollout.fingerprint import (
+    describe_model,
+    describe_tokenizer,
+    fingerprint,
+    fingerprint_differences,
+)
+from ..rollout.protocol import TRANSFER_DIR_VARIABLE
+from ..rollout.server import check_transfer_dir
+
+
+__all__ = ["FileEngine", "NCCLEngine", "WorkerExtension", "confined_path"]
+
+# The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others.
+_SHARED_BY_SHARDS = "weight_shape"
+
+
+def confined_path(directory: str | None, name: str) -> Path:
+    """
+    Path of the plain file `name` in `directory`.
+
+    Raises:
+        ValueError: if there is no directory, or `name` is anything but the name of a regular `.safetensors` file in it.
+    """
+    if not directory:
+        raise ValueError(
+            f"This server takes no weights from files: {TRANSFER_DIR_VARIABLE} is not set. Start it with `trl-qarl "
+            "vllm-serve`, or set the variable to a directory that only you can write to."
+        )
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors", name):
+        raise ValueError(f"{name!r} is not the name of a safetensors file in the transfer directory.")
+    check_transfer_dir(directory)
+    path = Path(directory) / name
+    if not path.exists() and not path.is_symlink():
+        raise ValueError(f"{name!r} is not in {directory!r}: is that the same directory on the trainer's host?")
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError(f"{name!r} in {directory!r} is not a regular file.")
+    return path
+
+
+class _AuditedReload:
+    """Layer-wise reload with the checks of the module's docstring; mixed into a `WeightTransferEngine`."""
+
+    model: nn.Module
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Fingerprints by checkpoint name of the last publication that was complete.
+        self.published: dict[str, str] = {}
+        # Fingerprints of the tensors that the engine runs with, as the last publication left them.
+        self._live: dict[str, str] = {}
+        # Names in a checkpoint of what fills each module.
+        self._sources: dict[str, list[str]] = {}
+        self._is_loading = False
+        self._expected: dict[str, str] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._expected = None
+        self._arrived: dict[str, str] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._held: list[tuple[str, str]] = []
+        self._processed: dict[str, str] = {}
+        self._before: dict[str, str] = {}
+        self._owned: dict[str, list[str]] = {}
+        self._tied: dict[str, str] = {}
+
+    def changed(self) -> list[str]:
+        """
+        Names in a checkpoint of the tensors that do not run as the last publication left them.
+
+        Raises:
+            RuntimeError: for a tensor that no publication fills.
+        """
+        self._before = _live_fingerprints(self.model)
+        names: set[str] = set()
+        for path, value in self._live.items():
+            now = self._before.get(path, "gone")
+            if now == value:
+                continue
+            sources = self._sources.get(path.rpartition(".")[0], [])
+            # The cache of a rotary embedding takes the dtype of the first queries.
+            if not sources and _kind(now) == _kind(value):
+                raise RuntimeError(
+                    f"The engine's {path} has changed since the last publication ({value} then, {now} now), and no weight that is "
+                    "published restores it. Something else writes into the engine's memory; start the engine again."
+                )
+            names.update(sources)
+        return sorted(names)
+
+    def start_weight_update(self) -> None:
+        before = self._before or _live_fingerprints(self.model)
+        self.abandon()
+        self._before = before
+        # Reloading unties tensors for its duration.
+        self._tied = dict(_tied_names(self.model))
+        with set_default_torch_dtype(self.model_config.dtype):
+            initialize_layerwise_reload(self.model)
+        self._is_loading = True
+        self._owned = dict(_owned_names(self.model))
+        for path, source in self._tied.items():
+            self._owned[path] = self._owned[source]
+        self._watch_layers()
+
+    def abandon(self) -> None:
+        """Give up an update that was not finished. The model holds garbage until the next one is."""
+        if self._is_loading:
+            self._finalize()
+            self._distrust()
+        self._forget()
+
+    def _distrust(self) -> None:
+        # What no publication fills has to stay as it was all the same.
+        self._live = {
+            path: value for path, value in self._live.items() if not self._sources.get(path.rpartition(".")[0])
+        }
+        self.published = {}
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors under their checkpoint names, taking the fingerprint of each."""
+        with set_default_torch_dtype(self.model_config.dtype), self._watched_loading():
+            self.model.load_weights(tensors)
+
+    def expect(self, fingerprints: Mapping[str, str]) -> None:
+        """Say what a complete publication consists of; `finish_weight_update` compares."""
+        self._expected = dict(fingerprints)
+
+    def finish_weight_update(self) -> None:
+        if self._expected is None:
+            raise RuntimeError("The learner has not said which tensors to expect, so the update cannot be checked.")
+        self._finalize()
+        live = _live_fingerprints(self.model)
+        problems = self._problems() + self._live_problems(live)
+        if problems:
+            self._distrust()
+            raise RuntimeError("The published weights are not the learner's:\n" + "\n".join(problems))
+        self.published, self._live = self._expected, live
+        original = {self._engine_name(name): name for name in self._expected}
+        self._sources = {}
+        for path, parts in self._owned.items():
+            sources = self._sources.setdefault(path.rpartition(".")[0], [])
+            sources += [original[part] for part in parts if part in original]
+        self._forget()
+
+    def _finalize(self) -> None:
+        with set_default_torch_dtype(self.model_config.dtype):
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._is_loading = False
+
+    def _problems(self) -> list[str]:
+        assert self._expected is not None
+        received = self.published | self._arrived
+        received = {name: value for name, value in received.items() if name in self._arrived or name in self._expected}
+        problems = fingerprint_differences(self._expected, received)
+        owned = {name for names in self._owned.values() for name in names}
+        mapped = {self._engine_name(name): name for name in self._expected}
+        if self._is_resolvable(owned, mapped.keys()):
+            problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
+            problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
+            problems += self._half_loaded_modules()
+        if self._tensor_parallel_size() == 1:
+            for name, held in self._held:
+                original = mapped.get(name)
+                if original is not None and held != self._expected[original]:
+                    problems.append(f"{original}: learner {self._expected[original]}, engine's parameter {held}")
+        return problems
+
+    def _live_problems(self, live: Mapping[str, str]) -> list[str]:
+        """What the engine does not run with although it was loaded, or has lost although nothing was sent for it."""
+        assert self._expected is not None
+        learner = {self._engine_name(name): value for name, value in self._expected.items()}
+        arrived = {self._engine_name(name) for name in self._arrived}
+        loaded = {path.rpartition(".")[0] for path, parts in self._owned.items() if arrived.intersection(parts)}
+        modules = dict(self.model.named_modules())
+        problems = []
+        for path, value in live.items():
+            prefix, _, leaf = path.rpartition(".")
+            if path in self._processed:
+                wanted = self._processed[path]
+            elif prefix not in loaded or leaf in modules[prefix]._non_persistent_buffers_set:
+                # Attention layers compute their scales again at the end of every reload.
+                wanted = value if is_deferred_attention_layer(modules[prefix]) else self._before.get(path, value)
+            elif hasattr(getattr(modules[prefix], leaf), "weight_loader"):
+                # Its loader may compute something from what is in the checkpoint, or take a shard of it.
+                wanted = value
+            else:
+                wanted = learner.get(*self._owned.get(path, [path])[:1], value)
+            if wanted != value and _kind(wanted) == _kind(value):
+                problems.append(f"{path}: {wanted} was loaded, but the engine runs with {value}")
+        return problems[:5]
+
+    def _half_loaded_modules(self) -> list[str]:
+        """vLLM reloads a module from what arrives; what does not arrive is uninitialized, not kept."""
+        arrived = {self._engine_name(name) for name in self._arrived}
+        modules: dict[str, set[str]] = {}
+        for path, names in self._owned.items():
+            modules.setdefault(path.rpartition(".")[0], set()).update(names)
+        return [
+            f"{module}: the learner sent {sorted(names & arrived)}, but not {sorted(names - arrived)}"
+            for module, names in modules.items()
+            if names & arrived and names - arrived
+        ][:5]
+
+    def _is_resolvable(self, owned: set[str], sent: Iterable[str]) -> bool:
+        # Expert layers own fused tensors that no name of a checkpoint stands for; vLLM's loader checks those.
+        return not any(".experts." in name for name in (*owned, *sent))
+
+    def _tensor_parallel_size(self) -> int:
+        return self.parallel_config.tensor_parallel_size
+
+    def _engine_name(self, name: str) -> str:
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        if mapper is None:
+            return name
+        # Which shards are stacked into one parameter is `packed_modules_mapping`'s to say.
+        if getattr(mapper, "orig_to_new_stacked", None):
+            mapper = replace(mapper, orig_to_new_stacked={})
+        return mapper._map_name(name) or name
+
+    @contextmanager
+    def _watched_loading(self) -> Iterator[None]:
+        load_weights = self.model.load_weights
+
+        def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            kept: dict[str, torch.Tensor] = {}
+            loaded = load_weights(self._take_fingerprints(tensors, kept))
+            self._load_tied(kept)
+            return loaded
+
+        self.model.load_weights = load_and_watch
+        try:
+            yield
+        finally:
+            del self.model.load_weights
+
+    def _take_fingerprints(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        sources = set(self._tied.values())
+        for name, tensor in tensors:
+            engine_name = self._engine_name(name)
+            self._arrived[name] = fingerprint(tensor)
+            self._shapes[engine_name] = tensor.shape
+            if engine_name in sources:
+                kept[engine_name] = tensor
+            yield name, tensor
+
+    def _load_tied(self, kept: Mapping[str, torch.Tensor]) -> None:
+        # vLLM reloads a tied output head through the embedding alone. Where the head is repacked for its kernel, as on a CPU,
+        # it would go on with the old weights.
+        for path, source in self._tied.items():
+            if source in kept:
+                parameter = self.model.get_parameter(path)
+                parameter.weight_loader(parameter, kept[source])
+
+    def _watch_layers(self) -> None:
+        """Have each layer tell what its parameters hold when they are loaded and not yet repacked."""
+        for prefix, layer in self.model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase) and not hasattr(method, "_qarl_process"):
+                process = method._qarl_process = method.process_weights_after_loading
+                method.process_weights_after_loading = self._record_then(prefix, process)
+
+    def _record_then(self, prefix: str, process):
+        def record_then_process(layer: nn.Module) -> None:
+            if not self._is_loading:
+                return process(layer)
+            self._record(prefix, layer)
+            process(layer)
+            for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                if tensor is not None and leaf not in layer._non_persistent_buffers_set:
+                    self._processed[f"{prefix}.{leaf}" if prefix else leaf] = fingerprint(tensor)
+
+        return record_then_process
+
+    def _record(self, prefix: str, layer: nn.Module) -> None:
+        for leaf, parameter in layer._parameters.items():
+            parts = self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])
+            if parameter is None or leaf == _SHARED_BY_SHARDS or not all(part in self._shapes for part in parts):
+                continue
+            offset = 0
+            for part in parts:
+                rows = self._shapes[part][0]
+                self._held.append((part, fingerprint(parameter.data[offset : offset + rows])))
+                offset += rows
+
+
+def _live_fingerprints(model: nn.Module) -> dict[str, str]:
+    """Fingerprints of all parameters and buffers of a model in its kernels' format, by their names in it."""
+    values: dict[int, str] = {}
+    fingerprints = {}
+    for prefix, layer in model.named_modules():
+        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None:
+                if id(tensor) not in values:
+                    values[id(tensor)] = fingerprint(tensor)
+                fingerprints[f"{prefix}.{leaf}" if prefix else leaf] = values[id(tensor)]
+    return fingerprints
+
+
+def _kind(value: str) -> str:
+    """Dtype and shape of a fingerprint."""
+    return value.rpartition(" ")[0]
+
+
+def _tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of parameters that are another one's tensor, and that one's name."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        source = first.setdefault(id(parameter), name)
+        if source != name:
+            yield name, source
+
+
+def _owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Each parameter of a model in checkpoint format, and the names in a checkpoint that fill it, in their order."""
+    packed = getattr(model, "packed_modules_mapping", {}) or {}
+    seen: set[int] = set()
+    for prefix, layer in model.named_modules():
+        # Attention layers hold cache scales, which have defaults.
+        if is_deferred_attention_layer(layer) or id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        parent, _, leaf = prefix.rpartition(".")
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                parts = packed.get(leaf, [leaf])
+                names = [".".join(part for part in (parent, module, name) if part) for module in parts]
+                yield f"{prefix}.{name}" if prefix else name, names
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: the directory is the server's own."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """
+    Args:
+        file (`str`):
+            Name of a safetensors file in the transfer directory.
+    """
+
+    file: str
+
+
+class FileEngine(_AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """Takes weights from safetensors files in one directory, shared memory or a shared filesystem."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Once: the environment of a running process can be changed.
+        self._directory = os.environ.get(TRANSFER_DIR_VARIABLE)
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        """Nothing to set up."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one file. The base class would then synchronize an accelerator, which a CPU has not."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        path = confined_path(self._directory, update_info.file)
+        with safe_open(path, framework="pt", device=str(self.device)) as file:
+            self.load((name, file.get_tensor(name)) for name in file.offset_keys())
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+
+class NCCLEngine(_AuditedReload, NCCLWeightTransferEngine):
+    """vLLM's NCCL transfer with the same checks."""
+
+    def receive_weights(self, update_info) -> None:
+        with set_default_torch_dtype(self.model_config.dtype), self._watched_loading():
+            super().receive_weights(update_info)
+
+
+class WorkerExtension:
+    """Methods a worker gains through `--worker-extension-cls`, called by `/collective_rpc` or `LLM.collective_rpc`."""
+
+    def qarl_describe(self) -> dict[str, Any]:
+        """What the engine was built for, to be compared with the learner before the first publication."""
+        config = self.vllm_config
+        hf_config = config.model_config.hf_text_config
+        quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(
+            hf_config, "quantization_config", None
+        )
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        return {
+            "quantization_config": quantization or {},
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": config.model_config.logprobs_mode,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+            "device": str(self.device),
+            "backend": config.weight_transfer_config.backend,
+            "published": len(self.weight_transfer_engine.published),
+            "kernels": kernels_in_use(self.model_runner.model),
+            "model": describe_model(hf_config),
+            "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
+            "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
+            "data_parallel_size": config.parallel_config.data_parallel_size,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "is_speculative": config.speculative_config is not None,
+            "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
+        }
+
+    def qarl_begin(self) -> list[str]:
+        """Clear away what an earlier trainer left unfinished; returns [`_AuditedReload.changed`]."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()
+        self.weight_transfer_engine.abandon()
+        return self.weight_transfer_engine.changed()
+
+    def qarl_expect(self, fingerprints: dict[str, str]) -> None:
+        """See [`_AuditedReload.expect`]."""
+        self.weight_transfer_engine.expect(fingerprints)
+
+
+def kernels_in_use(model: nn.Module) -> dict[str, int]:
+    """Class names of the kernels that run the linear layers, and how many layers each runs."""
+    counts: dict[str, int] = {}
+    for layer in model.modules():
+        scheme = getattr(layer, "scheme", None)
+        if scheme is None:
+            continue
+        kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or scheme
+        counts[type(kernel).__name__] = counts.get(type(kernel).__name__, 0) + 1
+    return counts

@@ -22,15 +22,18 @@ from .inherited_options import (
     UNSET,
     VLLM_SAMPLING_KWARGS,
 )
+from .numerics.kernels import SCHEMES as ENGINE_SCHEMES
 from .objectives.presets import OBJECTIVES, PRESETS
 from .quantization.gemm import has_fast_bf16
 from .quantization.schemes import ALIGNMENTS, SCHEMES, get_scheme
-from .quantization.vllm_kernels import LEARNER_KERNELS
 
 
 __all__ = ["QaRLConfig"]
 
 logger = logging.getLogger(__name__)
+
+NUMERICS = ("fast", "engine")
+EXACT = ("require", "warn")
 
 # Beside TRL's own defaults.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
@@ -62,13 +65,18 @@ class QaRLConfig(GRPOConfig):
         alignment (`str`, *optional*, defaults to `"aligned"`):
             Who runs the low-bit weights of `scheme`. `"aligned"` is QaRL: rollout and learner. `"rollout-only"` is quantized
             rollout training: the learner and its reference model run the high-precision masters. `"none"` runs everything
-            as `scheme="bf16"` does; `scheme`, `group_size`, `exclude_modules` and `learner_kernel` then only name the runs
-            that it is a baseline for.
+            as `scheme="bf16"` does; `scheme`, `group_size` and `exclude_modules` then only name the runs that it is a
+            baseline for.
         exclude_modules (`list[str]` or `str`, *optional*):
             Linear layers to keep in high precision, as in PEFT: names or last components, or a regular expression.
-        learner_kernel (`str`, *optional*, defaults to `"auto"`):
-            Whose low-bit products the learner uses: `"torch"`, `"vllm"` (the engine's own, where it can be borrowed), or
-            `"auto"` for the better measured one, which is `"torch"` so far.
+        numerics (`str`, *optional*, defaults to `"fast"`):
+            How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels for
+            every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with AVX512,
+            bf16, vLLM 0.31; Llama, Qwen2 and Qwen3). `"fast"`: as transformers does, with rounding of its own.
+        exact (`str`, *optional*, defaults to `"require"`):
+            With `numerics="engine"`, what happens where the log-prob of any sampled token is not the learner's:
+            `"require"` raises and names the token, and with `vllm_mode="colocate"` the first layer that differs; `"warn"`
+            logs the same.
         objective (`str`, *optional*, defaults to `"tbpo"`):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
             `"on-policy"`, `"dual-clip"`, which set TRL's options; or one of TRL's losses (`"grpo"`, `"dapo"`, `"sapo"`,
@@ -145,12 +153,20 @@ class QaRLConfig(GRPOConfig):
             "is a regular expression over the whole name)."
         },
     )
-    learner_kernel: str = field(
-        default="auto",
+    numerics: str = field(
+        default="fast",
         metadata={
-            "help": "Whose low-bit products the learner uses: 'torch', 'vllm' (the engine's own, where it can be borrowed), "
-            "or 'auto' for the better measured one.",
-            "choices": list(LEARNER_KERNELS),
+            "help": "How the learner computes: 'engine' (vLLM's own kernels for every operation, so that rollout and learner "
+            "give a token the same log-prob, bit for bit; on CPUs) or 'fast'.",
+            "choices": list(NUMERICS),
+        },
+    )
+    exact: str = field(
+        default="require",
+        metadata={
+            "help": "With numerics='engine', what happens where a sampled token's log-prob is not the learner's: 'require' "
+            "raises, 'warn' logs.",
+            "choices": list(EXACT),
         },
     )
     objective: str = field(
@@ -264,6 +280,7 @@ class QaRLConfig(GRPOConfig):
         self._choose_device()
         problems = [
             *self._check_scheme(),
+            *self._check_numerics(),
             *self._check_precision(),
             *self._check_objective(),
             *self._check_refused(),
@@ -313,8 +330,6 @@ class QaRLConfig(GRPOConfig):
                 "alignment='rollout-only' with scheme='bf16': there is no low-bit weight for the rollout to run. Choose a "
                 "quantized scheme, or alignment='none'."
             )
-        if self.learner_kernel not in LEARNER_KERNELS:
-            yield f"learner_kernel={self.learner_kernel!r} is unknown. Choose one of {list(LEARNER_KERNELS)}."
         if self.exclude_modules and self.scheme == "bf16":
             yield f"exclude_modules={self.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
 
@@ -322,6 +337,44 @@ class QaRLConfig(GRPOConfig):
     def is_quantized(self) -> bool:
         """Whether anything runs low-bit weights."""
         return self.scheme != "bf16" and self.alignment != "none"
+
+    def _check_numerics(self) -> Iterator[str]:
+        for name, known in (("numerics", NUMERICS), ("exact", EXACT)):
+            if getattr(self, name) not in known:
+                yield f"{name}={getattr(self, name)!r} is unknown. Choose one of {list(known)}."
+        if self.numerics != "engine":
+            return
+        for is_met, option, reason in (
+            (self.use_cpu, "use_cpu=False", "the engine's operations with gradients exist for CPUs so far"),
+            (self.bf16 or not self.use_cpu, f"bf16={self.bf16}", "they exist in bfloat16. Set `bf16=True`"),
+            (
+                self.alignment != "rollout-only",
+                "alignment='rollout-only'",
+                "the learner would compute with other weights than the engine. Use alignment='aligned'",
+            ),
+            (
+                not self.is_quantized or self.scheme in ENGINE_SCHEMES,
+                f"scheme={self.scheme!r}",
+                f"its product has not been compared with the engine's; those of {['bf16', *ENGINE_SCHEMES]} have",
+            ),
+            (
+                not self.cast_lm_head_to_fp32,
+                "cast_lm_head_to_fp32=True",
+                "the engine's output head computes in bfloat16. Remove it",
+            ),
+            (
+                self.cache_implementation is None,
+                f"cache_implementation={self.cache_implementation!r}",
+                "the engine's attention reads transformers' default cache alone. Remove it",
+            ),
+            (
+                self.vllm_tensor_parallel_size == 1 or not self.use_vllm,
+                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}",
+                "sums over several processes are rounded otherwise. Set it to 1",
+            ),
+        ):
+            if not is_met:
+                yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."
 
     def _check_precision(self) -> Iterator[str]:
         if self.fp16 and self.is_quantized:

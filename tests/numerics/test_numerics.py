@@ -19,6 +19,7 @@ from trl_qarl.numerics.attach import (
     has_engine_numerics,
 )
 from trl_qarl.numerics.ops import token_log_probs
+from trl_qarl.quantization.quantize import dequantize_weight
 
 
 pytest.importorskip("vllm")
@@ -185,6 +186,41 @@ def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape):
     for num_rows in (1, 2, 3, 4, 5, 16, 31, 33, 64, 200):
         assert torch.equal(product(x[:num_rows], bias), together[:num_rows]), num_rows
         assert torch.equal(product(x[-num_rows:], bias), together[-num_rows:]), num_rows
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (96, 576), (1536, 320)])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_the_int4_layer_has_product_and_gradients_of_its_dequantized_weight(shape, rows):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(*shape[::-1]))
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    low_bit = model[0].low_bit_weight()
+    product = kernels.PackedInt4Linear(low_bit)
+    x = torch.randn(rows, shape[1]).bfloat16()
+    exact = x.double() @ dequantize_weight(low_bit, torch.bfloat16).double().t() + model[0].bias.double()
+    y = product(x, model[0].bias)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    assert all(torch.equal(product(row[None], model[0].bias)[0], y[i]) for i, row in enumerate(x))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_log_probs_have_values_and_gradients_of_log_softmax_and_entropy(temperature):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 32, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(48, 32, generator=generator) / 4).bfloat16().float().requires_grad_()
+    bias = torch.randn(48, generator=generator).requires_grad_()
+    tokens = torch.randint(0, 48, (300,), generator=generator)
+    upstream = torch.randn(2, 300, generator=generator)
+    product = kernels.PackedLinear(weight.detach().bfloat16())
+    values = ops.head_log_probs(hidden, weight, bias, product, tokens, temperature)
+    assert torch.equal(values[0], token_log_probs(product(hidden, bias), tokens, temperature))
+    (torch.stack(values) * upstream).sum().backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    log_probs = torch.log_softmax((exact[0] @ exact[1].t() + exact[2]) / temperature, -1)
+    expected = torch.stack([log_probs.gather(1, tokens[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
+    (expected * upstream).sum().backward()
+    for ours, reference in zip((hidden, weight, bias), exact, strict=True):
+        assert (ours.grad - reference.grad).norm() / reference.grad.norm() < 0.01
 
 
 def test_a_changed_master_is_packed_again(tmp_path):

@@ -2,10 +2,16 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from testing_utils import logged, make_vllm_trainer
+from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from trl_qarl import prepare_model
 from trl_qarl.numerics import kernels, ops
+from trl_qarl.numerics.attach import attach_engine_numerics
+from trl_qarl.rollout.engines import make_engine
+from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.transports import DirectTransport
 
 
 pytest.importorskip("vllm")
@@ -62,6 +68,46 @@ def test_rollout_and_learner_agree_in_every_bit_while_weights_change(tmp_path, a
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
     assert logged(trainer, "mismatch/weight_mean") == [1.0, 1.0]
     assert not torch.equal(batches[0]["old_per_token_logps"], batches[1]["old_per_token_logps"])
+
+
+@torch.no_grad()
+def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_path):
+    from vllm import SamplingParams
+
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen3"), dtype=torch.float32)
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    llm = make_engine(
+        model,
+        torch.bfloat16,
+        on_cpu=True,
+        distributed_executor_backend="uni",
+        max_model_len=512,
+        max_num_batched_tokens=160,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.1,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+    )
+    Publisher(model, torch.bfloat16, DirectTransport(llm)).publish("0")
+    generator = torch.Generator().manual_seed(0)
+    prefix = torch.randint(4, 260, (300,), generator=generator).tolist()
+    prompts = [prefix + torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 7, 50, 90)]
+    parameters = SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True)
+    # The first prompt fills the cache; all are longer than what vLLM computes at once.
+    outputs = [o for part in (prompts[:1], prompts) for o in llm.generate([*map(tokens, part)], parameters)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 256, 256, 256, 256]
+    attach_engine_numerics(model)
+    for output in outputs:
+        completion = output.outputs[0]
+        ids = torch.tensor([output.prompt_token_ids + list(completion.token_ids)])
+        labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(output.prompt_token_ids), -100)
+        ours = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs[0, -40:]
+        theirs = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert ours.tolist() == theirs
+
+
+def tokens(ids):
+    return {"prompt_token_ids": ids}
 
 
 def test_a_server_in_another_process_agrees_too(tmp_path):

@@ -157,6 +157,25 @@ def test_attention_has_the_gradient_of_exact_attention():
         torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_is_the_same_in_chunks_up_to_its_limit_and_refused_beyond(head_dim):
+    length, generator = kernels.max_exact_length(head_dim), torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(length + 1, heads, head_dim, generator=generator).bfloat16() for heads in (8, 2, 2)
+    )
+
+    def attend(start, end):
+        return kernels.attention(query[start:end], key[:end], value[:end], (end - start,), (end,), head_dim**-0.5)
+
+    whole = attend(0, length)
+    for start, end in ((length - 1, length), (length - 1 - length // 3, length), (length // 2, length // 2 + 1)):
+        assert torch.equal(attend(start, end), whole[start:end])
+    with pytest.raises(
+        ValueError, match=rf"has {length + 1} tokens. With head_dim={head_dim}, .* up to {length} alike"
+    ):
+        attend(0, length + 1)
+
+
 def test_rotation_has_the_gradient_of_exact_rotation():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 3, 64, generator=generator).bfloat16().requires_grad_()

@@ -1,5 +1,7 @@
 """Sphinx configuration; `make docs` builds with warnings as errors."""
 
+import re
+
 import trl_qarl
 
 
@@ -8,11 +10,43 @@ author = "The trl_qarl authors"
 copyright = "2026, The trl_qarl authors"
 version = release = trl_qarl.__version__
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 nitpicky = True
 
+# autodoc leaves out what cannot be imported, without a word.
+assert all(hasattr(trl_qarl, name) for name in trl_qarl.__all__)
+
+# Docstrings have TRL's form: [`Name`] is a link, `name` is code. "Args:" and its entries are a definition list as they
+# stand.
+default_role = "literal"
+autodoc_inherit_docstrings = False
+autodoc_typehints = "none"
+
 html_theme = "furo"
 html_title = f"trl_qarl {release}"
+
+
+def translate_docstring(app, what, name, obj, options, lines):
+    text = "\n".join(lines)
+    # A parameter or an error with its text in the same line.
+    text = re.sub(r"^( +)(\w+Error|\w+ \(.+?\)): (?=\S)", r"\1\2:\n\1    ", text, flags=re.M)
+    lines[:] = re.sub(r"\[`~?([\w.]+)`\]", link, text).splitlines()
+
+
+def link(match):
+    name = match[1].rpartition(".")[2]
+    return f":py:obj:`~trl_qarl.{name}`" if name in trl_qarl.__all__ else f"`{name}`"
+
+
+def shorten_signature(app, what, name, obj, options, signature, return_annotation):
+    # One argument for each of the hundreds of inherited options.
+    if name == "trl_qarl.QaRLConfig":
+        return "(**options)", None
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", translate_docstring)
+    app.connect("autodoc-process-signature", shorten_signature)

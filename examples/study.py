@@ -1,11 +1,11 @@
 """
-One cell of the studies in docs/study.md: SmolLM2-135M-Instruct learns a task, and is evaluated as it would be deployed.
+One cell of the studies in docs/study.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would be deployed.
 
-    python examples/study.py train --output_dir DIR --alignment aligned --objective tbpo --scheme w4a16 --seed 0
+    python examples/study.py train --output_dir DIR --quantize_learner true --objective tbpo --scheme w4a16 --seed 0
     python examples/study.py evaluate --output_dir DIR
 
-`--task addition` has the problems and the reward of `trl-qarl quickstart`; `--task counting` asks for longer completions. Rollouts
-come from a vLLM server that is started for the run.
+`--task addition` has the problems and the reward of `trl-qarl quickstart`, `--task counting` asks for longer
+completions. Rollouts come from a vLLM server that is started for the run.
 """
 
 import json
@@ -20,10 +20,12 @@ from trl_qarl.scripts import quickstart
 
 
 NUM_SAMPLES, SAMPLING_TEMPERATURE = 400, 0.6
+# What bf16 master weights are quantized to after training, for comparison.
+QUANTIZED_SCHEME = "w4a16"
 
 
 def share_in_place(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """Reward the numbers before the first wrong one, as a share of those asked for; nothing if more are given than asked for."""
+    """Reward the share of the numbers asked for that come before the first wrong one, 0 if more numbers are given."""
     rewards = []
     for text, expected in zip(completions, answer, strict=True):
         given, asked = text.split(), expected.split()
@@ -43,14 +45,14 @@ def make_counts(num_held_out: int, eos_token: str) -> tuple[list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: problems to train on and held-out ones, the same for every seed of the training, and the reward."""
+    """What is learned: problems to train on and held-out ones, the same for every training seed, and the reward."""
 
     make_problems: Callable[[int, str], tuple[list[dict[str, str]], list[dict[str, str]]]]
     reward: Callable[..., list[float]]
     num_held_out: int
     max_new_tokens: int
     num_prompts: int
-    # TBPO's: a geometric mean over 4 or 20 tokens moves far more per update than one over the paper's thousands, whose
+    # TBPO's. A geometric mean over 4 or 20 tokens moves far more per update than one over the paper's thousands, whose
     # bands of 1e-4 would drop almost every sequence here.
     bands: dict[str, float]
 
@@ -80,7 +82,7 @@ def main() -> None:
     parser.add_argument("action", choices=["train", "evaluate"])
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--task", choices=list(TASKS), default="addition")
-    parser.add_argument("--alignment", default="aligned")
+    parser.add_argument("--quantize_learner", choices=["true", "false"], default="true")
     parser.add_argument("--objective", default="tbpo")
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--seed", type=int, default=0)
@@ -102,7 +104,7 @@ def train(args: Namespace) -> None:
     model = convert_smollm2(Path.home() / ".cache" / "trl_qarl" / "SmolLM2-135M-Instruct")
     config = QaRLConfig(
         str(args.output_dir),
-        alignment=args.alignment,
+        quantize_learner=args.quantize_learner == "true",
         objective=args.objective,
         scheme=args.scheme,
         seed=args.seed,
@@ -145,17 +147,14 @@ def make_problems(task: Task, model: Path) -> tuple[list[dict[str, str]], list[d
 
 def evaluate(output_dir: Path, task: Task) -> None:
     """
-    Print the held-out problems solved in vLLM as JSON: `greedy` and `sampled` by the deployed policy, which is the one that
-    made the rollouts, and for comparison by the unquantized masters (`masters`), or for an unquantized run by its
-    masters quantized after training (`quantized`).
+    Print the held-out problems solved in vLLM as JSON: `greedy` and `sampled` by the deployed policy, which is the one
+    that made the rollouts. For comparison come `unquantized ...` with the master weights as they are, or after a bf16
+    run `quantized ...` with its weights quantized after training.
     """
-    run = json.loads((output_dir / "run.json").read_text())
-    is_unquantized = run["alignment"] == "none"
-    deployed, other = ("bf16", run["scheme"]) if is_unquantized else (run["scheme"], "bf16")
+    deployed = json.loads((output_dir / "run.json").read_text())["scheme"]
+    name, other = ("quantized", QUANTIZED_SCHEME) if deployed == "bf16" else ("unquantized", "bf16")
     scores = _score(task, output_dir / "masters", deployed)
-    if deployed != other:
-        name = "quantized" if is_unquantized else "masters"
-        scores |= {f"{name} {key}": value for key, value in _score(task, output_dir / "masters", other).items()}
+    scores |= {f"{name} {key}": value for key, value in _score(task, output_dir / "masters", other).items()}
     print(json.dumps(scores))
 
 
@@ -164,11 +163,7 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm import SamplingParams
 
-    from trl_qarl.quantization.export import export_checkpoint
-    from trl_qarl.quantization.schemes import get_scheme
-    from trl_qarl.quantization.swap import prepare_model
-    from trl_qarl.rollout.engines import in_process_engine
-    from trl_qarl.rollout.protocol import FILE_BACKEND
+    from trl_qarl import export_checkpoint, get_scheme, load_engine, prepare_model
 
     _, problems = make_problems(task, masters)
     model = AutoModelForCausalLM.from_pretrained(masters, dtype=torch.float32)
@@ -176,14 +171,7 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
     prepare_model(model, get_scheme(scheme), scale_dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         export_checkpoint(model, folder, AutoTokenizer.from_pretrained(masters), dtype)
-        engine = in_process_engine(
-            on_cpu=not torch.cuda.is_available(),
-            model=folder,
-            dtype=dtype,
-            max_model_len=128,
-            # Chooses the kernels that made the rollouts.
-            weight_transfer_config={"backend": FILE_BACKEND},
-        )
+        engine = load_engine(folder, max_model_len=128)
     scores = {}
     samples = NUM_SAMPLES // len(problems)
     for name, temperature, num_samples in (("greedy", 0.0, 1), ("sampled", SAMPLING_TEMPERATURE, samples)):

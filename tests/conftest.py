@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 
 # One thread per process: xdist runs several, and sums come out in the same order on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,3 +13,10 @@ os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    from testing_utils import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")

@@ -13,7 +13,7 @@ import trl_qarl
 
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "accelerate")
+HEAVY = ("torch", "torchao", "transformers", "trl", "vllm", "datasets", "accelerate")
 
 
 def test_import_loads_no_heavy_package():

@@ -1,13 +1,12 @@
 import dataclasses
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
-from trl_qarl.inherited_options import MODEL_INIT_KWARGS_REFUSED, REFUSED, REFUSED_BY_TBPO
+from trl_qarl.inherited_options import REFUSED, REFUSED_BY_TBPO
 from trl_qarl.objectives.presets import OBJECTIVES, PRESETS
 from trl_qarl.qarl_config import QaRLConfig
 
@@ -163,8 +162,7 @@ def test_unknown_scheme_and_objective_raise(tmp_path):
     [
         ({"group_size": 48}, "group_size=48"),
         ({"scheme": "fp8", "group_size": 64}, "has no groups"),
-        ({"alignment": "learner-only"}, "'learner-only' is unknown.*'rollout-only'"),
-        ({"alignment": "rollout-only", "scheme": "bf16"}, "alignment='rollout-only' with scheme='bf16'"),
+        ({"quantize_learner": False, "scheme": "bf16"}, "no low-bit weight for the rollout to run.*leave out"),
         ({"scheme": "bf16", "exclude_modules": ["o_proj"]}, "quantizes nothing"),
         ({"negative_epsilon_low": -1e-4}, "negative_epsilon_low"),
         ({"negative_epsilon_low": 1.5}, "between 0 and 1"),
@@ -267,8 +265,7 @@ def test_bounds_of_the_mismatch_keep_trls_defaults_under_tbpo(tmp_path):
     ("options", "match"),
     [
         ({}, "fp16=True with scheme='w4a16'.*underflows to NaN.*bf16=True"),
-        ({"alignment": "none"}, "fp16=True with use_cpu=True.*computes in float32"),
-        ({"scheme": "bf16"}, "fp16=True with use_cpu=True"),
+        ({"scheme": "bf16"}, "fp16=True with use_cpu=True.*computes in float32"),
     ],
 )
 def test_fp16_is_refused_where_it_is_not_what_it_says(tmp_path, options, match):
@@ -382,9 +379,36 @@ def test_config_survives_a_round_trip_through_yaml_like_dicts(tmp_path):
     assert QaRLConfig(str(tmp_path), use_cpu=True, loss_type=c.loss_type, objective=c.objective).loss_type == "grpo"
 
 
-def test_every_refused_option_is_in_the_documentation():
-    page = (Path(__file__).parents[1] / "docs" / "trainer.md").read_text()
-    for name, why in (REFUSED | REFUSED_BY_TBPO).items():
-        assert f"| `{name}` | {why} |" in page
-    for name, why in MODEL_INIT_KWARGS_REFUSED.items():
-        assert f'| `model_init_kwargs["{name}"]` | {why} |' in page
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9 .*[Uu]se 1.0"),
+        ({"top_k": 50}, "top_k=50"),
+        ({"min_p": 0.1}, "min_p=0.1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"top_p": 0.9, "temperature": 0.7}, "top_p=0.9"),
+        ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex masks tokens"),
+        ({"vllm_mode": "remote"}, "Choose 'server' or 'colocate'"),
+        ({"vllm_model_impl": "transformers"}, "Use 'vllm'"),
+        ({"vllm_server_autostart": True}, "vllm_mode='colocate'"),
+        ({"vllm_server_autostart": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}, "http://a:1"),
+        ({"use_vllm": False, "vllm_server_autostart": True}, "Set `use_vllm=True`"),
+        (
+            {"vllm_server_autostart": True, "vllm_mode": "server", "vllm_server_host": "10.0.0.7"},
+            "listens on 127.0.0.1",
+        ),
+        ({"vllm_token_file": "t", "use_vllm": False}, "vllm_token_file='t' is for a server that you start yourself"),
+        ({"vllm_token_file": "t", "vllm_mode": "colocate"}, "vllm_mode='colocate'.*Remove it"),
+        (
+            {"vllm_token_file": "t", "vllm_mode": "server", "vllm_server_autostart": True},
+            "vllm_server_autostart=True. Remove it",
+        ),
+        ({"generation_kwargs": {"logit_bias": {5: 9.0}}}, r"\['logit_bias'\], which change what vLLM samples"),
+        ({"vllm_enable_sleep_mode": True, "use_cpu": True}, "sleep mode"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("objective", ["tbpo", "dapo"])
+def test_what_would_bias_or_break_rollouts_is_refused(tmp_path, objective, options, message):
+    with pytest.raises(ValueError, match=message):
+        QaRLConfig(str(tmp_path), **({"use_vllm": True, "objective": objective, "use_cpu": True} | options))

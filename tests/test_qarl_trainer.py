@@ -10,49 +10,26 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
-import trl_qarl.quantization.linear
-from testing_utils import CHAT_TEMPLATE, make_tiny_model, make_tiny_tokenizer
+import trl_qarl.quantization.tensors
+from testing_utils import CHAT_TEMPLATE, TRAINING, make_problems, make_tiny_model, make_tiny_tokenizer, spread, stop_at
+from trl_qarl.forward import FORWARD_KEYS, takes_positions
 from trl_qarl.objectives.presets import PRESETS
 from trl_qarl.qarl_config import QaRLConfig
-from trl_qarl.qarl_trainer import QaRLTrainer, _takes_positions
+from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.export import export_checkpoint
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import quantized_layers, restore_model
-from trl_qarl.rollout.transformers_rollout import record_sampling_logps
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
-
-
-def dataset(rows=16):
-    return Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(rows)]})
-
-
-def spread(completions, **kwargs):
-    """Differs between random completions, so that every group has a spread of rewards."""
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
 
 
 def arguments(output_dir, **kwargs):
     defaults = {
-        "use_cpu": True,
         # The same on every processor.
         "bf16": True,
-        "report_to": [],
-        "logging_steps": 1,
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "steps_per_generation": 2,
-        "max_completion_length": 8,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "disable_tqdm": True,
         "negative_epsilon_low": 0.1,
         "negative_epsilon_high": 0.1,
         "positive_epsilon_high": 0.1,
@@ -60,11 +37,13 @@ def arguments(output_dir, **kwargs):
     if kwargs.get("objective", "tbpo") != "tbpo":
         for name in ("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"):
             del defaults[name]
-    return QaRLConfig(str(output_dir), **(defaults | kwargs))
+    return QaRLConfig(str(output_dir), **(TRAINING | defaults | kwargs))
 
 
 def make(model, output_dir, reward=spread, train_dataset=None, callbacks=None, **kwargs):
-    return QaRLTrainer(model, reward, arguments(output_dir, **kwargs), train_dataset or dataset(), callbacks=callbacks)
+    return QaRLTrainer(
+        model, reward, arguments(output_dir, **kwargs), train_dataset or make_problems(), callbacks=callbacks
+    )
 
 
 def parameters(trainer):
@@ -81,14 +60,6 @@ def without_times(row):
         for name, value in row.items()
         if not name.endswith(("seconds", "_per_second", "_time", "_runtime"))
     }
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 def test_constructor_takes_exactly_the_arguments_of_grpo_trainer():
@@ -167,7 +138,7 @@ def test_loops_and_garbled_completions_are_counted(tiny_model, tmp_path):
             "logprobs": [[-5.0] * len(x) for x in ids] * n,
         }
 
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), dataset(), rollout_func=rollout)
+    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
     trainer.train()
     assert (rows(trainer)[0]["rollout/repetition_share"], rows(trainer)[0]["rollout/garbled_share"]) == (0.25, 0.25)
 
@@ -176,7 +147,7 @@ def test_policy_that_its_updates_do_not_reach_is_warned_about_once(tiny_model, t
     trainer = make(tiny_model, tmp_path, learning_rate=1e-12, max_steps=54, optim="sgd", weight_decay=0.0)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    warnings = [record.getMessage() for record in caplog.records if "deaf" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "stalled" in record.getMessage()]
     assert len(warnings) == 1 and "Raise `learning_rate` (1e-12 here)" in warnings[0] and "float32" in warnings[0]
 
 
@@ -188,49 +159,6 @@ def test_ratio_is_one_at_the_first_update_and_moves_after(tiny_model, tmp_path):
         # bf16 kernels give the same bits for the same rows; batches of other shapes differ by rounding.
         assert first["tbpo/ratio/mean"] == pytest.approx(1, abs=2e-3)
         assert abs(second["tbpo/ratio/mean"] - 1) > abs(first["tbpo/ratio/mean"] - 1)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "bf16"])
-def test_sampling_log_probs_are_those_of_the_tokens_under_the_low_bit_policy(
-    tiny_model, tmp_path, scheme, temperature
-):
-    trainer = make(tiny_model, tmp_path, scheme=scheme, bf16=False, temperature=temperature)
-    prompts = [[5, 6, 7], [8, 9, 10, 11]]
-    completion_ids, logps = trainer._generate_single_turn(prompts, None, {}, 1)
-    for prompt, ids, recorded in zip(prompts, completion_ids, logps, strict=True):
-        assert len(ids) == len(recorded) > 0
-        tokens = torch.tensor([prompt + ids])
-        with torch.no_grad():
-            logits = trainer.model(tokens).logits[0, len(prompt) - 1 : -1] / temperature
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
-        # INT8 activations round differently where padding changes the order of float32 sums by an ulp.
-        torch.testing.assert_close(torch.tensor(recorded), expected, rtol=0, atol=1e-4 if scheme != "w8a8" else 2e-2)
-
-
-def test_generation_configuration_of_the_model_does_not_reach_the_rollout(tiny_model, tmp_path):
-    theirs = {"do_sample": True, "min_p": 0.5, "typical_p": 0.5, "top_k": 2, "suppress_tokens": [5, 6, 7, 8]}
-    rollouts = []
-    for name, own in (("plain", {}), ("own", theirs)):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        model.generation_config.update(**own)
-        model.save_pretrained(tmp_path / name)
-        make_tiny_tokenizer().save_pretrained(tmp_path / name)
-        trainer = make(str(tmp_path / name), tmp_path, bf16=False)
-        torch.manual_seed(0)
-        rollouts.append(trainer._generate_single_turn([[5, 6, 7]] * 4, None, {}, 1))
-        # What is saved for inference stays the model's.
-        assert {key: getattr(trainer.model.generation_config, key) for key in own} == own
-    assert rollouts[0] == rollouts[1]
-
-
-def test_rollout_runs_the_output_head_in_float32_as_the_learner_does_if_asked_to(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, cast_lm_head_to_fp32=True, max_steps=1, scheme="bf16")
-    trainer.train()
-    assert rows(trainer)[0]["mismatch/abs_logp_mean"] < 1e-6
-    with trainer.accelerator.autocast(), torch.no_grad():
-        logits = trainer.model(torch.tensor([[5, 6, 7]])).logits
-    assert not torch.equal(logits, logits.bfloat16().float())
 
 
 def test_float32_mismatch_of_w4a16_is_at_the_rounding_floor(tiny_model, tmp_path):
@@ -257,23 +185,23 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
     assert rows(trainer)[0]["mismatch/abs_logp_mean"] > 1e-3
 
 
-def test_learner_runs_its_masters_and_the_rollout_low_bits_with_alignment_rollout_only(tiny_model, tmp_path):
+def test_learner_that_is_not_quantized_runs_its_masters_and_the_rollout_low_bits(tiny_model, tmp_path):
     mismatch, divergence, batches = {}, {}, {}
-    for alignment in ("aligned", "rollout-only"):
-        options = {"alignment": alignment, "bf16": False, "max_steps": 1, "mismatch_probe_steps": 1}
-        trainer = make(tiny_model, tmp_path / alignment, **options)
+    for is_quantized in (True, False):
+        options = {"quantize_learner": is_quantized, "bf16": False, "max_steps": 1, "mismatch_probe_steps": 1}
+        trainer = make(tiny_model, tmp_path / str(is_quantized), **options)
         generate = trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = lambda x, f=generate, a=alignment: batches.setdefault(a, f(x))
+        trainer._generate_and_score_completions = lambda x, f=generate, q=is_quantized: batches.setdefault(q, f(x))
         initial = {name: p.clone() for name, p in trainer.model.state_dict().items()}
         trainer.train()
-        mismatch[alignment] = rows(trainer)[0]["mismatch/abs_logp_mean"]
-        divergence[alignment] = rows(trainer)[0]["mismatch/probe_kl"]
+        mismatch[is_quantized] = rows(trainer)[0]["mismatch/abs_logp_mean"]
+        divergence[is_quantized] = rows(trainer)[0]["mismatch/probe_kl"]
     # The rollouts run the same low-bit weights with the same seed.
-    aligned, batch = batches["aligned"], batches["rollout-only"]
+    quantized, batch = batches[True], batches[False]
     for name in ("completion_ids", "sampling_per_token_logps", "advantages"):
-        assert torch.equal(aligned[name], batch[name])
-    assert mismatch["aligned"] < 1e-6 and mismatch["rollout-only"] > 1e-3
-    assert abs(divergence["aligned"]) < 1e-6 < divergence["rollout-only"]
+        assert torch.equal(quantized[name], batch[name])
+    assert mismatch[True] < 1e-6 and mismatch[False] > 1e-3
+    assert abs(divergence[True]) < 1e-6 < divergence[False]
     assert len(quantized_layers(trainer.model)) == 14
     trainer.model.load_state_dict(initial)
     restore_model(trainer.model)
@@ -285,16 +213,17 @@ def test_learner_runs_its_masters_and_the_rollout_low_bits_with_alignment_rollou
     assert torch.equal(batch["old_per_token_logps"], untouched)
 
 
-def test_update_of_rollout_only_is_that_of_an_unquantized_learner_on_the_same_completions(tiny_model, tmp_path):
-    trainers = {
-        alignment: make(tiny_model, tmp_path / alignment, alignment=alignment, bf16=False, beta=0.1)
-        for alignment in ("rollout-only", "none")
-    }
-    quantized = trainers["rollout-only"]
-    quantized.model.train()
-    inputs = quantized._generate_and_score_completions([{"prompt": f"{i // 4} +"} for i in range(8)])
+def test_update_of_a_learner_that_is_not_quantized_is_that_of_scheme_bf16_on_the_same_completions(
+    tiny_model, tmp_path
+):
+    rollout_only, _ = trainers = [
+        make(tiny_model, tmp_path / str(i), **options, bf16=False, beta=0.1)
+        for i, options in enumerate(({"quantize_learner": False}, {"scheme": "bf16"}))
+    ]
+    rollout_only.model.train()
+    inputs = rollout_only._generate_and_score_completions([{"prompt": f"{i // 4} +"} for i in range(8)])
     gradients, references = [], []
-    for trainer in trainers.values():
+    for trainer in trainers:
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
         trainer._compute_loss(trainer.model, inputs).backward()
@@ -305,28 +234,17 @@ def test_update_of_rollout_only_is_that_of_an_unquantized_learner_on_the_same_co
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
-def test_reference_of_an_unaligned_run_is_its_unquantized_learner(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, alignment="rollout-only", beta=0.1, bf16=False, max_steps=2)
+def test_reference_of_a_learner_that_is_not_quantized_is_not_either(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, quantize_learner=False, beta=0.1, bf16=False, max_steps=2)
     trainer.train()
     assert not quantized_layers(trainer.ref_model)
     assert rows(trainer)[0]["kl"] == pytest.approx(0, abs=1e-7) and rows(trainer)[-1]["quant/code_flip_rate"] > 0
 
 
-def test_alignment_none_equals_scheme_bf16_bit_for_bit(tiny_model, tmp_path):
-    none = make(tiny_model, tmp_path / "none", alignment="none", exclude_modules=["o_proj"])
-    none.train()
-    bf16 = make(tiny_model, tmp_path / "bf16", scheme="bf16")
-    bf16.train()
-    assert none.args.scheme == "w4a16" and not none.swap_report.scheme.is_quantized
-    for expected, actual in zip(rows(bf16), rows(none), strict=True):
-        assert without_times(actual) == without_times(expected)
-    assert all(torch.equal(p, bf16.model.get_parameter(name)) for name, p in none.model.named_parameters())
-
-
 def test_rollout_func_that_would_run_the_masters_is_refused(tiny_model, tmp_path):
-    args = arguments(tmp_path, alignment="rollout-only")
-    with pytest.raises(ValueError, match="alignment='rollout-only' and use_vllm=False"):
-        QaRLTrainer(tiny_model, spread, args, dataset(), rollout_func=lambda prompts, trainer: {})
+    args = arguments(tmp_path, quantize_learner=False)
+    with pytest.raises(ValueError, match="quantize_learner=False and use_vllm=False"):
+        QaRLTrainer(tiny_model, spread, args, make_problems(), rollout_func=lambda prompts, trainer: {})
 
 
 def test_old_log_probs_come_from_the_quantized_learner(tiny_model, tmp_path):
@@ -361,9 +279,9 @@ def test_several_updates_use_each_completion_once_per_generation_batch(tiny_mode
 
 def test_masters_are_quantized_once_per_optimizer_step(tiny_model, tmp_path, monkeypatch):
     calls = []
-    original = trl_qarl.quantization.linear.quantize_weight
+    original = trl_qarl.quantization.tensors.quantize_weight
     monkeypatch.setattr(
-        trl_qarl.quantization.linear, "quantize_weight", lambda *args: calls.append(1) or original(*args)
+        trl_qarl.quantization.tensors, "quantize_weight", lambda *args: calls.append(1) or original(*args)
     )
     trainer = make(tiny_model, tmp_path, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=3)
     trainer.train()
@@ -390,7 +308,7 @@ def test_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(tiny_model, tm
     whole = make(tiny_model, tmp_path / "whole", **options)
     whole.train()
     saving = {"save_strategy": "steps", "save_steps": stop}
-    make(tiny_model, tmp_path / "cut", callbacks=[StopAt(stop)], **options, **saving).train()
+    make(tiny_model, tmp_path / "cut", callbacks=[stop_at(stop)], **options, **saving).train()
     resumed = make(tiny_model, tmp_path / "cut", **options, **saving)
     resumed.train(resume_from_checkpoint=True)
     for name, p in whole.model.named_parameters():
@@ -412,7 +330,7 @@ def test_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(tiny_model, tm
 )
 def test_resuming_with_other_generation_batches_starts_a_new_one(tiny_model, tmp_path, caplog, changed):
     options = {"save_strategy": "steps", "save_steps": 3, "steps_per_generation": 4, "max_steps": 6}
-    make(tiny_model, tmp_path, callbacks=[StopAt(3)], **options).train()
+    make(tiny_model, tmp_path, callbacks=[stop_at(3)], **options).train()
     resumed = make(tiny_model, tmp_path, **(options | changed))
     generated, seen = [], []
     generate, loss = resumed._generate_and_score_completions, resumed._compute_loss
@@ -448,18 +366,11 @@ def test_checkpoint_of_another_scheme_is_refused(tiny_model, tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_checkpoint_of_another_alignment_is_refused(tiny_model, tmp_path):
+def test_checkpoint_of_another_kind_of_learner_is_refused(tiny_model, tmp_path):
     make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    other = make(tiny_model, tmp_path, max_steps=2, alignment="rollout-only")
-    with pytest.raises(ValueError, match="'alignment': 'aligned'.*'alignment': 'rollout-only'"):
+    other = make(tiny_model, tmp_path, max_steps=2, quantize_learner=False)
+    with pytest.raises(ValueError, match="'quantize_learner': True.*'quantize_learner': False"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_checkpoint_without_a_record_of_its_alignment_was_trained_aligned(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    path = tmp_path / "checkpoint-1" / "qarl.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "alignment"}))
-    assert make(tiny_model, tmp_path).find_checkpoint(str(path.parent)) == str(path.parent)
 
 
 def test_excluded_modules_may_be_a_tuple(tiny_model, tmp_path):
@@ -529,7 +440,7 @@ def test_save_model_writes_ordinary_masters_and_the_scheme(tiny_model, tmp_path)
     assert all(torch.equal(p, trainer.model.get_parameter(name)) for name, p in loaded.named_parameters())
     assert json.loads((tmp_path / "masters" / "qarl.json").read_text()) == {
         "scheme": "w4a16",
-        "alignment": "aligned",
+        "quantize_learner": True,
         "group_size": 64,
         "exclude_modules": ["o_proj"],
         "scale_dtype": "bfloat16",
@@ -545,7 +456,7 @@ def test_bf16_scheme_with_trls_loss_equals_stock_trl_bit_for_bit(tiny_model, tmp
     args = arguments(tmp_path / "stock", objective=objective, **options)
     stock_fields = {f for f in GRPOConfig.__dataclass_fields__ if f not in ("generation_batch_size",)}
     stock_args = GRPOConfig(**{f: getattr(args, f) for f in stock_fields if GRPOConfig.__dataclass_fields__[f].init})
-    stock = GRPOTrainer(tiny_model, spread, stock_args, dataset())
+    stock = GRPOTrainer(tiny_model, spread, stock_args, make_problems())
     stock.train()
     for name, p in stock.model.named_parameters():
         assert torch.equal(p, ours.model.get_parameter(name)), name
@@ -649,8 +560,8 @@ def test_evaluation_runs_and_logs_eval_metrics(tiny_model, tmp_path):
         tiny_model,
         spread,
         arguments(tmp_path, per_device_eval_batch_size=4, max_steps=1),
-        dataset(),
-        eval_dataset=dataset(4),
+        make_problems(),
+        eval_dataset=make_problems(4),
     )
     metrics = trainer.evaluate()
     assert math.isfinite(metrics["eval_loss"]) and math.isfinite(metrics["eval_reward"])
@@ -713,7 +624,7 @@ def test_missing_arguments_get_a_qarl_config_named_after_the_model_that_trains_o
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    trainer = QaRLTrainer(tiny_model, spread, train_dataset=dataset())
+    trainer = QaRLTrainer(tiny_model, spread, train_dataset=make_problems())
     assert isinstance(trainer.args, QaRLConfig) and trainer.args.output_dir == "qwen2-QaRL"
     assert trainer.accelerator.device.type == "cpu"
     trainer.args.max_steps, trainer.generation_config.max_new_tokens = 1, 4
@@ -731,15 +642,15 @@ def test_masters_below_float32_are_refused_before_and_after_loading(tmp_path, us
     monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", never)
     # Known from the weights alone.
     with pytest.raises(ValueError, match="masters are bfloat16.*allow_low_precision_masters=True"):
-        QaRLTrainer(path, spread, args, dataset())
+        QaRLTrainer(path, spread, args, make_problems())
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", never)
     with pytest.raises(ValueError, match="masters are bfloat16"):
-        QaRLTrainer(model, spread, args, dataset())
+        QaRLTrainer(model, spread, args, make_problems())
     # As the command line adds it.
     args.model_init_kwargs = {"dtype": "bfloat16"}
     with pytest.raises(ValueError, match="masters are bfloat16"):
-        QaRLTrainer(path, spread, args, dataset())
+        QaRLTrainer(path, spread, args, make_problems())
 
 
 def test_low_precision_masters_train_where_they_are_allowed_and_float32_is_the_default(tmp_path):
@@ -777,11 +688,10 @@ def test_experts_in_high_precision_train_where_they_are_allowed_or_nothing_is_qu
     trainer.train()
     assert len(trainer.swap_report.converted) == 8
     make(model, tmp_path / "bf16", scheme="bf16")
-    make(model, tmp_path / "none", alignment="none")
 
 
 def with_pictures(name="image"):
-    return dataset().add_column(name, [None] * 16)
+    return make_problems().add_column(name, [None] * 16)
 
 
 @pytest.mark.parametrize("vllm_mode", ["colocate", "server"])
@@ -791,14 +701,14 @@ def with_pictures(name="image"):
         {"train_dataset": with_pictures()},
         {"train_dataset": with_pictures("images")},
         {"eval_dataset": with_pictures()},
-        {"eval_dataset": {"text": dataset(), "pictures": with_pictures()}},
+        {"eval_dataset": {"text": make_problems(), "pictures": with_pictures()}},
     ],
     ids=["image", "images", "eval", "one of eval"],
 )
 def test_pictures_are_refused_with_vllm_before_the_model_is_loaded(tmp_path, vllm_mode, datasets):
     args = arguments(tmp_path, use_vllm=True, vllm_mode=vllm_mode)
     with pytest.raises(ValueError, match=r"column 'images?'.*use_vllm=True.*placeholders.*`use_vllm=False`"):
-        QaRLTrainer("no/such-model", spread, args, **({"train_dataset": dataset()} | datasets))
+        QaRLTrainer("no/such-model", spread, args, **({"train_dataset": make_problems()} | datasets))
 
 
 def test_pictures_inside_prompts_are_refused_with_vllm_at_the_first_rollout(tiny_model, tmp_path):
@@ -869,9 +779,9 @@ def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_p
 
 def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert _takes_positions(model)
+    assert takes_positions(model)
     model.config.get_text_config = lambda: object()
-    assert not _takes_positions(model)
+    assert not takes_positions(model)
 
 
 @pytest.mark.parametrize(
@@ -884,7 +794,7 @@ def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
     ],
 )
 def test_unsupported_arguments_raise_at_once(tiny_model, tmp_path, kwargs, error, match):
-    arguments_ = {"args": arguments(tmp_path), "train_dataset": dataset()} | kwargs
+    arguments_ = {"args": arguments(tmp_path), "train_dataset": make_problems()} | kwargs
     with pytest.raises(error, match=match):
         QaRLTrainer(tiny_model, spread, **arguments_)
 
@@ -903,7 +813,7 @@ def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypat
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(NotImplementedError, match=match):
-        QaRLTrainer(tiny_model, spread, args, dataset())
+        QaRLTrainer(tiny_model, spread, args, make_problems())
 
 
 @pytest.mark.parametrize(
@@ -949,7 +859,7 @@ def test_log_probs_of_a_rollout_func_are_the_sampling_log_probs(tiny_model, tmp_
         ids = [[5, 6, 7 + i % 3] for i in range(len(prompts))]
         return {"prompt_ids": [[4, 5]] * len(prompts), "completion_ids": ids, "logprobs": [[-9.0] * 3] * len(prompts)}
 
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), dataset(), rollout_func=rollout)
+    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
     trainer.train()
     # A random model gives each of 260 tokens about log(1 / 260) = -5.6, which is 3.4 above what the rollout claims.
     assert rows(trainer)[0]["mismatch/abs_logp_mean"] == pytest.approx(3.4, abs=0.5)
@@ -961,53 +871,34 @@ def test_rollout_func_without_log_probs_raises(tiny_model, tmp_path):
         n = len(prompts)
         return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[5, 6, 7]] * n, "logprobs": None}
 
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), dataset(), rollout_func=rollout)
+    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
     with pytest.raises(ValueError, match="logprobs=None"):
         trainer.train()
 
 
-def test_generate_seam_of_trl_is_still_there(tiny_model, tmp_path):
-    """Sampling log-probs are recorded around `generate` of the unwrapped model inside `_generate_single_turn`."""
-    source = inspect.getsource(GRPOTrainer._generate_single_turn)
-    assert "unwrapped_model.generate(" in source and "logits_processor" not in source
-    trainer = make(tiny_model, tmp_path)
-    with record_sampling_logps(trainer.model, 1.0):
-        assert "generate" in vars(trainer.model)
-    assert "generate" not in vars(trainer.model)
-
-
-def test_a_generate_of_the_instance_comes_back(tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    own = model.generate
-    model.generate = own
-    with record_sampling_logps(model, 1.0) as recorded:
-        model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
-    assert vars(model)["generate"] is own and recorded[0].shape == (1, 3)
-
-
-def test_a_generate_that_ignores_logits_processors_is_named(tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    generate = model.generate
-    model.generate = lambda *args, logits_processor, **kwargs: generate(*args, **kwargs)
-    with (
-        pytest.raises(TypeError, match="Qwen2ForCausalLM did not call its `logits_processor`"),
-        record_sampling_logps(model, 1.0),
-    ):
-        model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
-
-
 def test_the_forward_that_trl_scores_with_gets_no_positions():
-    """The seam that `_count_positions` leans on: the model is called once, with keyword arguments, and used for nothing else."""
+    """The seam that `count_positions` leans on: the model is called once, with keyword arguments, and used for nothing else."""
     source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
     assert "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)" in source
     assert source.count("model(") == 1 and "model." not in source and '"position_ids"' not in source
 
 
 def test_every_forward_argument_of_trl_reaches_the_scoring_forward():
-    """`_FORWARD_KEYS` repeats what TRL passes to `_get_per_token_logps_and_entropies`."""
-    from trl_qarl.qarl_trainer import _FORWARD_KEYS
-
+    """`FORWARD_KEYS` repeats what TRL passes to `_get_per_token_logps_and_entropies`."""
     names = set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     own = {"self", "model", "input_ids", "attention_mask", "logits_to_keep"}
     own |= {"batch_size", "compute_entropy", "compute_aux_loss"}
-    assert names - own == set(_FORWARD_KEYS)
+    assert names - own == set(FORWARD_KEYS)
+
+
+def test_the_seam_is_where_it_was():
+    """What `use_generation_factory` and `QaRLVLLMGeneration` lean on in TRL."""
+    assert grpo_trainer.VLLMGeneration is VLLMGeneration
+    source = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
+    assert "self.vllm_generation = VLLMGeneration(" in source
+    assert {"sync_weights", "generate", "_init_vllm"} <= vars(VLLMGeneration).keys()
+    assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
+    turn = inspect.getsource(grpo_trainer.GRPOTrainer._generate_single_turn)
+    assert "self.state.global_step != self._last_loaded_step" in turn
+    # The exception that `EngineLost` is, sent in place of completions, is raised where they are iterated.
+    assert "for ids in all_prompt_ids" in inspect.getsource(VLLMGeneration.generate)

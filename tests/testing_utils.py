@@ -1,4 +1,4 @@
-"""Tiny random models and tokenizers, made on the spot so that no test needs a hub."""
+"""Tiny models, tokenizers and trainers, made on the spot so that no test needs a hub, and references that several tests share."""
 
 import json
 from pathlib import Path
@@ -110,6 +110,53 @@ def count_digits(completions, **kwargs) -> list[float]:
     return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
 
 
+def spread(completions, **kwargs) -> list[float]:
+    """Reward that differs between random completions, so that every group has a spread of rewards."""
+    return [sum(map(ord, text)) % 97 / 97 for text in completions]
+
+
+def make_problems(num_rows: int = 16):
+    """A dataset of prompts."""
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(num_rows)]})
+
+
+TRAINING = {
+    "use_cpu": True,
+    "report_to": [],
+    "logging_steps": 1,
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "steps_per_generation": 2,
+    "max_completion_length": 8,
+    "learning_rate": 1e-3,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+"""Arguments of a training of four updates on two generation batches."""
+
+
+def make_trainer(model, output_dir, reward=spread, train_dataset=None, eval_dataset=None, callbacks=None, **arguments):
+    """A [`QaRLTrainer`] with the arguments [`TRAINING`], whose rollouts come from the learner itself."""
+    from trl_qarl import QaRLConfig, QaRLTrainer
+
+    args = QaRLConfig(str(output_dir), **(TRAINING | arguments))
+    return QaRLTrainer(model, reward, args, train_dataset or make_problems(), eval_dataset, callbacks=callbacks)
+
+
+def stop_at(step: int):
+    """A callback that ends training after update `step`."""
+    from transformers import TrainerCallback
+
+    class StopAt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step >= step
+
+    return StopAt()
+
+
 def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, **arguments):
     """A [`QaRLTrainer`] with float32 rollouts in vLLM on the CPU, on a tiny model and dataset made in `directory`."""
     from datasets import load_dataset
@@ -146,3 +193,24 @@ def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, **argument
 def logged(trainer, name: str) -> list[float]:
     """Values of one metric over training, in order."""
     return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def product_reference(layer, x, grad):
+    """
+    What a [`QuantizedLinear`] has to compute, in float64: the product with the dequantized weight and, for the gradient `grad` of
+    its result, the gradients of input, master weight and bias.
+    """
+    import torch
+
+    from trl_qarl.quantization.quantize import dequantize, quantize_activation
+
+    weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
+    seen, grad = x.detach().double(), grad.double()
+    if layer.scheme.activation_type is not None:
+        seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
+    return seen @ weight.t() + layer.bias.detach().double(), grad @ weight, grad.t() @ seen, grad.sum(0)
+
+
+def relative_error(actual, expected) -> float:
+    """Norm of the difference to `expected`, a float64 tensor, as a share of its norm."""
+    return ((actual.double() - expected).norm() / expected.norm()).item()

@@ -13,12 +13,15 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "QaRLConfig",
     "QaRLTrainer",
+    "QaRLWeightConfig",
     "QuantScheme",
     "QuantizedLinear",
     "SwapReport",
     "__version__",
+    "convert_model",
     "export_checkpoint",
     "get_scheme",
+    "load_engine",
     "prepare_model",
     "restore_model",
 ]
@@ -26,11 +29,14 @@ __all__ = [
 _MODULES = {
     "QaRLConfig": "qarl_config",
     "QaRLTrainer": "qarl_trainer",
+    "QaRLWeightConfig": "quantization.swap",
     "QuantScheme": "quantization.schemes",
     "QuantizedLinear": "quantization.linear",
     "SwapReport": "quantization.swap",
+    "convert_model": "quantization.swap",
     "export_checkpoint": "quantization.export",
     "get_scheme": "quantization.schemes",
+    "load_engine": "rollout.engines",
     "prepare_model": "quantization.swap",
     "restore_model": "quantization.swap",
 }
@@ -42,7 +48,8 @@ if TYPE_CHECKING:
     from .quantization.export import export_checkpoint
     from .quantization.linear import QuantizedLinear
     from .quantization.schemes import QuantScheme, get_scheme
-    from .quantization.swap import SwapReport, prepare_model, restore_model
+    from .quantization.swap import QaRLWeightConfig, SwapReport, convert_model, prepare_model, restore_model
+    from .rollout.engines import load_engine
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from .qarl_config import QaRLConfig, low_precision_masters, raise_problems
+from .config_checks import low_precision_masters, raise_problems
+from .qarl_config import QaRLConfig
 from .quantization.checkpoint import stacked_experts
 
 
@@ -20,20 +21,20 @@ PICTURES = (
 )
 
 
-def check_launch(trainer) -> None:
+def check_launch(accelerator, is_sharded: bool) -> None:
     # Chosen through `accelerate launch`, which the configuration does not see.
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if is_sharded:
         raise NotImplementedError(
             "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
             "(`accelerate launch --multi_gpu`)."
         )
-    parallel = trainer.accelerator.parallelism_config
+    parallel = accelerator.parallelism_config
     if parallel is not None:
         raise NotImplementedError(
             f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
             "over processes. That is not supported in this release. Launch with DDP (`accelerate launch --multi_gpu`)."
         )
-    backend = trainer.accelerator.state.dynamo_plugin.backend
+    backend = accelerator.state.dynamo_plugin.backend
     if backend != "NO":
         raise NotImplementedError(
             f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
@@ -110,9 +111,9 @@ def check_arguments(
             "Train the full model, or wait for the next release."
         )
     problems = []
-    if rollout_func is not None and args.alignment == "rollout-only" and not args.use_vllm:
+    if rollout_func is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
-            "`rollout_func` was given with alignment='rollout-only' and use_vllm=False: its completions would come from the "
+            "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
             "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
         )
     if quantization_config is not None:

@@ -27,7 +27,7 @@ COMMANDS = {
     "vllm-serve": "Start a vLLM server that takes its weights from a trainer",
     "export": "Write the low-bit checkpoint of trained master weights",
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
-    "compare": "Train every cell of a grid of alignments, objectives, schemes and seeds",
+    "compare": "Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not",
     "report": "Write an HTML page that compares training runs",
     "bench": "Time the quantized model against bf16 on this machine",
     "env": "Print versions, hardware and the kernel of each scheme",

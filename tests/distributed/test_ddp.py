@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ def launch_two(script: str, tmp_path, results: str, *arguments: str) -> list[dic
     output_dir.mkdir()
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     launch += [str(Path(__file__).with_name(script)), model, str(output_dir), *arguments]
-    result = subprocess.run(launch, capture_output=True, text=True, timeout=400)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-4000:]
     return [json.loads((output_dir / f"{results}{rank}.json").read_text()) for rank in range(2)]
 

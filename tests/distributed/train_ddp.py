@@ -7,34 +7,13 @@ import sys
 from accelerate import PartialState
 from datasets import Dataset
 
-from trl_qarl import QaRLConfig, QaRLTrainer
-
-
-def spread(completions, **kwargs):
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
+from testing_utils import make_trainer
 
 
 model, output_dir, options = sys.argv[1:]
-trainer = QaRLTrainer(
-    model,
-    spread,
-    QaRLConfig(
-        output_dir,
-        use_cpu=True,
-        report_to=[],
-        logging_steps=1,
-        max_steps=4,
-        per_device_train_batch_size=2,
-        num_generations=4,
-        steps_per_generation=2,
-        max_completion_length=8,
-        learning_rate=1e-3,
-        save_strategy="no",
-        disable_tqdm=True,
-        **json.loads(options),
-    ),
-    Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]}),
-)
+prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+options = {"per_device_train_batch_size": 2} | json.loads(options)
+trainer = make_trainer(model, output_dir, train_dataset=prompts, **options)
 trainer.train()
 digest = hashlib.sha256()
 for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters():

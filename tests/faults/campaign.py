@@ -31,6 +31,7 @@ from pathlib import Path
 
 import requests
 
+from trl_qarl.rollout.handshake import TOKEN_FILE_VARIABLE, make_token_file
 from trl_qarl.rollout.server import free_port
 
 
@@ -159,7 +160,7 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import client, publisher, server
+        from trl_qarl.rollout import client, publisher, transfer_dir
 
         # Several chunks to a publication.
         publisher.CHUNK_BYTES = 100_000
@@ -169,7 +170,7 @@ class TrainerProcess:
         client._HEALTH_SECONDS = 1.0
         shm, tmp = self.supervisor.shm, self.supervisor.tmp
         tempfile.tempdir = str(tmp)
-        server.transfer_bases = lambda: [shm]
+        transfer_dir.transfer_bases = lambda: [shm]
         if self.scenario.get("ranks") == 2:
             os.environ |= {
                 "RANK": str(self.rank),
@@ -385,7 +386,8 @@ class Supervisor:
         argv[argv.index("--port") + 1] = str(self.port)
         directory = self.tmp / "transfer"
         directory.mkdir(exist_ok=True, mode=0o700)
-        environment["TRL_QARL_TRANSFER_DIR"] = str(directory)
+        make_token_file(directory / "token")
+        environment |= {"TRL_QARL_TRANSFER_DIR": str(directory), TOKEN_FILE_VARIABLE: str(directory / "token")}
         self.server = subprocess.Popen(argv, env=os.environ | environment, stdout=self.log, stderr=self.log)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:

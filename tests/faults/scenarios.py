@@ -31,7 +31,7 @@ ENDPOINTS = (
 )
 """What is asked of a server while training."""
 
-START_ENDPOINTS = ("/health", "/v1/models", "/qarl/session", "qarl_describe", "/server_info")
+START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qarl_describe", "/server_info")
 """What is asked of it before, and some of it again when it comes back."""
 
 KINDS = ("refuse", "500", "400", "hang", "reset", "die", "garbage", "truncated")
@@ -75,7 +75,7 @@ def recovery() -> list[dict]:
     """A second fault while the first is being dealt with, at each request of a recovery."""
     scenarios = []
     for first in ("/v1/completions", "/update_weights"):
-        for endpoint in ("/health", "/qarl/session", "qarl_describe", *ENDPOINTS):
+        for endpoint in ("/health", "/qarl/state", "/qarl/session", "qarl_describe", *ENDPOINTS):
             for kind in ("500", "die"):
                 faults = [
                     {"endpoint": first, "call": "middle", "kind": "die"},
@@ -131,7 +131,7 @@ def full_disk() -> list[dict]:
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")
 
 
-def signals(target: str, num_requests: int = 50, num_start: int = 7) -> list[dict]:
+def signals(target: str, num_requests: int = 50, num_start: int = 8) -> list[dict]:
     """Signals to trainer or server at 20 random moments: some milliseconds after a random request."""
     draw = random.Random(f"signals to the {target}")
     scenarios = []

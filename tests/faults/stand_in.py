@@ -146,6 +146,10 @@ class Engine:
 
     async def complete(self, body):
         await self.running.wait()
+        if "prompt_logprobs" in body:
+            # Log-probs of a fixed text, about those of a model that knows nothing.
+            entries = [{str(token): {"logprob": -5.5}} for token in body["prompt"]]
+            return {"choices": [{"prompt_logprobs": [None, *entries[1:]]}]}
         weights = json.dumps(sorted(self.held.items()))
         choices = []
         for prompt in body["prompt"]:

@@ -19,7 +19,6 @@ from trl_qarl.numerics.attach import (
     has_engine_numerics,
 )
 from trl_qarl.numerics.ops import token_log_probs
-from trl_qarl.quantization.quantize import dequantize_weight
 
 
 pytest.importorskip("vllm")
@@ -216,7 +215,7 @@ def test_the_int4_layer_has_product_and_gradients_of_its_dequantized_weight(shap
     low_bit = model[0].low_bit_weight()
     product = kernels.PackedInt4Linear(low_bit)
     x = torch.randn(rows, shape[1]).bfloat16()
-    exact = x.double() @ dequantize_weight(low_bit, torch.bfloat16).double().t() + model[0].bias.double()
+    exact = x.double() @ low_bit.dequantize(torch.bfloat16).double().t() + model[0].bias.double()
     y = product(x, model[0].bias)
     torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
     assert all(torch.equal(product(row[None], model[0].bias)[0], y[i]) for i, row in enumerate(x))

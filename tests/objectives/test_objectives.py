@@ -43,8 +43,7 @@ def make_trainer(objective, use_vllm, per_token_logps):
     vars(trainer).update(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (per_token_logps, entropies, None),
         _preset=preset,
-        _counts_sequences=False,
-        _histograms=None,
+        recorder=SimpleNamespace(observe_update=lambda *args: None),
         _forward_logps=per_token_logps.detach(),
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(

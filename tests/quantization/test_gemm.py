@@ -1,20 +1,18 @@
 """Every kernel of every scheme against the dequantized product in float64, over shapes and numbers of rows."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from trl_qarl.quantization import gemm
-from trl_qarl.quantization.gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
+from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.quantize import (
-    LowBitWeight,
-    dequantize_weight,
-    product_weight,
-    quantize_activation,
-    quantize_weight,
-)
+from trl_qarl.quantization.quantize import dequantize, quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 # Both sides of every threshold and block.
@@ -29,7 +27,7 @@ IN_FEATURES = {
 }
 EXPANDED = {"float32": "expanded to float32 + aten::linear", "bfloat16": "expanded to bfloat16 + aten::linear"}
 EXACT = "float32 product of INT8 codes (exact)"
-FP8 = "emulated FP8: float32 product of E4M3 codes"
+FP8 = "emulated FP8: float64 product of E4M3 codes (exact)"
 KERNELS = {
     ("w4a16", True): {"aten::_weight_int4pack_mm_for_cpu", *(f"INT4 {name}" for name in EXPANDED.values())},
     ("w4a16", False): {"aten::_weight_int4pack_mm_for_cpu", f"INT4 {EXPANDED['float32']}"},
@@ -68,17 +66,16 @@ def test_every_kernel_computes_the_dequantized_product_and_its_gradients(monkeyp
         for in_features in IN_FEATURES[name]:
             for out_features in OUT_FEATURES:
                 layer = make_layer(name, out_features, in_features, dtype)
-                weight = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
+                weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
                 for rows in ROWS:
                     x = torch.randn(rows, in_features, dtype=dtype, requires_grad=True)
                     y = layer(x)
-                    kernels_run.add(layer.kernel)
+                    kernels_run.add(layer.kernel_name)
                     grad = torch.randn_like(y)
                     gradients = torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)
                     seen = x.detach().double()
                     if layer.scheme.activation_type is not None:
-                        codes = LowBitWeight(*quantize_activation(x.detach(), layer.scheme))
-                        seen = dequantize_weight(codes, torch.float64)
+                        seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
                     grad, bias = grad.double(), layer.bias.detach().double()
                     assert_near(y, seen, weight.t(), tolerance, bias)
                     assert_near(gradients[0], grad, weight, tolerance)
@@ -100,17 +97,17 @@ def test_activations_may_begin_at_any_address(name, offset):
     assert x.data_ptr() % 32 != 0
     with torch.no_grad():
         assert torch.equal(layer(x), layer(aligned))
-    assert "pack_mm" in layer.kernel
+    assert "pack_mm" in layer.kernel_name
 
 
 def test_int8_weights_at_an_unaligned_address_are_expanded():
     scheme = get_scheme("w8a16")
-    aligned = quantize_weight(torch.randn(48, 64), scheme, torch.bfloat16)
+    aligned = LowBitTensor.from_hp(torch.randn(48, 64), scheme, torch.bfloat16)
     qdata = torch.empty(48 * 64 + 1, dtype=torch.int8)[1:].view(48, 64).copy_(aligned.qdata)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
-    y, _, name = low_bit_linear(x, LowBitWeight(qdata, aligned.scale), None, scheme)
+    y, _, name = low_bit_linear(x, LowBitTensor(qdata, aligned.scale, scheme, torch.float32), None)
     assert "expanded" in name
-    assert_near(y, x.double(), dequantize_weight(aligned, torch.float64).t(), TOLERANCE[torch.bfloat16])
+    assert_near(y, x.double(), aligned.dequantize(torch.float64).t(), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("has_native_instructions", [True, False])
@@ -124,16 +121,45 @@ def test_a_row_invariant_product_gives_a_row_the_same_bits_whatever_comes_with_i
     shapes = [(48, 64), (33, 96), (256, 2048), (100, 160)] + [(16, 100)] * (name == "w8a16")
     for out_features, in_features in shapes:
         torch.manual_seed(0)
-        low_bit = quantize_weight(torch.randn(out_features, in_features), scheme, dtype)
+        low_bit = LowBitTensor.from_hp(torch.randn(out_features, in_features), scheme, dtype)
         bias, x = torch.randn(out_features, dtype=dtype), torch.randn(200, in_features, dtype=dtype)
         results, names = {}, set()
         for rows in (1, 2, 16, 17, 33, 48, 49, 64, 200):
-            operands = None
-            if uses_int4_kernel(x[:rows], low_bit, scheme, row_invariant=True):
-                operands = int4_kernel_operands(low_bit)
-            y, _, kernel = low_bit_linear(x[-rows:], low_bit, bias, scheme, operands, row_invariant=True)
+            y, _, kernel = low_bit_linear(x[-rows:], low_bit, bias, row_invariant=True)
             results[rows] = y
             names.add(kernel)
         assert len(names) == 1, "one kernel for any number of rows"
         for rows, y in results.items():
             assert torch.equal(y, results[200][-rows:]), (out_features, in_features, rows, kernel)
+
+
+DOCUMENTED = re.findall(
+    r"^\| (`w.*?`|`fp8`.*?) \| (.*?) \| (any|up to \d+|from \d+) \| .*? \| `(.*?)` \|$",
+    (Path(__file__).parents[2] / "docs" / "schemes.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def test_the_documented_products_cover_every_scheme_and_kernel():
+    assert {scheme for schemes, *_ in DOCUMENTED for scheme in re.findall(r"`(\w+)`", schemes)} == set(IN_FEATURES)
+    kernels = {gemm.EXPANDED.format(bits=bits, dtype="bfloat16") for bits in (4, 8)}
+    kernels |= {gemm.INT4_KERNEL, gemm.INT8_WEIGHT_KERNEL, gemm.INT8_KERNEL, gemm.INT8_IN_FLOAT32}
+    assert {name for *_, name in DOCUMENTED} == kernels | {gemm.FP8_KERNEL, gemm.FP8_EMULATED}
+
+
+@pytest.mark.parametrize(("schemes", "device", "rows", "kernel"), DOCUMENTED)
+def test_the_documented_products_are_what_runs(monkeypatch, schemes, device, rows, kernel):
+    on_cuda = device.startswith("CUDA")
+    if on_cuda and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    monkeypatch.setattr(gemm, "_has_vnni", lambda: "without VNNI" not in device)
+    monkeypatch.setattr(gemm, "has_fast_bf16", lambda: True)
+    bound = int(rows.split()[-1]) if rows != "any" else 1
+    for name in re.findall(r"`(\w+)`", schemes):
+        layer = make_layer(name, 96, 256, torch.bfloat16).to("cuda" if on_cuda else "cpu")
+        for count in {"any": (1, 300), "up": (1, bound), "from": (bound, 300)}[rows.split()[0]]:
+            layer(torch.randn(count, 256, dtype=torch.bfloat16, device=layer.weight.device))
+            assert layer.kernel_name == kernel
+        if rows != "any":
+            layer(torch.randn(bound + 1 if rows.startswith("up") else bound - 1, 256, dtype=torch.bfloat16))
+            assert layer.kernel_name != kernel

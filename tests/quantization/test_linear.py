@@ -1,21 +1,22 @@
 import copy
 import io
+from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
+from torchao.kernel import int_scaled_matmul
+from torchao.optim import AdamW8bit
 
-import trl_qarl.quantization.linear
+import trl_qarl.quantization.tensors
+from testing_utils import product_reference, relative_error
 from trl_qarl.quantization import gemm
+from trl_qarl.quantization.gemm import int4_kernel_operands
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.quantize import (
-    LowBitWeight,
-    dequantize_weight,
-    product_weight,
-    quantize_activation,
-    quantize_weight,
-)
+from trl_qarl.quantization.quantize import dequantize, quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
@@ -31,15 +32,11 @@ def make(name="w4a16", dtype=torch.float32, in_features=256, out_features=96, bi
 @pytest.fixture
 def count_quantizations(monkeypatch):
     calls = []
-    original = trl_qarl.quantization.linear.quantize_weight
+    original = trl_qarl.quantization.tensors.quantize_weight
     monkeypatch.setattr(
-        trl_qarl.quantization.linear, "quantize_weight", lambda *args: calls.append(args) or original(*args)
+        trl_qarl.quantization.tensors, "quantize_weight", lambda *args: calls.append(args) or original(*args)
     )
     return calls
-
-
-def relative_error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 # Rows on both sides of every kernel threshold.
@@ -53,18 +50,12 @@ def test_value_and_every_gradient_equal_the_float64_reference(name, dtype, rows)
     grad = torch.randn_like(y)
     y.backward(grad)
 
-    weight = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
-    seen = x.detach().double()
-    if layer.scheme.activation_type is not None:
-        seen = dequantize_weight(LowBitWeight(*quantize_activation(x.detach(), layer.scheme)), torch.float64)
-    grad = grad.double()
     # bf16: results, and the operands of the backward products, are rounded to 8 bits of mantissa (2**-9 = 2e-3 relative
     # each); float32: 2**-24 times the square root of a few hundred terms.
     tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-6
-    assert relative_error(y, seen @ weight.t() + layer.bias.double()) < tolerance
-    assert relative_error(x.grad, grad @ weight) < tolerance
-    assert relative_error(layer.weight.grad, grad.t() @ seen) < tolerance
-    assert relative_error(layer.bias.grad, grad.sum(0)) < tolerance
+    computed = (y, x.grad, layer.weight.grad, layer.bias.grad)
+    for actual, expected in zip(computed, product_reference(layer, x, grad), strict=True):
+        assert relative_error(actual, expected) < tolerance
     assert layer.weight.grad.dtype == layer.weight.dtype and layer.bias.grad.dtype == layer.bias.dtype
 
 
@@ -81,8 +72,8 @@ def test_gradients_are_those_of_the_straight_through_estimator(name):
     reference_w = layer.weight.detach().double().requires_grad_()
     seen = x
     if layer.scheme.activation_type is not None:
-        seen = dequantize_weight(LowBitWeight(*quantize_activation(x, layer.scheme)), torch.float64)
-    low_bit = dequantize_weight(product_weight(layer.low_bit_weight(), layer.scheme), torch.float64)
+        seen = dequantize(*quantize_activation(x, layer.scheme), torch.float64)
+    low_bit = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     y = straight_through(reference_x, seen.double()) @ straight_through(reference_w, low_bit).t()
     y.backward(grad.double())
 
@@ -178,22 +169,44 @@ OPTIMIZERS = {
     "adamw_single": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.1),
+    # What `optim="adamw_torch_8bit"` makes; its state has 8 bits from 4,096 values on.
+    "adamw_8bit": lambda p: AdamW8bit(p, lr=0.1),
+    "bitsandbytes_adamw_8bit": lambda p: import_module("bitsandbytes").optim.AdamW8bit(p, lr=0.1),
 }
+OPTIMIZERS_HERE = [
+    pytest.param(
+        name,
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(
+                not torch.cuda.is_available() or find_spec("bitsandbytes") is None,
+                reason="bitsandbytes' 8-bit optimizers need a GPU",
+            ),
+        ]
+        if name.startswith("bitsandbytes")
+        else [],
+    )
+    for name in OPTIMIZERS
+]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_next_forward_after_an_optimizer_step_uses_new_codes(optimizer):
-    layer = make()
+# torchao's optimizer compiles its step, which is not what is tested.
+@torch.compiler.set_stance("force_eager")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS_HERE)
+def test_next_forward_after_each_optimizer_step_uses_new_codes(optimizer):
+    device = "cuda" if optimizer.startswith("bitsandbytes") else "cpu"
+    layer = make().to(device)
     optim = OPTIMIZERS[optimizer](list(layer.parameters()))
-    x = torch.randn(8, 256)
-    before, low_bit = layer(x), layer.low_bit_weight()
-    before.square().sum().backward()
-    optim.step()
-    after = layer(x)
-    assert layer.low_bit_weight() is not low_bit
-    assert layer.num_flipped_codes > 0
-    fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).to_linear(), layer.scheme)
-    assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
+    x = torch.randn(8, 256, device=device)
+    for _ in range(3):
+        before, low_bit = layer(x), layer.low_bit_weight()
+        before.square().sum().backward()
+        optim.step()
+        after = layer(x)
+        assert layer.low_bit_weight() is not low_bit
+        assert layer.num_flipped_codes > 0
+        fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).to_linear(), layer.scheme)
+        assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
 
 
 def test_unchanged_master_keeps_the_same_low_bit_object(count_quantizations):
@@ -243,10 +256,10 @@ def test_to_invalidates_the_cache():
     layer = make()
     layer(torch.randn(8, 256))
     layer.to(torch.bfloat16)
-    expected = dequantize_weight(layer.low_bit_weight(), torch.float32)
+    expected = layer.low_bit_weight().dequantize(torch.float32)
     assert layer(torch.randn(8, 256, dtype=torch.bfloat16)).dtype is torch.bfloat16
     fresh = QuantizedLinear.from_linear(copy.deepcopy(layer).to_linear(), layer.scheme, layer.scale_dtype)
-    assert torch.equal(expected, dequantize_weight(fresh.low_bit_weight(), torch.float32))
+    assert torch.equal(expected, fresh.low_bit_weight().dequantize(torch.float32))
 
 
 # Freed memory is given out again: within fifty tries a new tensor lies where an old one was.
@@ -254,7 +267,7 @@ REUSES = 50
 
 
 def assert_not_stale(layer, weight, low_bit):
-    expected = quantize_weight(weight, layer.scheme, layer.scale_dtype)
+    expected = LowBitTensor.from_hp(weight, layer.scheme, layer.scale_dtype)
     assert torch.equal(low_bit.qdata, expected.qdata) and torch.equal(low_bit.scale, expected.scale)
 
 
@@ -265,8 +278,8 @@ def test_functional_call_with_fresh_weights_is_never_stale():
         weight = torch.randn(96, 256)
         addresses.append(weight.data_ptr())
         y = torch.func.functional_call(layer, {"weight": weight}, (x,))
-        low_bit = quantize_weight(weight, layer.scheme, layer.scale_dtype)
-        assert torch.equal(y, dequantize_weight(low_bit, torch.float32).t())
+        low_bit = LowBitTensor.from_hp(weight, layer.scheme, layer.scale_dtype)
+        assert torch.equal(y, low_bit.dequantize(torch.float32).t())
         del weight, low_bit
     assert len(set(addresses)) < REUSES, "no address was used twice: the test shows nothing"
 
@@ -403,7 +416,7 @@ def test_autocast_runs_the_low_bit_kernel_in_bf16_and_keeps_float32_masters():
     x = torch.randn(4, 256, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
-    assert y.dtype is torch.bfloat16 and layer.kernel == "aten::_weight_int4pack_mm_for_cpu"
+    assert y.dtype is torch.bfloat16 and layer.kernel_name == "aten::_weight_int4pack_mm_for_cpu"
     y.sum().backward()
     assert layer.weight.grad.dtype is torch.float32 and x.grad.dtype is torch.float32
 
@@ -423,11 +436,11 @@ def test_int4_kernel_copy_lives_through_a_rollout_only():
     layer = make(dtype=torch.bfloat16)
     with torch.no_grad():
         layer(torch.randn(4, 256, dtype=torch.bfloat16))
-        assert layer._int4_operands is not None
+        assert int4_kernel_operands in layer._low_bit._operands
         layer(torch.randn(400, 256, dtype=torch.bfloat16))
-        assert layer._int4_operands is not None, "scoring a prompt does not end the rollout"
+        assert int4_kernel_operands in layer._low_bit._operands, "scoring a prompt does not end the rollout"
     layer(torch.randn(400, 256, dtype=torch.bfloat16))
-    assert layer._int4_operands is None
+    assert int4_kernel_operands not in layer._low_bit._operands
 
 
 def test_extra_memory_of_w4a16_is_below_30_percent_of_bf16():
@@ -443,10 +456,10 @@ def test_inactive_layer_is_nn_linear_and_keeps_its_low_bit_weight(name):
     plain, x = nn.Linear(128, 32), torch.randn(5, 128)
     layer = QuantizedLinear.from_linear(copy.deepcopy(plain), SCHEMES[name])
     active = {key: tensor.view(torch.uint8) for key, tensor in layer.checkpoint_tensors().items()}
-    layer.is_active = False
+    layer.use_quantized_forward = False
     for module in (plain, layer):
         module(x).square().sum().backward()
-    assert torch.equal(layer(x), plain(x)) and "is_active=False" in repr(layer)
+    assert torch.equal(layer(x), plain(x)) and "use_quantized_forward=False" in repr(layer)
     assert torch.equal(layer.weight.grad, plain.weight.grad) and torch.equal(layer.bias.grad, plain.bias.grad)
     assert all(
         torch.equal(tensor.view(torch.uint8), active[key]) for key, tensor in layer.checkpoint_tensors().items()
@@ -482,18 +495,17 @@ def test_bf16_without_native_instructions_gives_the_same_numbers_to_rounding(mon
     native = layer(x)
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: False)
     emulated = layer(x)
-    assert layer.kernel == "INT4 expanded to float32 + aten::linear"
+    assert layer.kernel_name == "INT4 expanded to float32 + aten::linear"
     torch.testing.assert_close(native, emulated, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 300])
 def test_int8_product_equals_torchaos(rows):
-    torchao_kernel = pytest.importorskip("torchao.kernel")
     x = torch.randint(-128, 128, (rows, 256), dtype=torch.int8)
     w = torch.randint(-128, 128, (96, 256), dtype=torch.int8)
     x_scale, w_scale = torch.rand(rows, 1), torch.rand(96, 1)
     product, _ = gemm.low_bit_matmul(x, w, x_scale, w_scale, torch.float32)
-    expected = torchao_kernel.int_scaled_matmul(x, w.t().contiguous(), x_scale) * w_scale.t()
+    expected = int_scaled_matmul(x, w.t().contiguous(), x_scale) * w_scale.t()
     torch.testing.assert_close(product, expected)
 
 

@@ -5,16 +5,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
-from trl_qarl.quantization.quantize import (
-    LowBitWeight,
-    checkpoint_tensors,
-    count_code_flips,
-    dequantize_weight,
-    product_weight,
-    quantize_activation,
-    quantize_weight,
-)
+from trl_qarl.quantization.quantize import count_code_flips, quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 # The arithmetic of w4a8's scales is not compressed-tensors' but what the engine makes of them.
@@ -56,10 +49,10 @@ def test_scales_and_codes_equal_compressed_tensors_bit_for_bit(name, weight_dtyp
     scheme = get_scheme(name)
     for seed in range(50):
         weight = awkward_weight(seed, weight_dtype)
-        low_bit = quantize_weight(weight, scheme, scale_dtype)
+        low_bit = LowBitTensor.from_hp(weight, scheme, scale_dtype)
         scale, codes = oracle(weight, scheme, scale_dtype)
         assert torch.equal(low_bit.scale.double(), scale.double())
-        tensors = checkpoint_tensors(low_bit, scheme)
+        tensors = low_bit.checkpoint_tensors()
         if scheme.format == "pack-quantized":
             assert torch.equal(tensors["weight_packed"], pack_to_int32(codes, scheme.num_bits))
             assert tensors["weight_shape"].tolist() == list(weight.shape)
@@ -73,7 +66,7 @@ def test_every_group_size_equals_compressed_tensors(group_size):
     scheme = get_scheme("w4a16", group_size)
     weight = awkward_weight(0, torch.float32)
     scale, codes = oracle(weight, scheme, torch.bfloat16)
-    low_bit = quantize_weight(weight, scheme, torch.bfloat16)
+    low_bit = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
     assert low_bit.scale.shape == (48, 192 // group_size)
     assert torch.equal(low_bit.qdata, pack_to_int32(codes, 4))
 
@@ -82,23 +75,23 @@ def test_every_group_size_equals_compressed_tensors(group_size):
 def test_dequantized_weight_equals_compressed_tensors(name):
     scheme = get_scheme(name)
     weight = awkward_weight(1, torch.float32)
-    low_bit = quantize_weight(weight, scheme, torch.float32)
+    low_bit = LowBitTensor.from_hp(weight, scheme, torch.float32)
     codes = low_bit.qdata
     if scheme.num_bits == 4:
         codes = unpack_from_int32(codes, 4, weight.shape)
     args = QuantizationArgs(**scheme.weight_args(scheme.group_size_for(weight.shape[1])))
     expected = dequantize(codes, low_bit.scale, None, args=args)
-    assert torch.equal(dequantize_weight(low_bit, torch.float32), expected.float())
-    assert torch.equal(dequantize_weight(low_bit, torch.bfloat16), expected.float().bfloat16())
+    assert torch.equal(low_bit.dequantize(torch.float32), expected.float())
+    assert torch.equal(low_bit.dequantize(torch.bfloat16), expected.float().bfloat16())
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_zero_and_denormal_groups_stay_finite(name):
     scheme = get_scheme(name)
-    low_bit = quantize_weight(awkward_weight(0, torch.float32), scheme, torch.bfloat16)
+    low_bit = LowBitTensor.from_hp(awkward_weight(0, torch.float32), scheme, torch.bfloat16)
     assert torch.isfinite(low_bit.scale).all()
     assert (low_bit.scale > 0).all()
-    restored = dequantize_weight(low_bit, torch.float32)
+    restored = low_bit.dequantize(torch.float32)
     assert torch.isfinite(restored).all()
     assert (restored[0] == 0).all()
 
@@ -106,8 +99,8 @@ def test_zero_and_denormal_groups_stay_finite(name):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_error_is_at_most_half_a_step(name):
     weight = torch.randn(64, 256)
-    low_bit = quantize_weight(weight, get_scheme(name), torch.float32)
-    error = (dequantize_weight(low_bit, torch.float32) - weight).abs()
+    low_bit = LowBitTensor.from_hp(weight, get_scheme(name), torch.float32)
+    error = (low_bit.dequantize(torch.float32) - weight).abs()
     scale = low_bit.scale.repeat_interleave(256 // low_bit.scale.shape[1], dim=1)
     # E4M3 has 3 mantissa bits: half a step is 1/16 of the value, or 2**-10 scales below the smallest normal number.
     bound = torch.maximum(weight.abs() / 16, scale * 2**-10) if name == "fp8" else scale / 2
@@ -118,9 +111,9 @@ def test_error_is_at_most_half_a_step(name):
 def test_codes_come_from_the_master_not_from_a_rounded_copy():
     weight = torch.randn(64, 256)
     scheme = get_scheme("w4a16")
-    ours = quantize_weight(weight, scheme, torch.bfloat16)
-    rounded = quantize_weight(weight.bfloat16().float(), scheme, torch.bfloat16)
-    assert count_code_flips(ours, rounded) > 0
+    ours = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
+    rounded = LowBitTensor.from_hp(weight.bfloat16().float(), scheme, torch.bfloat16)
+    assert count_code_flips(ours.qdata, rounded.qdata) > 0
 
 
 def engines_weight(codes, scale):
@@ -147,12 +140,12 @@ def test_w4a8_multiplies_by_the_engines_weight(size):
     torch.manual_seed(0)
     weight = torch.randn(24, 512) * size * torch.rand(24, 4).repeat_interleave(128, 1)
     weight[0], weight[1, :128], weight[2, 128:] = 0, 0, 0
-    low_bit = quantize_weight(weight, scheme, torch.float32)
+    low_bit = LowBitTensor.from_hp(weight, scheme, torch.float32)
     assert low_bit.scale.dtype is torch.bfloat16 and low_bit.scale.shape == (24, 4)
-    product = product_weight(low_bit, scheme)
+    product = low_bit.gemm_weight()
     assert product.qdata.dtype is torch.float8_e4m3fn and product.scale.shape == (24, 1)
     codes = unpack_from_int32(low_bit.qdata, 4, weight.shape)
-    ours = dequantize_weight(product, torch.float64)
+    ours = product.dequantize(torch.float64)
     torch.testing.assert_close(ours, engines_weight(codes, low_bit.scale), rtol=1e-6, atol=0)
     assert (ours[0] == 0).all() and (ours[1, :128] == 0).all()
 
@@ -163,10 +156,12 @@ def test_w4a8_scales_survive_the_engines_conversion():
     for seed in range(100):
         torch.manual_seed(seed)
         weight = torch.randn(16, 512) * (torch.rand(16, 1) + 0.1) * torch.logspace(-2, 0, 4).repeat_interleave(128)
-        low_bit = quantize_weight(weight, scheme, torch.bfloat16)
-        powers = LowBitWeight(torch.full_like(low_bit.qdata, 0x44444444), low_bit.scale)  # code -4 everywhere
-        exact = dequantize_weight(powers, torch.float64)
-        assert torch.equal(dequantize_weight(product_weight(powers, scheme), torch.float64), exact)
+        low_bit = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
+        powers = LowBitTensor(
+            torch.full_like(low_bit.qdata, 0x44444444), low_bit.scale, scheme, weight.dtype
+        )  # code -4 everywhere
+        exact = powers.dequantize(torch.float64)
+        assert torch.equal(powers.gemm_weight().dequantize(torch.float64), exact)
 
 
 def test_w4a8_loses_little_against_w4a16():
@@ -175,8 +170,8 @@ def test_w4a8_loses_little_against_w4a16():
 
     def noise(name):
         scheme = get_scheme(name)
-        low_bit = product_weight(quantize_weight(weight, scheme, torch.bfloat16), scheme)
-        return (dequantize_weight(low_bit, torch.float32) - weight).square().mean()
+        low_bit = LowBitTensor.from_hp(weight, scheme, torch.bfloat16).gemm_weight()
+        return (low_bit.dequantize(torch.float32) - weight).square().mean()
 
     assert noise("w4a16") < noise("w4a8") < 1.3 * noise("w4a16")
 
@@ -237,9 +232,9 @@ def test_a_master_of_any_strides_gives_the_codes_of_its_contiguous_copy(name):
         storage[3:4, :128].expand(48, -1),
     ):
         assert not weight.is_contiguous()
-        low_bit = quantize_weight(weight, scheme, torch.bfloat16)
-        expected = quantize_weight(weight.clone(memory_format=torch.contiguous_format), scheme, torch.bfloat16)
-        ours, theirs = checkpoint_tensors(low_bit, scheme), checkpoint_tensors(expected, scheme)
+        low_bit = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
+        expected = LowBitTensor.from_hp(weight.clone(memory_format=torch.contiguous_format), scheme, torch.bfloat16)
+        ours, theirs = low_bit.checkpoint_tensors(), expected.checkpoint_tensors()
         assert ours.keys() == theirs.keys()
         for key, tensor in ours.items():
             assert tensor.is_contiguous() and torch.equal(tensor.view(torch.uint8), theirs[key].view(torch.uint8))
@@ -250,10 +245,10 @@ def test_w8a16_that_does_not_fill_words_is_refused_and_schemes_that_do_not_pack_
     with pytest.raises(
         ValueError, match=rf"in_features={in_features} is not divisible by 4.*`exclude_modules`.*`fp8`"
     ):
-        quantize_weight(torch.randn(8, in_features), get_scheme("w8a16"), torch.bfloat16)
+        LowBitTensor.from_hp(torch.randn(8, in_features), get_scheme("w8a16"), torch.bfloat16)
     for name in ("w8a8", "fp8"):
         assert (
-            quantize_weight(torch.randn(8, in_features), get_scheme(name), torch.bfloat16).qdata.shape[1]
+            LowBitTensor.from_hp(torch.randn(8, in_features), get_scheme(name), torch.bfloat16).qdata.shape[1]
             == in_features
         )
 
@@ -282,22 +277,22 @@ def test_fp8_activations_follow_the_engines_rule():
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_code_flips_are_counted_exactly(name):
     scheme = get_scheme(name)
-    before = quantize_weight(torch.randn(32, 128), scheme, torch.float32)
-    after = quantize_weight(torch.randn(32, 128), scheme, torch.float32)
+    before = LowBitTensor.from_hp(torch.randn(32, 128), scheme, torch.float32)
+    after = LowBitTensor.from_hp(torch.randn(32, 128), scheme, torch.float32)
 
     def codes(low_bit):
         unpacked = low_bit.qdata
         return unpack_from_int32(unpacked, 4, (32, 128)) if scheme.num_bits == 4 else unpacked.view(torch.uint8)
 
-    assert count_code_flips(before, after) == (codes(before) != codes(after)).sum() > 0
-    assert count_code_flips(before, before) == 0
+    assert count_code_flips(before.qdata, after.qdata) == (codes(before) != codes(after)).sum() > 0
+    assert count_code_flips(before.qdata, before.qdata) == 0
 
 
 def test_dequantize_does_not_change_the_low_bit_tensors():
-    low_bit = quantize_weight(torch.randn(32, 128), get_scheme("w4a16"), torch.bfloat16)
-    copies = LowBitWeight(low_bit.qdata.clone(), low_bit.scale.clone())
-    dequantize_weight(low_bit, torch.bfloat16)
-    dequantize_weight(low_bit, torch.float32)
+    low_bit = LowBitTensor.from_hp(torch.randn(32, 128), get_scheme("w4a16"), torch.bfloat16)
+    copies = low_bit.clone()
+    low_bit.dequantize(torch.bfloat16)
+    low_bit.dequantize(torch.float32)
     assert torch.equal(low_bit.qdata, copies.qdata) and torch.equal(low_bit.scale, copies.scale)
-    first = dequantize_weight(low_bit, torch.bfloat16)
-    assert torch.equal(first, dequantize_weight(low_bit, torch.bfloat16)), "the look-up table was written to"
+    first = low_bit.dequantize(torch.bfloat16)
+    assert torch.equal(first, low_bit.dequantize(torch.bfloat16)), "the look-up table was written to"

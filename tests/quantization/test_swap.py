@@ -1,19 +1,28 @@
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
+from torchao.quantization import FqnToConfig, quantize_
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
+from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors, quantization_config
+from trl_qarl.quantization.export import export_checkpoint
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import (
-    deactivate,
+    QaRLWeightConfig,
+    convert_model,
+    disable_quantized_forward,
+    engine_precision,
     kernels_run,
-    low_bit_forward,
     prepare_model,
+    quantized_forward,
     quantized_layers,
     restore_model,
 )
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -229,23 +238,163 @@ def test_generate_and_gradient_checkpointing_work_on_a_prepared_model(scheme):
     assert all(layer.weight.grad is not None for layer in quantized_layers(model).values())
 
 
-def test_deactivated_model_is_the_untouched_one_and_runs_low_bits_inside_the_context_only():
+def test_disabled_quantized_forward_is_that_of_the_untouched_model_and_runs_low_bits_inside_the_context_only():
     model, tokens = tiny(), torch.randint(4, 200, (2, 8))
     with torch.no_grad():
         untouched = model(tokens).logits
         prepare_model(model, "w4a16")
         quantized = model(tokens).logits
-        deactivate(model)
+        disable_quantized_forward(model)
         assert torch.equal(model(tokens).logits, untouched) and not torch.equal(quantized, untouched)
-        with pytest.raises(RuntimeError, match="in the middle"), low_bit_forward(model):
+        with pytest.raises(RuntimeError, match="in the middle"), quantized_forward(model):
             assert torch.equal(model(tokens).logits, quantized)
             raise RuntimeError("in the middle")
         assert torch.equal(model(tokens).logits, untouched)
 
 
-def test_context_leaves_active_layers_active():
+def test_context_leaves_enabled_layers_enabled():
     model = tiny()
     prepare_model(model, "w4a16")
-    with low_bit_forward(model):
+    with quantized_forward(model):
         pass
-    assert all(layer.is_active for layer in quantized_layers(model).values())
+    assert all(layer.use_quantized_forward for layer in quantized_layers(model).values())
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma"])
+def test_engine_precision_computes_what_the_export_computes_and_gives_the_masters_back(tmp_path, arch):
+    model = tiny(arch)
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    masters = {name: p.clone() for name, p in model.state_dict().items()}
+    loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(model, tmp_path / "export"), dtype=torch.float32)
+    tokens = torch.randint(4, 200, (8, 12))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        outside = model(tokens).logits
+        with engine_precision(model, torch.bfloat16):
+            inside = model(tokens).logits
+        assert torch.equal(inside, loaded(tokens).logits) and not torch.equal(inside, outside)
+        assert torch.equal(model(tokens).logits, outside)
+    assert all(torch.equal(p, masters[name]) for name, p in model.state_dict().items())
+
+
+def is_projection(module, name):
+    return name.endswith("_proj")
+
+
+def bits(tensors):
+    return {name: (tensor.dtype, tensor.view(torch.uint8).tolist()) for name, tensor in tensors}
+
+
+def test_quantize_prepares_the_same_parameters_and_gives_what_prepare_model_gives():
+    ours, theirs = tiny("qwen2"), tiny("qwen2")
+    parameters = dict(theirs.named_parameters())
+    prepare_model(ours, get_scheme("w4a16", 64), scale_dtype=torch.bfloat16)
+    quantize_(theirs, QaRLWeightConfig("w4a16", group_size=64, scale_dtype=torch.bfloat16), filter_fn=is_projection)
+    assert list(quantized_layers(theirs)) == LAYERS
+    assert all(parameter is parameters[name] for name, parameter in theirs.named_parameters())
+    tokens = torch.randint(4, 200, (2, 8))
+    for model in (ours, theirs):
+        model(tokens).logits.square().sum().backward()
+    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
+def test_a_converted_model_computes_publishes_and_exports_what_the_prepared_one_does(tmp_path, scheme, dtype):
+    model, tokens = tiny("qwen2").to(dtype), torch.randint(4, 200, (2, 24))
+    prepare_model(model, scheme)
+    with torch.no_grad():
+        expected = [model(tokens).logits, model(tokens[:, :3]).logits]
+    published, config = bits(iter_checkpoint_tensors(model, dtype)), quantization_config(model)
+    export_checkpoint(model, tmp_path / "prepared")
+    quantize_(model, QaRLWeightConfig(scheme, step="convert"))
+    assert not quantized_layers(model) and type(model.lm_head.weight) is nn.Parameter
+    converted = [
+        name for name, module in model.named_modules() if isinstance(getattr(module, "weight", None), LowBitTensor)
+    ]
+    assert converted == LAYERS and all(type(model.get_submodule(name)) is nn.Linear for name in LAYERS)
+    for given, logits in zip((tokens, tokens[:, :3]), expected, strict=True):
+        assert torch.equal(model(given).logits, logits)
+        with torch.inference_mode():
+            assert torch.equal(model(given).logits, logits)
+    assert bits(iter_checkpoint_tensors(model, dtype)) == published and quantization_config(model) == config
+    export_checkpoint(model, tmp_path / "converted")
+    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / step).state_dict() for step in ("prepared", "converted")]
+    assert loaded[0].keys() == loaded[1].keys()
+    assert all(torch.equal(tensor, loaded[1][name]) for name, tensor in loaded[0].items())
+
+
+def test_a_converted_model_gives_gradients_to_what_still_trains():
+    model, tokens = tiny("qwen2"), torch.randint(4, 200, (2, 8))
+    prepare_model(model, "w4a16")
+    model(tokens).logits.square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    assert convert_model(model) == len(LAYERS)
+    model(tokens).logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (
+            parameter.grad is None
+            if isinstance(parameter, LowBitTensor)
+            else torch.equal(parameter.grad, expected[name])
+        )
+
+
+def test_a_state_dict_restores_a_converted_model():
+    model, other = tiny(), tiny()
+    for m in (model, other):
+        prepare_model(m, "w8a8")
+    with torch.no_grad():
+        for layer in quantized_layers(other).values():
+            layer.weight.mul_(2).add_(0.01)
+    convert_model(model), convert_model(other)
+    tokens = torch.randint(4, 200, (2, 8))
+    assert not torch.equal(model(tokens).logits, other(tokens).logits)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(tokens).logits, other(tokens).logits)
+
+
+def test_conversion_without_preparation_or_twice_is_refused():
+    model = tiny()
+    with pytest.raises(ValueError, match="no prepared layer.*prepare_model"):
+        convert_model(model)
+    prepare_model(model, "w4a16")
+    with pytest.raises(ValueError, match="prepared with.*w4a16.*cannot be converted with.*w8a8"):
+        quantize_(model, QaRLWeightConfig("w8a8", step="convert"))
+    convert_model(model)
+    with pytest.raises(ValueError, match="converted already"):
+        prepare_model(model, "w4a16")
+    with pytest.raises(ValueError, match="step='deploy' is unknown"):
+        QaRLWeightConfig(step="deploy")
+    with pytest.raises(ValueError, match="Unknown scheme 'w3'"):
+        QaRLWeightConfig("w3")
+
+
+def test_a_scheme_per_layer():
+    model = tiny()
+    quantize_(
+        model,
+        FqnToConfig(
+            OrderedDict(
+                {
+                    r"re:.*\.mlp\.\w+_proj": QaRLWeightConfig("w8a8"),
+                    r"re:.*\.self_attn\.\w+_proj": QaRLWeightConfig("w4a16", group_size=64),
+                }
+            )
+        ),
+        filter_fn=None,
+    )
+    layers = quantized_layers(model)
+    assert [layers[name].scheme.name for name in LAYERS] == 2 * (4 * ["w4a16"] + 3 * ["w8a8"])
+    config = quantization_config(model)
+    assert config["format"] == "mixed-precision" and config["ignore"] == ["lm_head"]
+    assert [group["format"] for group in config["config_groups"].values()] == ["pack-quantized", "int-quantized"]
+    assert config["config_groups"]["group_1"]["targets"] == [
+        r"re:.*\.down_proj$",
+        r"re:.*\.gate_proj$",
+        r"re:.*\.up_proj$",
+    ]
+    tokens = torch.randint(4, 200, (2, 8))
+    logits = model(tokens).logits
+    assert convert_model(model) == len(LAYERS) and torch.equal(model(tokens).logits, logits)

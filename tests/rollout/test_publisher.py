@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import pytest
 import requests
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.quantization.swap import prepare_model
-from trl_qarl.rollout import publisher as publish
+from trl_qarl.rollout import publisher, transports
 from trl_qarl.rollout.fingerprint import fingerprint
-from trl_qarl.rollout.leftovers import owned_prefix
 from trl_qarl.rollout.protocol import PublishError
 from trl_qarl.rollout.publisher import Publisher, largest_chunk
+from trl_qarl.rollout.transfer_dir import owned_prefix
 from trl_qarl.rollout.transports import DirectTransport, FileTransport, _ServerTransport
 
 
@@ -119,7 +120,9 @@ class Answers:
     def control(self, path, body=None):
         self.requests.append((path, body))
         response = requests.Response()
-        response.status_code, response._content = 200, json.dumps(self.answers.get(path.strip("/"), {})).encode()
+        answer = self.answers.get(path.strip("/"), {})
+        response.status_code = 200
+        response._content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         return response
 
     def call_workers(self, method, **kwargs):
@@ -152,6 +155,13 @@ def test_log_probs_of_the_prompt_are_read_from_a_server():
     assert client.requests[0][1]["temperature"] == 0.0
     with pytest.raises(PublishError, match="no log-probs of the prompt"):
         _ServerTransport(Answers(**{"v1/completions": {"choices": [{}]}})).score([5, 7, 8])
+
+
+def test_an_answer_that_makes_no_sense_is_a_publish_error():
+    with pytest.raises(PublishError, match="something else than JSON: '<html/>'"):
+        _ServerTransport(Answers(reset_prefix_cache=b"<html/>")).finish({}, "1")
+    with pytest.raises(PublishError, match="something else than JSON"):
+        _ServerTransport(Answers(**{"v1/completions": b"<html/>"})).score([5, 7])
 
 
 def make_model():
@@ -216,7 +226,7 @@ class Client:
         self.tensors, self.modes, self.failure = {}, [], None
 
     def call_workers(self, method, **kwargs):
-        pass
+        return [None]
 
     def control(self, path, body=None):
         if path == "/update_weights":
@@ -246,7 +256,7 @@ def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
 
 def dead_prefix():
     """What a trainer calls its files that has ended since."""
-    code = "from trl_qarl.rollout.leftovers import owned_prefix; print(owned_prefix())"
+    code = "from trl_qarl.rollout.transfer_dir import owned_prefix; print(owned_prefix())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -279,10 +289,10 @@ def test_only_what_dead_trainers_left_is_removed(tmp_path):
 def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
     def full(tensors, path):
         path.write_bytes(b"half")
-        raise publish.SafetensorError("I/O error: No space left on device (os error 28)")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(publish, "save_file", full)
-    monkeypatch.setattr(publish.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    monkeypatch.setattr(transports, "save_file", full)
+    monkeypatch.setattr(transports.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
     with pytest.raises(PublishError) as caught:
         FileTransport(Client(tmp_path)).send([("a", torch.ones(2**18))])
     for part in (str(tmp_path), "1.0 MiB", "No space left", "64 MiB are free", "--transfer_dir", "--shm-size"):
@@ -296,7 +306,7 @@ def test_a_device_that_is_full_is_a_publish_error(tmp_path, monkeypatch):
         with open("/dev/full", "wb") as file:
             file.write(b"weights")
 
-    monkeypatch.setattr(publish, "save_file", save)
+    monkeypatch.setattr(transports, "save_file", save)
     with pytest.raises(PublishError, match="could not be written to the transfer directory"):
         FileTransport(Client(tmp_path)).send([("a", torch.ones(4))])
     assert os.listdir(tmp_path) == []
@@ -312,7 +322,7 @@ def test_the_largest_chunk_is_the_model_a_full_chunk_or_the_largest_layer(monkey
     sizes = [sum(t.numel() for n, t in model.state_dict().items() if n.startswith(f"layers.{i}.")) for i in range(2)]
     total = sum(t.numel() for t in model.state_dict().values())
     assert largest_chunk(model, torch.bfloat16) == 2 * total
-    monkeypatch.setattr(publish, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(publisher, "CHUNK_BYTES", 8)
     assert largest_chunk(model.to("meta"), torch.float32) == 4 * max(sizes)
     sent = Recorder()
     Publisher(make_model(), torch.float32, sent).publish("0")

@@ -7,7 +7,6 @@ import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -18,16 +17,11 @@ from trl_qarl import prepare_model
 from trl_qarl.cli import main
 from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.rollout import server as serve
+from trl_qarl.rollout import transfer_dir
 from trl_qarl.rollout.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from trl_qarl.rollout.leftovers import owned_prefix
 from trl_qarl.rollout.protocol import TRANSFER_DIR_VARIABLE
-from trl_qarl.rollout.server import (
-    ServerProcess,
-    build_server_command,
-    default_transfer_dir,
-    free_port,
-    make_transfer_dir,
-)
+from trl_qarl.rollout.server import ServerProcess, build_server_command, free_port
+from trl_qarl.rollout.transfer_dir import owned_prefix
 from trl_qarl.scripts import vllm_serve
 
 
@@ -166,7 +160,7 @@ def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch
     started, directory, token_file = [], tmp_path / "shared memory", tmp_path / "my token"
     monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: transport == "nccl")
-    monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda port: directory)
+    monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda *arguments: directory)
     arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16"]
     arguments += ["--token_file", str(token_file)] if named else []
     arguments += ["--transfer_dir", str(directory)] if transport == "file" else []
@@ -201,38 +195,13 @@ def test_a_wrong_setting_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("trl-qarl: error:")
 
 
-def test_the_transfer_directory_is_its_owners_alone(tmp_path):
-    directory = tmp_path / "transfer"
-    make_transfer_dir(directory)
-    assert directory.stat().st_mode & 0o777 == 0o700
-    make_transfer_dir(directory)
-
-
-@pytest.mark.parametrize(
-    ("shared", "temporary", "needed", "chosen"),
-    [
-        (64, 10_000, 256, "temporary"),  # what a container has
-        (64, 10_000, 32, "shared"),
-        (300, 10_000, 256, "shared"),
-        (257, 10_000, 256, "temporary"),  # no margin
-        (64, 32, 256, "shared"),  # too small both; what fails then says so
-        (32, 64, 256, "temporary"),
-    ],
-)
-def test_the_transfer_directory_is_where_a_chunk_fits(tmp_path, monkeypatch, shared, temporary, needed, chosen):
-    free = {tmp_path / "shared": shared * 2**20, tmp_path / "temporary": temporary * 2**20}
-    monkeypatch.setattr(serve, "transfer_bases", lambda: list(free))
-    monkeypatch.setattr(serve.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
-    assert default_transfer_dir(8000, needed * 2**20).parent == tmp_path / chosen
-
-
 def test_the_next_server_clears_what_a_killed_trainer_left(tmp_path, monkeypatch):
     """A trainer that is killed leaves its folder with a chunk of weights in it."""
-    monkeypatch.setattr(serve, "transfer_bases", lambda: [tmp_path])
+    monkeypatch.setattr(transfer_dir, "transfer_bases", lambda: [tmp_path])
     script = f"""
         import os, signal
         from pathlib import Path
-        from trl_qarl.rollout.leftovers import owned_prefix
+        from trl_qarl.rollout.transfer_dir import owned_prefix
         folder = Path({str(tmp_path)!r}, owned_prefix() + "token")
         folder.mkdir()
         (folder / "chunk").write_bytes(b"weights")

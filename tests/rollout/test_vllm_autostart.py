@@ -4,7 +4,7 @@ import psutil
 import pytest
 from transformers import TrainerCallback
 
-from testing_utils import logged, make_vllm_trainer
+from testing_utils import count_digits, logged, make_vllm_trainer
 from trl_qarl.rollout.handshake import TOKEN_VARIABLE
 from trl_qarl.rollout.server import free_port
 
@@ -98,3 +98,46 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(tmp_path):
         ):
             make_vllm_trainer(tmp_path, vllm_mode="server", vllm_server_autostart=True, vllm_server_port=port)
     assert not (tmp_path / "output" / "vllm_server.log").exists()
+
+
+def test_a_server_killed_while_rewards_are_computed_and_between_steps_costs_no_step(tmp_path):
+    killed = []
+
+    def kill(moment):
+        killed.append(moment)
+        trainer.vllm_generation.server._process.kill()
+        trainer.vllm_generation.server._process.wait()
+
+    def reward(completions, **kwargs):
+        if trainer.state.global_step == 1 and not killed:
+            kill("reward")
+        return count_digits(completions)
+
+    class BetweenSteps(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and killed == ["reward"]:
+                kill("step end")
+
+    trainer = make_vllm_trainer(
+        tmp_path,
+        "qwen2",
+        scheme="w8a16",
+        vllm_mode="server",
+        vllm_server_autostart=True,
+        vllm_server_port=free_port(),
+        steps_per_generation=1,
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=1,
+        callbacks=[BetweenSteps()],
+    )
+    trainer.reward_funcs = [reward]
+    trainer.train()
+    assert killed == ["reward", "step end"]
+    # Completions that were rewarded when the server died are used, and what comes after is sampled from the current weights.
+    assert trainer.state.global_step == 3
+    assert logged(trainer, "rollout/weight_version") == [0, 1, 2]
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-4
+    complete = sorted(path.parent.name for path in (tmp_path / "output").glob("checkpoint-*/trainer_state.json"))
+    assert complete == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert not trainer.vllm_generation.server.is_running

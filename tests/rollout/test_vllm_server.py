@@ -15,13 +15,18 @@ import torch
 from safetensors.torch import save_file
 
 from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from trl_qarl.rollout.client import QaRLClient
+from trl_qarl.rollout.deep_audit import deep_audit
+from trl_qarl.rollout.failures import EngineLost
 from trl_qarl.rollout.handshake import make_token_file
+from trl_qarl.rollout.protocol import PublishError
 from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.transports import FileTransport
 from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
 
 
 pytest.importorskip("vllm")
-# One server for all of them, and the first test before the others.
+# One server for all of them.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("server")]
 
 
@@ -43,12 +48,20 @@ class Server:
         while not self.answers():
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.5)
+        self.first_answer, self.first_state = self.complete(), self.state()
 
     def answers(self) -> bool:
         try:
             return requests.get(f"{self.url}/health", timeout=5).status_code == 200
         except requests.RequestException:
             return False
+
+    def close(self) -> None:
+        """Have it refuse to generate, as before its first publication: an update is begun and given up."""
+        client = QaRLClient(self.url)
+        FileTransport(client).begin()
+        client.close_session()
+        self.wait_until_free()
 
     def state(self) -> dict:
         return requests.get(f"{self.url}/qarl/state").json()
@@ -86,8 +99,6 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def client(server):
-    from trl_qarl.rollout.client import QaRLClient
-
     server.wait_until_free()
     client = QaRLClient(server.url)
     yield client
@@ -121,17 +132,18 @@ def make_trainer(server, tmp_path):
     release()
 
 
-# The first test must come first: nothing has been published yet.
 def test_a_new_server_answers_but_does_not_generate(server):
-    assert server.complete().status_code == 503
-    assert "published" in server.complete().json()["error"]
-    assert server.state()["is_open"] is False
+    assert server.first_answer.status_code == 503
+    assert "published" in server.first_answer.json()["error"]
+    assert server.first_state["is_open"] is False
     command = server.log.read_text()
     assert "Equivalent command:" in command and "vllm.entrypoints.openai.api_server" in command
 
 
 def test_a_stranger_changes_nothing(server):
     """Every route that this server has, as the server itself lists them."""
+    server.wait_until_free()
+    server.close()
     before = server.state()
     assert server.token_file.stat().st_mode & 0o777 == 0o600
     routes = requests.get(f"{server.url}/openapi.json").json()["paths"]
@@ -149,7 +161,8 @@ def test_a_stranger_changes_nothing(server):
     assert server.state() == before
 
 
-def test_training_publishes_and_agrees(server, make_trainer, deep=True):
+def train_and_check(server, make_trainer):
+    """A training that leaves the server with its weights, which learner and engine agree on."""
     trainer = make_trainer(mismatch_probe_steps=1)
     trainer.train()
     assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
@@ -158,14 +171,16 @@ def test_training_publishes_and_agrees(server, make_trainer, deep=True):
     assert server.complete().status_code == 200
     assert requests.get(f"{server.url}/weight_info").json()["weight_version"].startswith("2-")
     assert list(server.transfer_dir.iterdir()) == [server.token_file]
-    if deep:
-        # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
-        assert trainer.vllm_generation.deep_audit([[5, 6, 7, 8], [20, 21]]) < 1e-5
+    return trainer
+
+
+def test_training_publishes_and_agrees(server, make_trainer):
+    trainer = train_and_check(server, make_trainer)
+    # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
+    assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5
 
 
 def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, client):
-    from trl_qarl.rollout.client import QaRLClient
-
     with pytest.raises(RuntimeError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
         QaRLClient(server.url)
     for path in ("/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update", "/pause"):
@@ -173,8 +188,6 @@ def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, clien
 
 
 def test_a_session_calls_no_other_methods_of_the_workers(client):
-    from trl_qarl.rollout.protocol import PublishError
-
     assert client.call_workers("qarl_describe")[0]["backend"] == "qarl"
     for method in ("save_sharded_state", "update_environment_variables"):
         with pytest.raises(PublishError, match=f"status 403: '{method}' cannot be called through this server"):
@@ -212,9 +225,6 @@ def test_no_server_says_how_to_start_one(tmp_path):
     "name", ["../weights.safetensors", "/etc/passwd", "link.safetensors", "weights.pt", "", ".safetensors", 7]
 )
 def test_only_files_in_the_transfer_directory_are_read(server, client, name):
-    from trl_qarl.rollout.protocol import PublishError
-    from trl_qarl.rollout.transports import FileTransport
-
     outside = server.directory / "weights.safetensors"
     leftover = server.transfer_dir / f"trl-qarl-00000000-1-2-{client.instance}-x.safetensors"
     leftover.write_bytes(b"left by a trainer that was killed")
@@ -235,8 +245,6 @@ def test_only_files_in_the_transfer_directory_are_read(server, client, name):
 
 
 def test_a_half_applied_update_closes_the_gate_until_a_whole_one_lands(server, make_trainer):
-    from trl_qarl.rollout.protocol import PublishError
-
     trainer = make_trainer()
     publisher = trainer.vllm_generation.publisher
     publisher.publish("whole")
@@ -253,8 +261,6 @@ def test_a_half_applied_update_closes_the_gate_until_a_whole_one_lands(server, m
 
 
 def test_a_publication_that_fails_once_is_repeated_whole(server, make_trainer):
-    from trl_qarl.rollout.protocol import PublishError
-
     trainer = make_trainer()
     transport = trainer.vllm_generation.publisher.transport
     send, failures = transport.send, [True, False, True]
@@ -289,7 +295,7 @@ def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tm
     assert server.state()["holder"].startswith(f"process {victim.pid} ")
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    test_training_publishes_and_agrees(server, make_trainer, deep=False)
+    train_and_check(server, make_trainer)
 
 
 def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):
@@ -301,11 +307,11 @@ def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):
 
     def fail_later(version):
         if not version.startswith("0-"):
-            raise generation.PublishError("no more")
+            raise PublishError("no more")
         return publish(version)
 
     trainer.vllm_generation.publisher.publish = fail_later
-    with pytest.raises(generation.EngineLost, match="failed 2 times. The last error: no more"):
+    with pytest.raises(EngineLost, match="failed 2 times. The last error: no more"):
         trainer.train()
     saved = Path(trainer.args.output_dir) / "checkpoint-2"
     assert json.loads((saved / "trainer_state.json").read_text())["global_step"] == 2

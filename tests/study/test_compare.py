@@ -82,18 +82,28 @@ def steps(cell):
 
 
 def test_grid_is_the_product_in_the_order_of_the_axes():
-    cells = expand_grid({"train": {}, "grid": {"seed": [0, 1], "alignment": ["aligned", "none"], "scheme": ["fp8"]}})
+    cells = expand_grid({"train": {}, "grid": {"seed": [0, 1], "quantize_learner": [True, False], "scheme": ["fp8"]}})
     assert [cell_name(cell) for cell in cells] == [
-        "aligned-fp8-seed0",
-        "aligned-fp8-seed1",
-        "none-fp8-seed0",
-        "none-fp8-seed1",
+        "QaRL-fp8-seed0",
+        "QaRL-fp8-seed1",
+        "rollout-only-fp8-seed0",
+        "rollout-only-fp8-seed1",
     ]
-    assert list(cells[0]) == ["alignment", "scheme", "seed"]
+    assert list(cells[0]) == ["quantize_learner", "scheme", "seed"]
+
+
+@pytest.mark.parametrize("quantize_learner", [[True, False], [False, True], [False]], ids=str)
+def test_bf16_has_one_cell_whatever_the_learner_does(quantize_learner):
+    grid = {"quantize_learner": quantize_learner, "objective": ["tbpo"], "scheme": ["bf16", "w4a16"], "seed": [0, 1]}
+    cells = expand_grid({"train": {}, "grid": grid})
+    names = {True: "QaRL", False: "rollout-only"}
+    expected = {f"{names[value]}-tbpo-w4a16" for value in quantize_learner} | {"bf16-tbpo"}
+    assert {cell_name(cell) for cell in cells} == {f"{name}-seed{seed}" for name in expected for seed in (0, 1)}
+    assert len(cells) == 2 * len(expected)
 
 
 def test_cells_are_taken_as_listed():
-    cells = [{"seed": 3, "scheme": "bf16"}, {"alignment": "rollout-only", "objective": "grpo"}]
+    cells = [{"seed": 3, "scheme": "bf16"}, {"quantize_learner": False, "objective": "grpo"}]
     expanded = expand_grid({"train": {}, "cells": cells})
     assert expanded == cells
     assert [cell_name(cell) for cell in expanded] == ["bf16-seed3", "rollout-only-grpo"]
@@ -120,13 +130,15 @@ def test_command_fills_placeholders_and_leaves_other_braces(tmp_path):
     config = {"command": ["{python}", "--x={seed}-{scheme}", '{"a": 1}', "{resume_from_checkpoint}", 5]}
     command = build_command(config, {"scheme": "fp8", "seed": 2}, tmp_path)
     assert command == [sys.executable, "--x=2-fp8", '{"a": 1}', "false", "5"]
+    for cell, expected in (({"scheme": "bf16"}, "true"), ({"quantize_learner": False}, "false")):
+        assert build_command({"command": ["{quantize_learner}"]}, cell, tmp_path) == [expected]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"gird": {}}, "Unknown key 'gird'; it can be command, train, grid"),
-        ({"grid": {"sheme": ["fp8"]}}, "Unknown axis 'sheme'; it can be alignment, objective, scheme, seed"),
+        ({"grid": {"sheme": ["fp8"]}}, "Unknown axis 'sheme'; it can be quantize_learner, objective, scheme, seed"),
         ({"grid": {"scheme": [], "seed": [0]}}, "`scheme` must be a list with at least one value, not []"),
         ({"grid": {"seed": 3}}, "`seed` must be a list with at least one value, not 3"),
         ({"grid": {}}, "`grid` must map"),
@@ -156,8 +168,16 @@ def test_command_fills_placeholders_and_leaves_other_braces(tmp_path):
             "`objective` has the value 'ppo'; it can be tbpo",
         ),
         (
-            {"train": {}, "command": None, "grid": {"alignment": ["off"]}},
-            "`alignment` has the value 'off'; it can be aligned",
+            {"train": {}, "command": None, "grid": {"quantize_learner": ["aligned"]}},
+            "`quantize_learner` must be true or false, not 'aligned'",
+        ),
+        (
+            {"grid": None, "cells": [{"quantize_learner": False, "scheme": "bf16", "seed": 0}]},
+            "cell bf16-seed0 has scheme bf16 and quantize_learner false",
+        ),
+        (
+            {"train": {"quantize_learner": False}, "command": None, "grid": {"scheme": ["w4a16", "bf16"]}},
+            "cell bf16 has scheme bf16 and quantize_learner false",
         ),
         ({"train": {}}, "`train` and `command`"),
         ({"command": None}, "neither `train` nor `command`"),
@@ -345,7 +365,8 @@ import os, pathlib, sys, time
 out = pathlib.Path(sys.argv[1])
 (out / "device").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 deadline = time.monotonic() + 60
-while len(list(out.parent.glob("*/device"))) < 2 and time.monotonic() < deadline:  # waits for the other device's first cell
+# Waits for the other device's first cell.
+while len(list(out.parent.glob("*/device"))) < 2 and time.monotonic() < deadline:
     time.sleep(0.05)
 (out / "met").write_text(str(len(list(out.parent.glob("*/device")))))
 """

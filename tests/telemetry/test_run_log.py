@@ -2,49 +2,14 @@ import json
 import math
 
 import pytest
-from datasets import Dataset
-from transformers import TrainerCallback
 
-from testing_utils import make_tiny_model
-from trl_qarl import QaRLConfig, QaRLTrainer
+from testing_utils import make_problems, make_trainer, stop_at
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 from trl_qarl.telemetry.run_log import to_row
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def spread(completions, **kwargs):
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
-
-
-def make(model, output_dir, callbacks=None, **kwargs):
-    defaults = {
-        "use_cpu": True,
-        "report_to": [],
-        "logging_steps": 1,
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "steps_per_generation": 2,
-        "max_completion_length": 8,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    args = QaRLConfig(str(output_dir), **(defaults | kwargs))
-    data = Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(16)]})
-    return QaRLTrainer(model, spread, args, data, eval_dataset=data.select(range(4)), callbacks=callbacks)
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
+def make(*args, **kwargs):
+    return make_trainer(*args, eval_dataset=make_problems(4), **kwargs)
 
 
 def read(path):
@@ -104,15 +69,15 @@ def test_every_generation_batch_has_a_row_whatever_is_logged(tiny_model, tmp_pat
 
 
 def test_run_file_says_what_was_run(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, objective="gspo", alignment="rollout-only", seed=7, max_steps=1).train()
+    make(tiny_model, tmp_path, objective="gspo", quantize_learner=False, seed=7, max_steps=1).train()
     run = json.loads((tmp_path / "run.json").read_text())
     versions, options = run.pop("versions"), run.pop("options")
     assert options["num_generations"] == 4 and options["max_completion_length"] == 8 and "save_strategy" not in options
     assert not options.keys() & run.keys() and not any("seed" in name or "dir" in name for name in options)
     assert run == {
         "objective": "gspo",
-        "alignment": "rollout-only",
         "scheme": "w4a16",
+        "quantize_learner": False,
         "group_size": 128,
         "seed": 7,
         "model": tiny_model,
@@ -235,7 +200,7 @@ def test_evaluation_is_logged_and_counted_in_no_histogram(tiny_model, tmp_path):
 
 def test_resumed_run_appends(tiny_model, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
-    make(tiny_model, tmp_path, callbacks=[StopAt(2)], **saving).train()
+    make(tiny_model, tmp_path, callbacks=[stop_at(2)], **saving).train()
     before = read(tmp_path / "metrics.jsonl")
     make(tiny_model, tmp_path, **saving).train(resume_from_checkpoint=True)
     rows = read(tmp_path / "metrics.jsonl")

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from trl_qarl.quantization.quantize import dequantize_weight
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.telemetry.codes import (
-    DEAF_FLIP_RATE,
-    DEAF_UPDATES,
+    STALLED_FLIP_RATE,
+    STALLED_UPDATES,
     code_flip_rate,
-    is_deaf,
+    is_stalled,
     sampled_masters,
     sqnr,
     update_to_step,
@@ -133,7 +132,7 @@ def test_sqnr_in_decibel():
     layers = quantized_layers(net)
     signal = sum(layer.weight.detach().double().square().sum() for layer in layers.values())
     noise = sum(
-        (layer.weight.detach().double() - dequantize_weight(layer.low_bit_weight(), torch.float64)).square().sum()
+        (layer.weight.detach().double() - layer.low_bit_weight().dequantize(torch.float64)).square().sum()
         for layer in layers.values()
     )
     assert sqnr(layers)["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
@@ -323,10 +322,10 @@ def test_garbled_text_has_bytes_that_are_no_character_before_its_end():
     assert is_garbled("a\ufffdb") and not is_garbled("ab") and not is_garbled("") and not is_garbled("ab\ufffd\ufffd")
 
 
-def test_policy_is_deaf_where_no_code_flips_for_long():
-    quiet = [math.nan] + [0.0] * (DEAF_UPDATES - 1)
-    assert not is_deaf(quiet) and is_deaf([*quiet, DEAF_FLIP_RATE / 2])
-    assert not is_deaf([*quiet, DEAF_FLIP_RATE]) and is_deaf([1.0] + [0.0] * DEAF_UPDATES)
+def test_policy_is_stalled_where_no_code_flips_for_long():
+    quiet = [math.nan] + [0.0] * (STALLED_UPDATES - 1)
+    assert not is_stalled(quiet) and is_stalled([*quiet, STALLED_FLIP_RATE / 2])
+    assert not is_stalled([*quiet, STALLED_FLIP_RATE]) and is_stalled([1.0] + [0.0] * STALLED_UPDATES)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "w8a16", "fp8"])
@@ -343,8 +342,8 @@ def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
             layer.weight.add_(1e-4 * torch.randn_like(layer.weight))
     moved, count = 0.0, 0
     for name, layer in layers.items():
-        qdata, scale = layer.low_bit_weight()
-        codes = dequantize_weight(layer.low_bit_weight(), torch.float32).double()
+        scale = layer.low_bit_weight().scale
+        codes = layer.low_bit_weight().dequantize(torch.float32).double()
         group = layer.in_features // scale.shape[1]
         for i in range(0, layer.out_features, 2 if layer.out_features == 40 else 1):
             for j in range(layer.in_features):

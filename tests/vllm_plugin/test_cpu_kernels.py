@@ -1,8 +1,14 @@
-"""The kernels that an engine on a CPU takes from the learner."""
-
 import pytest
 import torch
 from torch import nn
+
+from trl_qarl.quantization import gemm
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
+
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 
 
 def make_engine_apply(name, low_bit, dtype, shape):
@@ -11,12 +17,10 @@ def make_engine_apply(name, low_bit, dtype, shape):
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
     from vllm.scalar_type import scalar_types
 
-    from trl_qarl.quantization.quantize import checkpoint_tensors
-    from trl_qarl.quantization.schemes import get_scheme
     from trl_qarl.vllm_plugin.cpu_kernels import QaRLInt8Kernel, QaRLWeightOnlyKernel
 
     layer = nn.Module()
-    for key, tensor in checkpoint_tensors(low_bit, get_scheme(name)).items():
+    for key, tensor in low_bit.checkpoint_tensors().items():
         layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
     if name == "w8a8":
         kernel = object.__new__(QaRLInt8Kernel)
@@ -30,27 +34,21 @@ def make_engine_apply(name, low_bit, dtype, shape):
     return lambda x, bias: kernel.apply_weights(layer, x, bias)
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["w4a16", "w8a16", "w8a8"])
 def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dtype, has_native_instructions):
-    pytest.importorskip("vllm")
-    from trl_qarl.quantization import gemm
-    from trl_qarl.quantization.quantize import dequantize_weight, quantize_weight
-    from trl_qarl.quantization.schemes import get_scheme
-
     monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
     for shape in [(64, 128), (33, 96), (256, 2048)] + [(16, 100)] * (name != "w4a16"):
         torch.manual_seed(0)
-        low_bit = quantize_weight(torch.randn(shape), get_scheme(name), dtype)
+        low_bit = LowBitTensor.from_hp(torch.randn(shape), get_scheme(name), dtype)
         apply = make_engine_apply(name, low_bit, dtype, shape)
         x, bias = torch.randn(300, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
         # Decode first: what a layer keeps must serve both.
         decode = torch.cat([apply(row, bias) for row in x[:64].split(1)])
         for rows in (16, 17, 33, 64, 300):
             assert torch.equal(apply(x[:rows], bias)[:64], decode[:rows]), (shape, rows)
-        exact = x.double() @ dequantize_weight(low_bit, torch.float64).t() + bias
+        exact = x.double() @ low_bit.dequantize(torch.float64).t() + bias
         error = (apply(x, bias).double() - exact).norm() / exact.norm()
         assert error < (2e-2 if name == "w8a8" else 5e-3)

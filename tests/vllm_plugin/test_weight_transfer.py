@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model
-from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.quantization.swap import quantized_layers
 
@@ -27,12 +27,12 @@ def engine_environment():
         yield
 
 
-def make_engine(path, dtype, overrides=None, load_format="dummy"):
+def make_engine(path, dtype, overrides=None):
     from vllm import LLM
 
     return LLM(
         model=str(path),
-        load_format=load_format,
+        load_format="dummy",
         hf_overrides=overrides,
         dtype=dtype,
         weight_transfer_config={"backend": "qarl"},
@@ -148,10 +148,8 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
     assert engine_logps(llm) == again
 
     # An engine that loads the export from disk computes the same, bit for bit.
-    exported = export_checkpoint(model, tmp_path / "export", dtype=dtype)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (exported / name).write_bytes((tmp_path / arch / name).read_bytes())
-    fresh = make_engine(exported, dtype, load_format="auto")
+    exported = export_checkpoint(model, tmp_path / "export", AutoTokenizer.from_pretrained(path), dtype)
+    fresh = load_engine(exported, max_model_len=128, max_num_seqs=8)
     assert engine_logps(fresh) == again
 
 
@@ -366,9 +364,9 @@ def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
 
 
 def test_log_probs_are_compared_with_the_low_bit_forward_of_an_unaligned_learner(publisher):
-    from trl_qarl.quantization.swap import deactivate
+    from trl_qarl.quantization.swap import disable_quantized_forward
 
-    deactivate(publisher.model)
+    disable_quantized_forward(publisher.model)
     try:
         assert publisher.publish("rollout-only")["publish/canary_abs_logp"] < 1e-5
         assert (
@@ -376,7 +374,7 @@ def test_log_probs_are_compared_with_the_low_bit_forward_of_an_unaligned_learner
         )
     finally:
         for layer in quantized_layers(publisher.model).values():
-            layer.is_active = True
+            layer.use_quantized_forward = True
 
 
 def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):

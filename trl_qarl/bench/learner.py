@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..quantization.schemes import SCHEMES
+from .machine import describe_machine
 
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..quantization.swap import SwapReport
-from .machine import describe_machine
 
 
 __all__ = ["format_table", "load_model", "prepare_variants", "run_benchmark"]
@@ -56,12 +56,12 @@ def prepare_variants(
     from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model
 
-    masters = {id(parameter): parameter for parameter in model.parameters()}
+    master_weights = {id(parameter): parameter for parameter in model.parameters()}
     variants: dict[str | None, PreTrainedModel] = {None: model}
     reports = {}
     for name in schemes:
         scheme = get_scheme(name, group_size if SCHEMES[name].group_size else None)
-        variants[name] = copy.deepcopy(model, memo=dict(masters))
+        variants[name] = copy.deepcopy(model, memo=dict(master_weights))
         reports[name] = prepare_model(variants[name], scheme, scale_dtype=getattr(torch, dtype))
     return variants, reports
 
@@ -87,8 +87,8 @@ def run_benchmark(
         tokens (`list[int]`):
             Batch sizes in tokens.
         is_decode (`bool`, *optional*, defaults to `False`):
-            Forward of `tokens` sequences of one token, instead of forward + backward of `tokens` tokens in sequences of
-            up to `sequence_length`.
+            Forward of `tokens` sequences of one token, instead of forward + backward of `tokens` tokens in sequences
+            of up to `sequence_length`.
         sequence_length (`int`, *optional*, defaults to `512`):
             Longest sequence of a batch.
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
@@ -262,9 +262,9 @@ def _cached_bytes(layer: "torch.nn.Module") -> int:
 def _describe_model(model, dtype, sequence_length) -> str:
     config = model.config
     name = config.name_or_path or f"a random {config.model_type}"
-    weights = "" if str(model.dtype).endswith(dtype) else f", {str(model.dtype).removeprefix('torch.')} masters"
+    weights = "" if str(model.dtype).endswith(dtype) else f", {str(model.dtype).removeprefix('torch.')} master weights"
     sequences = "" if sequence_length is None else f", sequences of {sequence_length} tokens"
     return (
-        f"{name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size}, vocabulary {config.vocab_size}, "
-        f"{dtype}{weights}{sequences})"
+        f"{name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
+        f"vocabulary {config.vocab_size}, {dtype}{weights}{sequences})"
     )

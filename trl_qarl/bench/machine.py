@@ -4,11 +4,7 @@ import platform
 import re
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["describe_machine"]
 

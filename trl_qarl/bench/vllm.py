@@ -1,11 +1,13 @@
 """
 The modes of `trl-qarl bench` that need vLLM: `alignment`, `publish` and `rollout`, on a real model.
 
-`alignment` samples at temperature 1 from an engine that was given the learner's tensors and compares log-probs with two
-learners: the aligned one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with `"engine"`; and the
-unaligned one in high precision. One column is the difference of a learner from *itself* when its embeddings are rounded once
-more: two programs that round differently anywhere cannot be expected closer than that. `publish` times publication into a server in another process. `rollout` times decoding,
-engines side by side in one process and repeats alternating between them, and the parts of one training step.
+`alignment` samples at temperature 1 from an engine that was given the learner's tensors. It compares log-probs with
+two learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
+`"engine"`; and one in high precision. One column is the
+difference of a learner from *itself* when its embeddings are rounded once more: two programs that round differently
+anywhere cannot be expected closer than that. `publish` times the weight sync with a server in another process.
+`rollout` times decoding and the parts of one training step. Its engines run side by side in one process, and repeats
+alternate between them.
 """
 
 import os
@@ -20,8 +22,6 @@ from typing import Any
 
 
 __all__ = ["MODES", "measure_alignment", "measure_publish", "measure_rollout", "run"]
-
-SCHEMES_ON_CPU = ["bf16", "w4a16", "w8a8", "fp8"]
 
 _TOPICS = [
     "the water cycle",
@@ -48,9 +48,8 @@ def run(args) -> dict[str, Any]:
     from .machine import describe_machine
 
     path = _model_path(args.model_name_or_path)
-    schemes = args.schemes or SCHEMES_ON_CPU
     print(f"{Path(path).name}; {describe_machine()}, {_vllm_version()}", flush=True)
-    rows = MODES[args.mode](path, schemes, args)
+    rows = MODES[args.mode](path, args.schemes, args)
     print("\n" + _table(rows))
     return {"mode": args.mode, "model": Path(path).name, "machine": describe_machine(), "rows": rows}
 
@@ -58,7 +57,7 @@ def run(args) -> dict[str, Any]:
 def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
     """
     One row per dtype, scheme and learner: share of equal log-probs, mean and max of |dlogp| and k3, over at least
-    `args.tokens[0]` tokens.
+    `args.tokens` tokens.
     """
     import torch
 
@@ -72,20 +71,20 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
             model = _load_learner(path, scheme, dtype)
             with _engine(model, dtype, max_num_seqs=len(_TOPICS)) as (llm, publisher):
                 publisher.publish("0")
-                samples = _sample(llm, path, args.tokens[0])
+                samples = _sample(llm, path, args.tokens)
                 engine_kernels = publisher.transport.describe()["kernels"]
-            learners = ["unaligned", "aligned"] if scheme != "bf16" else ["unquantized"]
+            learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
             if _can_use_engine_numerics(model, dtype):
                 learners.append(f"{learners[-1]}, engine numerics")
             measured = {}
             for learner in reversed(learners):
                 is_exact = "engine" in learner
-                if learner == "unaligned":
+                if learner == "high precision":
                     restore_model(model)
                 with engine_numerics(model, dtype) if is_exact else nullcontext():
                     logps = _learner_logps(model, samples, dtype)
                 measured[learner] = _mismatch(logps, [logp for *_, row in samples for logp in row])
-                if learner != "unaligned" and not is_exact:
+                if learner != "high precision" and not is_exact:
                     with _one_rounding(model, dtype):
                         other = _learner_logps(model, samples, dtype)
                     measured[learner]["mean, itself rounded once more"] = _mismatch(logps, other)["mean"]
@@ -98,7 +97,7 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
                 rows.append(row)
                 print({key: value for key, value in row.items() if "kernels" not in key}, flush=True)
             if scheme == "w4a16":
-                rows.append(_same_weights_unquantized(path, scheme, dtype, args.tokens[0], floor))
+                rows.append(_same_weights_unquantized(path, scheme, dtype, args.tokens, floor))
                 print(rows[-1], flush=True)
     return rows
 
@@ -107,13 +106,12 @@ def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, fl
     """The floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
     import torch
 
-    from ..quantization.quantize import dequantize_weight
     from ..quantization.swap import quantized_layers, restore_model
 
     model = _load_learner(path, scheme, dtype)
     with torch.no_grad():
         for layer in quantized_layers(model).values():
-            layer.weight.copy_(dequantize_weight(layer.low_bit_weight(), dtype))
+            layer.weight.copy_(layer.low_bit_weight().dequantize(dtype))
     restore_model(model)
     with _engine(model, dtype, max_num_seqs=len(_TOPICS)) as (llm, publisher):
         publisher.publish("0")
@@ -134,7 +132,7 @@ def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, fl
 
 
 def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    """One row per scheme: what a publication of everything sends and costs, through a server in another process."""
+    """One row per scheme: what a weight sync of everything sends and costs, with a server in another process."""
     import psutil
     import torch
 
@@ -144,14 +142,14 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     from ..rollout.server import ServerProcess, build_server_command, free_port
     from ..rollout.transports import FileTransport
 
-    dtype, rows = getattr(torch, args.dtypes[-1]), []
+    dtype, rows = getattr(torch, args.dtype), []
     for scheme in schemes:
         model = _load_learner(path, scheme, dtype)
         port = free_port()
         argv, environment = build_server_command(
             path,
             _config_of(model),
-            dtype=args.dtypes[-1],
+            dtype=args.dtype,
             port=port,
             on_cpu=True,
             vllm_args=["--max-model-len", "512"],
@@ -191,7 +189,7 @@ def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     import torch
     from vllm import SamplingParams
 
-    dtype = getattr(torch, args.dtypes[-1])
+    dtype = getattr(torch, args.dtype)
     models = {scheme: _load_learner(path, scheme, dtype) for scheme in schemes}
     engines = {}
     rows: dict[str, dict[str, Any]] = {scheme: {"scheme": scheme} for scheme in schemes}
@@ -290,7 +288,7 @@ def _learner_logps(model, samples, dtype) -> list[float]:
 
 @contextmanager
 def _one_rounding(model, dtype) -> Iterator[None]:
-    """While open, each embedding is half a unit in the last place of `dtype` larger or smaller, by a fixed random choice."""
+    """While open, each embedding is half a unit in the last place of `dtype` larger or smaller, at random."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -323,7 +321,7 @@ def _mismatch(learner: list[float], engine: list[float]) -> dict[str, Any]:
 
 
 def _load_learner(path: str, scheme: str, dtype):
-    """Float32 masters, as a trainer holds them, prepared for `scheme`."""
+    """Float32 master weights, as a trainer holds them, prepared for `scheme`."""
     import torch
     from transformers import AutoModelForCausalLM
 

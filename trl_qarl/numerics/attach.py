@@ -273,20 +273,12 @@ class _Linear(_EngineModule):
 class _QuantizedLinear(_EngineModule):
     """A quantized layer already runs the engine's product, given activations in the engine's dtype; INT4 needs its kernel."""
 
-    def _attach(self):
-        self._int4_product, self._int4_source = None, None
-
-    def _detach(self):
-        del self._int4_product, self._int4_source
-
-    def _product(self, rows, low_bit, bias, operands):
+    def _product(self, rows, low_bit, bias):
         if self.scheme.name != "w4a16":
-            return super()._product(rows, low_bit, bias, operands)
-        if self._int4_source is not low_bit:
-            with torch.inference_mode(False):
-                self._int4_product, self._int4_source = kernels.PackedInt4Linear(low_bit), low_bit
-        self.kernel = self._int4_product.name
-        return self._int4_product(rows, bias), (rows,)
+            return super()._product(rows, low_bit, bias)
+        product = low_bit.cached(kernels.PackedInt4Linear)
+        self.kernel_name = product.name
+        return product(rows, bias), (rows,)
 
 
 class _RotaryEmbedding(_EngineModule):

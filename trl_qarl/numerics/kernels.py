@@ -25,7 +25,8 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
-from ..quantization.quantize import LowBitWeight, unpack_int4
+from ..quantization.quantize import unpack_int4
+from ..quantization.tensors import LowBitTensor
 
 
 __all__ = [
@@ -122,13 +123,13 @@ class PackedInt4Linear:
     `y = x @ w'.T + bias` for INT4 weights and bfloat16 activations, with the same bits for any number of rows.
 
     Args:
-        low_bit ([`~trl_qarl.quantization.quantize.LowBitWeight`]):
+        low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
             Weight `(N, K)` of scheme `w4a16`, both multiples of 32.
     """
 
     name = "vllm::cpu_gemm_wna16"
 
-    def __init__(self, low_bit: LowBitWeight):
+    def __init__(self, low_bit: LowBitTensor):
         codes = unpack_int4(low_bit.qdata).t()
         num_inputs = codes.shape[0]
         # Blocks of 16 output channels with 8 codes per int32.

@@ -6,17 +6,25 @@ Format: https://github.com/vllm-project/compressed-tensors.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from .linear import QuantizedLinear
+from .schemes import QuantScheme
 from .swap import quantized_layers
+from .tensors import LowBitTensor
 
 
-__all__ = ["has_stacked_experts", "iter_checkpoint_tensors", "quantization_config", "stacked_experts"]
+__all__ = [
+    "has_stacked_experts",
+    "iter_checkpoint_tensors",
+    "quantization_config",
+    "quantized_formats",
+    "stacked_experts",
+]
 
 
 def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -26,7 +34,9 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
     for name, tensor in model.state_dict().items():
         prefix, _, leaf = name.rpartition(".")
         if leaf == "weight" and prefix in layers:
-            for key, value in layers[prefix].checkpoint_tensors().items():
+            tensor = layers[prefix].low_bit_weight()
+        if isinstance(tensor, LowBitTensor):
+            for key, value in tensor.checkpoint_tensors().items():
                 yield f"{prefix}.{key}", value.detach()
             continue
         identity = (tensor.data_ptr(), tensor.shape)
@@ -40,33 +50,44 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
     """
     The `quantization_config` entry of the model's `config.json`, as compressed-tensors defines it.
 
-    One group when all layers share a group size; otherwise one per size, its layers named by a regular expression.
+    One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular expression.
     """
-    layers = quantized_layers(model)
-    scheme = next(iter(layers.values())).scheme
-    by_group_size: dict[int | None, list[str]] = defaultdict(list)
-    for name, layer in layers.items():
-        by_group_size[layer.group_size].append(name)
+    formats = quantized_formats(model)
+    by_format: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for name, (scheme, group_size) in formats.items():
+        by_format[scheme.name, group_size].append(name)
     groups = {}
-    for index, (group_size, names) in enumerate(by_group_size.items()):
+    for index, ((_, group_size), names) in enumerate(by_format.items()):
+        scheme, _ = formats[names[0]]
         groups[f"group_{index}"] = {
-            "targets": ["Linear"] if len(by_group_size) == 1 else _targets(names, layers),
+            "targets": ["Linear"] if len(by_format) == 1 else _targets(names, formats),
             "weights": scheme.weight_args(group_size),
             "input_activations": scheme.activation_args,
             "output_activations": None,
             "format": scheme.format,
         }
+    checkpoint_formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
-        "format": scheme.format,
+        "format": checkpoint_formats.pop() if len(checkpoint_formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in layers],
+        "ignore": [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in formats],
         "kv_cache_scheme": None,
     }
 
 
-def _targets(names: list[str], layers: dict[str, QuantizedLinear]) -> list[str]:
+def quantized_formats(model: nn.Module) -> dict[str, tuple[QuantScheme, int | None]]:
+    """Scheme and group size of every prepared or converted layer of `model`, by its name."""
+    formats = {}
+    for name, module in model.named_modules():
+        source = module if isinstance(module, QuantizedLinear) else getattr(module, "weight", None)
+        if isinstance(source, (QuantizedLinear, LowBitTensor)):
+            formats[name] = source.scheme, source.group_size
+    return formats
+
+
+def _targets(names: list[str], layers: Iterable[str]) -> list[str]:
     # A last component that occurs in this group alone stands for all layers of that name.
     chosen = set(names)
     leaves = {name.rpartition(".")[2] for name in names}

@@ -6,8 +6,6 @@ everything that is not quantized is written in the dtype in which the engine run
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,11 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
-from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config
+from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
 from .swap import quantized_layers
 
 
-__all__ = ["checkpoint_state_dict", "engine_precision", "export_checkpoint"]
+__all__ = ["checkpoint_state_dict", "export_checkpoint", "is_export"]
 
 # Tells an export, which may be written over, from masters, whatever the scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
@@ -40,14 +38,15 @@ def export_checkpoint(
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Model prepared by [`prepare_model`]; one without quantized layers is written as an ordinary checkpoint.
+            Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is written
+            as an ordinary checkpoint.
         output_dir (`str` or `Path`):
             Folder to write; made if missing.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             Saved beside the weights.
         dtype (`torch.dtype`, *optional*):
-            Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales were rounded, or the
-            model's when nothing is quantized.
+            Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales of prepared layers are
+            rounded, else to the model's.
         max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
             Largest size of one shard.
 
@@ -59,16 +58,17 @@ def export_checkpoint(
             high precision.
     """
     output_dir = Path(output_dir)
-    layers = quantized_layers(model)
+    layers, formats = quantized_layers(model), quantized_formats(model)
     if dtype is None:
         dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
-    if layers and has_stacked_experts(model):
+    if formats and has_stacked_experts(model):
+        scheme, _ = next(iter(formats.values()))
         raise ValueError(
-            f"{type(model).__name__} has experts in high precision beside layers in {next(iter(layers.values())).scheme.name!r}. Under one name "
-            "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
+            f"{type(model).__name__} has experts in high precision beside layers in {scheme.name!r}. Under one name vLLM "
+            "looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
             "with `save_model`, or train with scheme='bf16'."
         )
-    if any(output_dir.glob("*.safetensors")) and not _is_export(output_dir):
+    if any(output_dir.glob("*.safetensors")) and not is_export(output_dir):
         raise ValueError(
             f"{str(output_dir)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
             "what training resumes from."
@@ -77,7 +77,7 @@ def export_checkpoint(
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     config.dtype = dtype
-    if layers:
+    if formats:
         config.quantization_config = quantization_config(model)
     config.save_pretrained(output_dir)
     if model.can_generate():
@@ -95,7 +95,7 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
     """
     Every tensor of the low-bit policy under its checkpoint name, on the CPU.
 
-    Quantized layers give [`QuantizedLinear.checkpoint_tensors`], other floating tensors are cast to `dtype`. Of tensors
+    Low-bit weights give [`LowBitTensor.checkpoint_tensors`], other floating tensors are cast to `dtype`. Of tensors
     that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
@@ -105,30 +105,8 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
     return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, tensors).items()}
 
 
-@contextmanager
-def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """
-    While open, every floating tensor of the `state_dict` but the quantized layers' weights is rounded to `dtype`.
-
-    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
-    precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
-    """
-    quantized = {f"{name}.weight" for name in quantized_layers(model)}
-    # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
-    tensors = [t for name, t in model.state_dict().items() if t.is_floating_point() and name not in quantized]
-    saved = [tensor.detach().clone() for tensor in tensors]
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.copy_(tensor.to(dtype))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, saved, strict=True):
-                tensor.copy_(value)
-
-
-def _is_export(folder: Path) -> bool:
+def is_export(folder: Path) -> bool:
+    """Whether the weights in a folder were written by [`export_checkpoint`], and none of them by anything else."""
     # A later `save_pretrained` may leave either file behind, so all that are there must say so.
     found = []
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -24,12 +24,14 @@ On a CPU the thresholds below are where the measured times cross (`trl-qarl benc
   so the codes go through a float64 product, which is exact.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from .quantize import LowBitWeight, dequantize_weight, product_weight, quantize_activation, unpack_int4
+from .quantize import quantize_activation, unpack_int4
 from .schemes import QuantScheme
 
 
@@ -52,29 +54,44 @@ ROW_INVARIANT_BLOCK = (
 )
 EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
 
+# Names of what ran; docs/schemes.md says what each means.
+INT4_KERNEL = "aten::_weight_int4pack_mm_for_cpu"
+INT8_WEIGHT_KERNEL = "aten::_weight_int8pack_mm"
+EXPANDED = "INT{bits} expanded to {dtype} + aten::linear"
+INT8_KERNEL = "aten::_int_mm"
+INT8_IN_FLOAT32 = "float32 product of INT8 codes (exact)"
+FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
+FP8_KERNEL_TO_FLOAT32 = "aten::_scaled_mm (FP8 to float32)"
+FP8_EMULATED = "emulated FP8: float64 product of E4M3 codes (exact)"
+
+
+class LowBitWeight(Protocol):
+    """What a product reads of a [`~trl_qarl.quantization.tensors.LowBitTensor`], which is made of products itself."""
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    scheme: QuantScheme
+
+    def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor: ...
+
+    def gemm_weight(self) -> "LowBitWeight": ...
+
+    def cached(self, make: Callable[[Any], Any]) -> Any: ...
+
 
 def low_bit_linear(
-    x: torch.Tensor,
-    low_bit: LowBitWeight,
-    bias: torch.Tensor | None,
-    scheme: QuantScheme,
-    int4_operands: tuple[torch.Tensor, torch.Tensor] | None = None,
-    row_invariant: bool = False,
+    x: torch.Tensor, weight: LowBitWeight, bias: torch.Tensor | None, row_invariant: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
-    `y = x @ w'.T + bias` on low-bit tensors; no gradient is recorded.
+    `y = x @ w'.T + bias` on a low-bit weight; no gradient is recorded.
 
     Args:
         x (`torch.Tensor`):
             Activations `(M, K)` in the compute dtype.
-        low_bit ([`LowBitWeight`]):
+        weight ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
             Quantized weight of shape `(N, K)`.
         bias (`torch.Tensor` or `None`):
             Bias `(N,)`, any floating dtype; added in the compute dtype.
-        scheme ([`QuantScheme`]):
-            The scheme of `low_bit`.
-        int4_operands (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
-            Result of [`int4_kernel_operands`]; needed when [`uses_int4_kernel`] says so.
         row_invariant (`bool`, *optional*, defaults to `False`):
             Whether to use one kernel for any number of rows, such that no row changes the result of another. For
             weight-only schemes on a CPU.
@@ -85,31 +102,31 @@ def low_bit_linear(
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
-        if scheme.activation_type is not None:
-            codes, scale = quantize_activation(x, scheme)
-            weight = product_weight(low_bit, scheme)
+        if weight.scheme.activation_type is not None:
+            codes, scale = quantize_activation(x, weight.scheme)
+            weight = weight.gemm_weight()
             product, kernel = low_bit_matmul(codes, weight.qdata, scale, weight.scale, x.dtype)
             return _add_bias(product, bias), (codes, scale), kernel
-        y, kernel = _weight_only_linear(x, low_bit, bias, scheme, int4_operands, row_invariant)
+        y, kernel = _weight_only_linear(x, weight, bias, row_invariant)
         return y, (x,), kernel
 
 
-def uses_int4_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme, row_invariant: bool = False) -> bool:
-    """Whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs operands of its own layout."""
+def uses_int4_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool = False) -> bool:
+    """Whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs [`int4_kernel_operands`]."""
     return (
-        scheme.num_bits == 4
-        and scheme.activation_type is None
+        weight.scheme.num_bits == 4
+        and weight.scheme.activation_type is None
         and (row_invariant or x.shape[0] <= INT4_KERNEL_MAX_ROWS)
-        and _cpu_bf16_kernel_fits(x, low_bit)
-        and low_bit.qdata.shape[0] % 16 == 0
+        and _cpu_bf16_kernel_fits(x, weight)
+        and weight.qdata.shape[0] % 16 == 0
     )
 
 
-def int4_kernel_operands(low_bit: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
+def int4_kernel_operands(weight: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel."""
-    scale = low_bit.scale.t()
+    scale = weight.scale.t()
     return (
-        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(low_bit.qdata), 1),
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight.qdata), 1),
         torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
     )
 
@@ -140,13 +157,13 @@ def low_bit_matmul(
         if dtype is torch.bfloat16:
             # 16-bit output needs the row-wise scales inside the kernel, which is also what CUTLASS does in vLLM.
             product = torch._scaled_mm(x_codes, w_codes.t(), x_scale, w_scale.t().contiguous(), out_dtype=dtype)
-            return product, "aten::_scaled_mm (row-wise FP8)"
+            return product, FP8_KERNEL
         # With row-wise scales, only compute capability 9.0 writes float32.
         unit = x_scale.new_ones(())
         accumulated = torch._scaled_mm(x_codes, w_codes.t(), unit, unit, out_dtype=torch.float32)
-        kernel = "aten::_scaled_mm (FP8 to float32)"
+        kernel = FP8_KERNEL_TO_FLOAT32
     else:
-        accumulated, kernel = fp8_product(x_codes, w_codes), "emulated FP8: exact product of E4M3 codes"
+        accumulated, kernel = fp8_product(x_codes, w_codes), FP8_EMULATED
     return accumulated.float().mul_(x_scale).mul_(w_scale.t()).to(dtype), kernel
 
 
@@ -160,26 +177,25 @@ def fp8_product(x_codes: torch.Tensor, w_codes: torch.Tensor) -> torch.Tensor:
     return F.linear(x_codes.double(), w_codes.double()).float()
 
 
-def _weight_only_linear(x, low_bit, bias, scheme, int4_operands, row_invariant):
-    if uses_int4_kernel(x, low_bit, scheme, row_invariant):
-        weight, scales_and_zeros = int4_operands
-        group_size = x.shape[1] // low_bit.scale.shape[1]
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group_size, scales_and_zeros)
-        return _add_bias(product, bias), "aten::_weight_int4pack_mm_for_cpu"
-    if _uses_int8_weight_kernel(x, low_bit, scheme, row_invariant):
+def _weight_only_linear(x, weight, bias, row_invariant):
+    if uses_int4_kernel(x, weight, row_invariant):
+        packed, scales_and_zeros = weight.cached(int4_kernel_operands)
+        group_size = x.shape[1] // weight.scale.shape[1]
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group_size, scales_and_zeros)
+        return _add_bias(product, bias), INT4_KERNEL
+    if _uses_int8_weight_kernel(x, weight, row_invariant):
         x = x.contiguous()
         if x.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT:
             x = x.clone()
-        product = torch._weight_int8pack_mm(x, low_bit.qdata, low_bit.scale.view(-1))
-        return _add_bias(product, bias), "aten::_weight_int8pack_mm"
+        return _add_bias(torch._weight_int8pack_mm(x, weight.qdata, weight.scale.view(-1)), bias), INT8_WEIGHT_KERNEL
     dtype = x.dtype
     if x.device.type == "cpu" and dtype is not torch.float32 and not has_fast_bf16():
         dtype = torch.float32
-    weight = dequantize_weight(low_bit, dtype)
-    name = f"INT{scheme.num_bits} expanded to {str(dtype).removeprefix('torch.')} + aten::linear"
+    dense = weight.dequantize(dtype)
+    name = EXPANDED.format(bits=weight.scheme.num_bits, dtype=str(dtype).removeprefix("torch."))
     if row_invariant:
-        return _add_bias(_linear_in_blocks(x.to(dtype), weight).to(x.dtype), bias), f"{name} in blocks of rows"
-    y = F.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype)).to(x.dtype)
+        return _add_bias(_linear_in_blocks(x.to(dtype), dense).to(x.dtype), bias), f"{name} in blocks of rows"
+    y = F.linear(x.to(dtype), dense, None if bias is None else bias.to(dtype)).to(x.dtype)
     return y, name
 
 
@@ -202,30 +218,30 @@ def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Te
         if w_codes.shape[0] % 8 == 0 and w_codes.shape[1] % 8 == 0:
             # cuBLAS wants more than 16 rows.
             padded = F.pad(x_codes, (0, 0, 0, 32 - rows)) if rows <= 16 else x_codes
-            return torch._int_mm(padded, w_codes.t())[:rows], "aten::_int_mm"
+            return torch._int_mm(padded, w_codes.t())[:rows], INT8_KERNEL
     # A weight `(N, 1)` has the strides of a transposed one, and `_int_mm` returns whatever lay in its output.
     elif w_codes.shape[1] > 1 and (_has_vnni() or rows <= INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI):
-        return torch._int_mm(x_codes, w_codes.t()), "aten::_int_mm"
+        return torch._int_mm(x_codes, w_codes.t()), INT8_KERNEL
     blocks = zip(x_codes.split(EXACT_FLOAT32_FEATURES, 1), w_codes.split(EXACT_FLOAT32_FEATURES, 1), strict=True)
     product = sum(F.linear(x.float(), w.float()).to(torch.int32) for x, w in blocks)
-    return product, "float32 product of INT8 codes (exact)"
+    return product, INT8_IN_FLOAT32
 
 
-def _uses_int8_weight_kernel(x: torch.Tensor, low_bit: LowBitWeight, scheme: QuantScheme, row_invariant: bool) -> bool:
+def _uses_int8_weight_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool) -> bool:
     return (
-        scheme.num_bits == 8
+        weight.scheme.num_bits == 8
         and (row_invariant or x.shape[0] <= INT8_WEIGHT_KERNEL_MAX_ROWS)
-        and _cpu_bf16_kernel_fits(x, low_bit)
+        and _cpu_bf16_kernel_fits(x, weight)
         # Else it reads beyond each row: wrong numbers on some processors, the end of the process on others.
         and x.shape[1] % INT8_WEIGHT_KERNEL_FEATURES == 0
-        and low_bit.qdata.is_contiguous()
-        and low_bit.qdata.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT == 0
+        and weight.qdata.is_contiguous()
+        and weight.qdata.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT == 0
     )
 
 
-def _cpu_bf16_kernel_fits(x: torch.Tensor, low_bit: LowBitWeight) -> bool:
+def _cpu_bf16_kernel_fits(x: torch.Tensor, weight: LowBitWeight) -> bool:
     # ATen's float32 variants of these kernels are scalar code, and a float32 scale must not be rounded to bf16.
-    return x.device.type == "cpu" and x.dtype is torch.bfloat16 and low_bit.scale.dtype is torch.bfloat16
+    return x.device.type == "cpu" and x.dtype is torch.bfloat16 and weight.scale.dtype is torch.bfloat16
 
 
 def _has_fp8_kernel(x_codes: torch.Tensor, w_codes: torch.Tensor) -> bool:

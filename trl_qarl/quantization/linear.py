@@ -13,22 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
-from .gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
-from .quantize import (
-    LowBitWeight,
-    checkpoint_tensors,
-    count_code_flips,
-    dequantize_weight,
-    product_weight,
-    quantize_weight,
-)
+from .gemm import low_bit_linear
+from .quantize import count_code_flips
 from .schemes import QuantScheme
+from .tensors import LowBitTensor, straight_through_linear
 
 
 __all__ = ["QuantizedLinear"]
@@ -48,17 +41,17 @@ class QuantizedLinear(nn.Linear):
         scheme ([`QuantScheme`]): the scheme.
         group_size (`int` or `None`): group size in use for this matrix.
         scale_dtype (`torch.dtype`): dtype in which the engine runs the model, to which scales are rounded.
-        is_active (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`, while the low-bit
-            weight can still be had for publication and export.
-        kernel (`str` or `None`): name of the kernel of the last forward.
+        use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`, while
+            the low-bit weight can still be had for publication and export.
+        kernel_name (`str` or `None`): name of the kernel of the last forward.
         num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization, 0-d int64.
     """
 
     scheme: QuantScheme
     group_size: int | None
     scale_dtype: torch.dtype
-    is_active: bool
-    kernel: str | None
+    use_quantized_forward: bool
+    kernel_name: str | None
     num_flipped_codes: torch.Tensor | None
 
     @classmethod
@@ -101,8 +94,8 @@ class QuantizedLinear(nn.Linear):
         linear.scheme = scheme
         linear.scale_dtype = scale_dtype or linear.weight.dtype
         linear.__class__ = cls
-        linear.is_active = True
-        linear.kernel = None
+        linear.use_quantized_forward = True
+        linear.kernel_name = None
         linear.num_flipped_codes = None
         linear._drop_cache()
         return linear
@@ -113,8 +106,8 @@ class QuantizedLinear(nn.Linear):
             "scheme",
             "group_size",
             "scale_dtype",
-            "is_active",
-            "kernel",
+            "use_quantized_forward",
+            "kernel_name",
             "num_flipped_codes",
             *_CACHE_ATTRIBUTES,
         ):
@@ -122,7 +115,16 @@ class QuantizedLinear(nn.Linear):
         self.__class__ = nn.Linear
         return self
 
-    def low_bit_weight(self) -> LowBitWeight:
+    def convert(self) -> nn.Linear:
+        """
+        Replace the master by its low-bit weight, frozen, in place: an `nn.Linear` that computes what this layer computes.
+        """
+        low_bit = self.low_bit_weight()
+        linear = self.to_linear()
+        linear.weight = nn.Parameter(low_bit, requires_grad=False)
+        return linear
+
+    def low_bit_weight(self) -> LowBitTensor:
         """
         The low-bit weight of the current master. The same object is returned until its value changes.
 
@@ -136,19 +138,17 @@ class QuantizedLinear(nn.Linear):
             return self._low_bit
         # Tensors made in inference mode could not be saved for backward later.
         with torch.inference_mode(False):
-            low_bit = quantize_weight(weight.detach(), self.scheme, self.scale_dtype)
+            low_bit = LowBitTensor.from_hp(weight.detach(), self.scheme, self.scale_dtype)
             if self._low_bit is not None:
-                self.num_flipped_codes = count_code_flips(self._low_bit, low_bit)
+                self.num_flipped_codes = count_code_flips(self._low_bit.qdata, low_bit.qdata)
                 if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):
                     low_bit = self._low_bit
-        if low_bit is not self._low_bit:
-            self._low_bit, self._int4_operands = low_bit, None
-        self._low_bit_version = version
+        self._low_bit, self._low_bit_version = low_bit, version
         return low_bit
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Low-bit tensors under compressed-tensors' names, without this layer's prefix; the bias is not among them."""
-        return checkpoint_tensors(self.low_bit_weight(), self.scheme)
+        return self.low_bit_weight().checkpoint_tensors()
 
     def invalidate(self) -> None:
         """Have the next use quantize the master again."""
@@ -156,37 +156,19 @@ class QuantizedLinear(nn.Linear):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_active:
+        if not self.use_quantized_forward:
             return super().forward(x)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        rows = x.reshape(-1, self.in_features)
-        low_bit = self.low_bit_weight()
-        needs_grad = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        operands = None
-        if uses_int4_kernel(rows, low_bit, self.scheme):
-            if self._int4_operands is None:
-                with torch.inference_mode(False):
-                    self._int4_operands = int4_kernel_operands(low_bit)
-            operands = self._int4_operands
-        elif needs_grad:
-            # The kernel's own copy of the weight lives through a rollout only, not through training.
-            self._int4_operands = None
-        if needs_grad:
-            y = _StraightThroughLinear.apply(rows, self.weight, self.bias, self, low_bit, operands)
-        else:
-            y, _ = self._product(rows, low_bit, self.bias, operands)
-        return y.view(*x.shape[:-1], self.out_features)
+        return straight_through_linear(x, self.low_bit_weight(), self.bias, self.weight, self._product)
 
-    def _product(self, rows, low_bit, bias, operands):
-        y, seen, self.kernel = low_bit_linear(rows, low_bit, bias, self.scheme, operands)
+    def _product(self, rows, low_bit, bias):
+        y, seen, self.kernel_name = low_bit_linear(rows, low_bit, bias)
         return y, seen
 
     @override
     def extra_repr(self) -> str:
         group = "" if self.group_size is None else f", group_size={self.group_size}"
-        active = "" if self.is_active else ", is_active=False"
-        return f"{super().extra_repr()}, scheme={self.scheme.name}{group}, kernel={self.kernel}{active}"
+        plain = "" if self.use_quantized_forward else ", use_quantized_forward=False"
+        return f"{super().extra_repr()}, scheme={self.scheme.name}{group}, kernel={self.kernel_name}{plain}"
 
     def _drop_cache(self) -> None:
         for name in _CACHE_ATTRIBUTES:
@@ -208,7 +190,7 @@ class QuantizedLinear(nn.Linear):
         return {**self.__dict__, **dict.fromkeys(_CACHE_ATTRIBUTES), "num_flipped_codes": None}
 
 
-_CACHE_ATTRIBUTES = ("_low_bit", "_low_bit_version", "_int4_operands")
+_CACHE_ATTRIBUTES = ("_low_bit", "_low_bit_version")
 
 MADE_IN_INFERENCE_MODE = (
     "The weight was made inside `torch.inference_mode()`, where PyTorch does not count updates, so a changed weight could "
@@ -249,35 +231,3 @@ def _count_optimizer_step(*args, **kwargs):
 
 
 register_optimizer_step_post_hook(_count_optimizer_step)
-
-
-class _StraightThroughLinear(torch.autograd.Function):
-    """
-    Low-bit product forward, high-precision straight-through backward.
-
-    Gradients go to `rows`, `weight` and `bias`, each only where asked for; the low-bit operands take none.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, weight, bias, layer, low_bit, operands):
-        y, seen = layer._product(rows, low_bit, bias, operands)
-        ctx.scheme = layer.scheme
-        ctx.weight_dtype = weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(*low_bit, *(seen if ctx.needs_input_grad[1] else ()))
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        qdata, scale, *seen = ctx.saved_tensors
-        grad_rows = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            low_bit = product_weight(LowBitWeight(qdata, scale), ctx.scheme)
-            grad_rows = grad @ dequantize_weight(low_bit, grad.dtype)
-        if ctx.needs_input_grad[1]:
-            x = seen[0] if len(seen) == 1 else dequantize_weight(LowBitWeight(*seen), grad.dtype)
-            grad_weight = (grad.t() @ x).to(ctx.weight_dtype)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_rows, grad_weight, grad_bias, None, None, None

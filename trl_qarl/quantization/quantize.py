@@ -1,5 +1,5 @@
 r"""
-The one definition of a low-bit tensor.
+The one definition of a low-bit weight's numbers, on plain tensors; [`~trl_qarl.quantization.tensors.LowBitTensor`] is the object.
 
 Weights, symmetric, with one scale per output channel or per group of input features:
 
@@ -8,13 +8,13 @@ Weights, symmetric, with one scale per output channel or per group of input feat
 with `d` = 7.5 for INT4 (codes -8..7), 127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as
 zero (an all-zero group) is replaced by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit for
 bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`), and the forward pass,
-publication, checkpoint and export all call [`quantize_weight`].
+publication, checkpoint and export all come to [`quantize_weight`].
 
 `w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8 E4M3 and
 one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
 (`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So `s` is chosen such that the
 conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest at 56. Their product has eight
-bits, as bf16 does. [`product_weight`] is what the engine multiplies by.
+bits, as bf16 does. [`fp8_gemm_weight`] is what the engine multiplies by.
 
 Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors: `scale = amax / 127` for
 INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
@@ -38,7 +38,6 @@ Storage of the codes:
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -46,11 +45,10 @@ from .schemes import QuantScheme
 
 
 __all__ = [
-    "LowBitWeight",
-    "checkpoint_tensors",
     "count_code_flips",
-    "dequantize_weight",
-    "product_weight",
+    "dequantize",
+    "fp8_gemm_weight",
+    "pack_int8",
     "quantize_activation",
     "quantize_weight",
     "unpack_int4",
@@ -58,22 +56,10 @@ __all__ = [
 ]
 
 
-class LowBitWeight(NamedTuple):
-    """
-    A quantized weight: `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or
-    `(N, 1)`. Neither carries a gradient.
-    """
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.qdata.nbytes + self.scale.nbytes
-
-
 @torch.no_grad()
-def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> LowBitWeight:
+def quantize_weight(
+    weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Quantize a master weight.
 
@@ -85,6 +71,10 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torc
         scale_dtype (`torch.dtype`):
             Dtype in which the engine runs the model; scales are rounded to it before codes are computed, unless the
             scheme fixes its own scale dtype.
+
+    Returns:
+        `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or `(N, 1)`. Neither
+        carries a gradient.
 
     Raises:
         ValueError: if no group size divides `K`, or if the codes of a row do not fill words of the checkpoint.
@@ -99,42 +89,36 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torc
     groups = weight.reshape(out_features, -1, group_size)
     scale = groups.abs().amax(dim=-1) / scheme.scale_divisor
     if scheme.has_fp8_scales:
-        scale = _survives_fp8(scale)
+        scale = _fp8_exact_scales(scale)
     scale = scale.to(scale_dtype)
     scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
     codes = (groups / scale.unsqueeze(-1)).clamp_(*scheme.quant_range).view(out_features, in_features)
     if scheme.weight_type == "float":
-        return LowBitWeight(codes.to(torch.float8_e4m3fn), scale)
+        return codes.to(torch.float8_e4m3fn), scale
     codes = codes.round_().to(torch.int8)
-    return LowBitWeight(_pack_int4(codes) if scheme.num_bits == 4 else codes, scale)
+    return _pack_int4(codes) if scheme.num_bits == 4 else codes, scale
 
 
-def product_weight(low_bit: LowBitWeight, scheme: QuantScheme) -> LowBitWeight:
-    """
-    The weight as the engine's matrix product takes it: `low_bit` itself, for `w4a8` FP8 codes `(N, K)` and float32 scales
-    `(N, 1)`.
-    """
-    if not scheme.has_fp8_scales:
-        return low_bit
-    channel_scale, group_scale = _fp8_scales(low_bit.scale)
-    codes = _unpack_int4(low_bit.qdata, torch.float32)
+def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `w4a8` weight as the engine's matrix product takes it: FP8 codes `(N, K)` and float32 scales `(N, 1)`."""
+    channel_scale, group_scale = _fp8_scales(scale)
+    codes = _unpack_int4(qdata, torch.float32)
     codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
-    return LowBitWeight(codes.to(torch.float8_e4m3fn), channel_scale)
+    return codes.to(torch.float8_e4m3fn), channel_scale
 
 
-def dequantize_weight(low_bit: LowBitWeight, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
-    Dense weight `(N, K)` in `dtype`: the exact product `scale * code`, rounded once to `dtype`.
+    Dense weight or activations `(N, K)` in `dtype`: the exact product `scale * code`, rounded once to `dtype`.
 
     This rounding is what Marlin and Machete apply to INT4 weights before the matrix product.
     """
-    qdata, scale = low_bit
     # A wider scale must not be rounded before the product.
     product_dtype = scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype
-    weight = _unpack_int4(qdata, product_dtype) if qdata.dtype is torch.int32 else qdata.to(product_dtype)
+    dense = _unpack_int4(qdata, product_dtype) if qdata.dtype is torch.int32 else qdata.to(product_dtype)
     # The group size is spelled out: no rows would leave `-1` undetermined.
-    weight.view(*scale.shape, weight.shape[1] // scale.shape[1]).mul_(scale.unsqueeze(-1))
-    return weight.to(dtype)
+    dense.view(*scale.shape, dense.shape[1] // scale.shape[1]).mul_(scale.unsqueeze(-1))
+    return dense.to(dtype)
 
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,36 +146,28 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
     return (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8), scale
 
 
-def checkpoint_tensors(low_bit: LowBitWeight, scheme: QuantScheme) -> dict[str, torch.Tensor]:
-    """Tensors of one layer under compressed-tensors' checkpoint names, without the layer's prefix."""
-    qdata, scale = low_bit
-    if scheme.format != "pack-quantized":
-        return {"weight": qdata, "weight_scale": scale}
-    if scheme.num_bits == 4:
-        packed, codes_per_word = qdata, 8
-    else:
-        # Adding 128 to a two's complement byte flips its top bit.
-        packed, codes_per_word = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32), 4
-    shape = torch.tensor([packed.shape[0], packed.shape[1] * codes_per_word], device=packed.device)
-    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
-
-
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     """Unsigned codes, 0 to 15, `(N, K)` int32, of INT4 `qdata`, `(N, K / 8)` int32."""
     return (_unpack_int4(packed, torch.float32) + 8).int()
 
 
+def pack_int8(codes: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's `weight_packed`, `(N, K / 4)` int32, of INT8 codes `(N, K)`."""
+    # Adding 128 to a two's complement byte flips its top bit.
+    return (codes.view(torch.uint8) ^ 0x80).view(torch.int32)
+
+
 def unpack_int8(packed: torch.Tensor) -> torch.Tensor:
-    """INT8 codes `(N, K)` of a checkpoint's `weight_packed`, `(N, K / 4)` int32."""
+    """The inverse of [`pack_int8`]."""
     return (packed.view(torch.uint8) ^ 0x80).view(torch.int8)
 
 
-def count_code_flips(before: LowBitWeight, after: LowBitWeight) -> torch.Tensor:
-    """Number of weights whose code differs, as a 0-d int64 tensor on the weights' device."""
-    if before.qdata.dtype is torch.int32:
-        changed = (before.qdata ^ after.qdata).view(torch.uint8)
+def count_code_flips(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Number of codes that differ between two `qdata`, as a 0-d int64 tensor on their device."""
+    if before.dtype is torch.int32:
+        changed = (before ^ after).view(torch.uint8)
         return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
-    return (before.qdata.view(torch.uint8) != after.qdata.view(torch.uint8)).count_nonzero()
+    return (before.view(torch.uint8) != after.view(torch.uint8)).count_nonzero()
 
 
 def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +178,7 @@ def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return 8.0 * channel_scale, group_scale.to(torch.float8_e4m3fn).float()
 
 
-def _survives_fp8(scale: torch.Tensor) -> torch.Tensor:
+def _fp8_exact_scales(scale: torch.Tensor) -> torch.Tensor:
     """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, in channels it does not clamp."""
     scale = scale.float()
     amax = scale.amax(-1, keepdim=True)

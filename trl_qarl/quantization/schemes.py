@@ -19,10 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 
-__all__ = ["ALIGNMENTS", "GROUP_SIZES", "SCHEMES", "QuantScheme", "get_scheme"]
-
-ALIGNMENTS = ("aligned", "rollout-only", "none")
-"""Who runs the low-bit weights: rollout and learner, the rollout alone, nobody."""
+__all__ = ["GROUP_SIZES", "SCHEMES", "QuantScheme", "get_scheme"]
 
 GROUP_SIZES = (128, 64, 32)
 """Group sizes that both the CPU and the CUDA INT4 kernels with 16-bit activations accept, largest first."""

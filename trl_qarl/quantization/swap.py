@@ -1,5 +1,13 @@
 """
-Turn a model's linear layers into quantized ones and back, and say what was done.
+Turn a model's linear layers into quantized ones and back, or into frozen low-bit ones, and say what was done.
+
+| | weight of a layer | made by |
+|---|---|---|
+| prepared | the master; the forward quantizes it | [`prepare_model`], `quantize_(model, QaRLWeightConfig("w4a16"))` |
+| converted | a frozen [`LowBitTensor`], in an ordinary `nn.Linear` | [`convert_model`], the same with `step="convert"` |
+
+`quantize_` is torchao's (https://github.com/pytorch/ao). It passes every linear layer that its `filter_fn` lets through, by default
+the output head too; [`prepare_model`] knows which layers to leave alone.
 """
 
 import re
@@ -7,27 +15,85 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import quantize_
+from torchao.quantization.transform_module import register_quantize_module_handler
 from transformers import PreTrainedModel
 
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
 from .schemes import QuantScheme, get_scheme
+from .tensors import LowBitTensor
 
 
 __all__ = [
+    "QaRLWeightConfig",
     "SwapReport",
-    "deactivate",
+    "convert_model",
+    "disable_quantized_forward",
+    "engine_precision",
     "kernels_run",
-    "low_bit_forward",
     "prepare_model",
+    "quantized_forward",
     "quantized_layers",
     "restore_model",
 ]
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 """Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
+
+
+@dataclass
+class QaRLWeightConfig(AOBaseConfig):
+    """
+    Configuration of torchao's `quantize_`, which applies it layer by layer; inside a `FqnToConfig`, a scheme per layer.
+
+    Args:
+        scheme (`str` or [`QuantScheme`], *optional*, defaults to `"w4a16"`):
+            Scheme to apply.
+        group_size (`int`, *optional*):
+            Group size instead of the scheme's own.
+        step (`str`, *optional*, defaults to `"prepare"`):
+            `"prepare"` makes a plain `nn.Linear` a [`QuantizedLinear`] with the same parameters; `"convert"` makes a prepared layer
+            an `nn.Linear` whose weight is the frozen [`LowBitTensor`], with the same outputs bit for bit, and leaves other
+            layers alone.
+        scale_dtype (`torch.dtype`, *optional*):
+            Dtype in which the rollout engine runs the model, for `"prepare"`. Defaults to each weight's dtype.
+
+    Example:
+
+    ```python
+    >>> quantize_(model, QaRLWeightConfig("w4a16"), filter_fn=lambda module, name: name.endswith("_proj"))
+    >>> quantize_(model, QaRLWeightConfig("w4a16", step="convert"))
+    ```
+    """
+
+    scheme: str | QuantScheme = "w4a16"
+    group_size: int | None = None
+    step: Literal["prepare", "convert"] = "prepare"
+    scale_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.scheme = get_scheme(self.scheme, self.group_size)
+        if self.step not in ("prepare", "convert"):
+            raise ValueError(f"step={self.step!r} is unknown. Choose 'prepare' or 'convert'.")
+
+
+@register_quantize_module_handler(QaRLWeightConfig)
+def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
+    if config.step == "prepare":
+        return QuantizedLinear.from_linear(module, config.scheme, config.scale_dtype)
+    if not isinstance(module, QuantizedLinear):
+        return module
+    if module.scheme != config.scheme:
+        raise ValueError(
+            f"The layer was prepared with {module.scheme}, so it cannot be converted with {config.scheme}. Give the same "
+            "`scheme` and `group_size`, or use `convert_model`."
+        )
+    return module.convert()
 
 
 @dataclass(frozen=True)
@@ -100,9 +166,9 @@ def prepare_model(
             Dtype in which the rollout engine runs the model. Defaults to each weight's dtype.
 
     Raises:
-        ValueError: for a model that is quantized already, has been prepared already or was made in inference mode, when
-            nothing matched, when an exclude pattern matches no linear layer, or when the scheme cannot quantize a layer's
-            number of input features.
+        ValueError: for a model that is quantized already, has been prepared
+            already or was made in inference mode, when nothing matched, when an exclude pattern matches no linear layer, or
+            when the scheme cannot quantize a layer's number of input features.
     """
     scheme = get_scheme(scheme)
     _check_not_quantized(model)
@@ -126,9 +192,9 @@ def prepare_model(
             raise ValueError(f"Layer {name!r}: {error}") from None
     if any(module.weight.is_inference() for module in chosen.values()):
         raise ValueError(MADE_IN_INFERENCE_MODE)
+    quantize_(model, QaRLWeightConfig(scheme, scale_dtype=scale_dtype), filter_fn=lambda _, name: name in chosen)
     low_bit_bytes = 0
     for module in chosen.values():
-        QuantizedLinear.from_linear(module, scheme, scale_dtype)
         low_bit_bytes += _low_bit_bytes(module)
     weights = [module.weight for module in chosen.values()]
     return SwapReport(
@@ -149,38 +215,90 @@ def restore_model(model: nn.Module) -> int:
     return len(layers)
 
 
+def convert_model(model: nn.Module) -> int:
+    """
+    Turn every [`QuantizedLinear`] of `model` into an `nn.Linear` with its frozen low-bit weight, in place, and return how many.
+
+    The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed and exported, not
+    trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
+
+    Raises:
+        ValueError: if no layer is prepared.
+    """
+    layers = quantized_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no prepared layer to convert. Call `prepare_model(model, scheme)` first."
+        )
+    for layer in layers.values():
+        layer.convert()
+    return len(layers)
+
+
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     """Every [`QuantizedLinear`] of `model` by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-def deactivate(model: nn.Module) -> None:
+def disable_quantized_forward(model: nn.Module) -> None:
     """Give every [`QuantizedLinear`] of `model` the forward of `nn.Linear`; its low-bit weight can still be published."""
     for layer in quantized_layers(model).values():
-        layer.is_active = False
+        layer.use_quantized_forward = False
 
 
 @contextmanager
-def low_bit_forward(model: nn.Module) -> Iterator[None]:
-    """While open, every [`QuantizedLinear`] of `model` runs its quantized forward, also where it is deactivated."""
-    inactive = [layer for layer in quantized_layers(model).values() if not layer.is_active]
-    for layer in inactive:
-        layer.is_active = True
+def quantized_forward(model: nn.Module) -> Iterator[None]:
+    """While open, every [`QuantizedLinear`] of `model` runs its quantized forward, also where it is disabled."""
+    disabled = [layer for layer in quantized_layers(model).values() if not layer.use_quantized_forward]
+    for layer in disabled:
+        layer.use_quantized_forward = True
     try:
         yield
     finally:
-        for layer in inactive:
-            layer.is_active = False
+        for layer in disabled:
+            layer.use_quantized_forward = False
+
+
+@contextmanager
+def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """
+    While open, every floating tensor of the `state_dict` but the quantized layers' weights is rounded to `dtype`.
+
+    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
+    precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
+    """
+    quantized = {f"{name}.weight" for name in quantized_layers(model)}
+    # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
+    tensors = [
+        tensor
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and name not in quantized and not isinstance(tensor, LowBitTensor)
+    ]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(tensor.to(dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
 
 
 def kernels_run(model: nn.Module) -> dict[str, int]:
     """Kernels that ran in the last forward and the number of layers that used each."""
-    return dict(Counter(layer.kernel for layer in quantized_layers(model).values() if layer.kernel is not None))
+    names = (layer.kernel_name for layer in quantized_layers(model).values())
+    return dict(Counter(name for name in names if name is not None))
 
 
 def _check_not_quantized(model: nn.Module) -> None:
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise ValueError("The model has been prepared already. Call `restore_model(model)` before preparing it again.")
+    if any(isinstance(parameter, LowBitTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "The model has been converted already: its masters are gone. Load the high-precision checkpoint."
+        )
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None or getattr(model, "is_quantized", False):
         method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")

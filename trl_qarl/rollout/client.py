@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,7 +73,7 @@ class _Session(LocalSession):
             self.mount(scheme, HTTPAdapter(pool_maxsize=64))
 
     @override
-    def request(self, method, url, *, expected=(200,), **kwargs):
+    def request(self, method, url, *, expected: Collection[int] = (200,), **kwargs):
         path = urlsplit(url).path
         generates = method == "POST" and path.endswith(_GENERATING_PATHS)
         seconds = self.generation_timeout if generates else self.request_timeout
@@ -128,6 +128,8 @@ class QaRLClient(VLLMClient):
             prove that it knows it.
         ValueError: if the token file cannot be read or others can.
     """
+
+    session: _Session
 
     def __init__(
         self,
@@ -187,9 +189,7 @@ class QaRLClient(VLLMClient):
         token, source = self._find_token(state.get("token_file"))
         nonces = [secrets.token_hex(16), state.get("nonce")]
         request = {"trainer": trainer, "nonce": nonces[0], "proof": proof(token, "trainer", nonces, trainer)}
-        # The server writes a line every 30 seconds, so silence for longer means that it is gone.
-        url = f"{self.base_url}{SESSION_PATH}"
-        held = self.session.request("POST", url, json=request, stream=True, timeout=(_CONNECT_SECONDS, 120), **opening)
+        held = self.session.request("POST", f"{self.base_url}{SESSION_PATH}", json=request, stream=True, **opening)
         if held.status_code == 409:
             raise RuntimeError(
                 f"{_error_text(held)} One server works for one trainer at a time: start another server."
@@ -267,6 +267,8 @@ class QaRLClient(VLLMClient):
         self.close_session()
         instance, deadline = self.instance, time.monotonic() + timeout
         while True:
+            # What is left of the connections leads to whoever answered before.
+            self.session.close()
             try:
                 if self.is_healthy():
                     self.open_session()

@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 from ..quantization.export import export_checkpoint
-from .protocol import FILE_BACKEND, WORKER_EXTENSION
 from .scoring import engine_log_probs, log_probs_of_tokens, prompt_log_probs
 
 
@@ -50,8 +49,6 @@ def _score_export(generation, sequences: list[list[int]]) -> list[list[float]]:
         export_checkpoint(generation.model, folder, generation.processing_class, generation.dtype)
         task = {
             "sequences": sequences,
-            "on_cpu": generation.accelerator.device.type == "cpu",
-            "dtype": str(generation.dtype).removeprefix("torch."),
             "gpu_memory_utilization": generation.gpu_memory_utilization,
         }
         (Path(folder) / "task.json").write_text(json.dumps(task))
@@ -69,17 +66,11 @@ _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def _main(folder: str) -> None:
     """What the process of the second engine does: score `task.json` with the checkpoint beside it."""
-    from .engines import in_process_engine
+    from .engines import load_engine
 
     task = json.loads((Path(folder) / "task.json").read_text())
-    llm = in_process_engine(
-        on_cpu=task["on_cpu"],
-        model=folder,
-        dtype=task["dtype"],
-        # Chooses the same kernels; the weights are those on disk.
-        weight_transfer_config={"backend": FILE_BACKEND},
-        worker_extension_cls=WORKER_EXTENSION,
-        distributed_executor_backend="uni",
+    llm = load_engine(
+        folder,
         max_model_len=max(map(len, task["sequences"])) + 1,
         max_num_seqs=len(task["sequences"]),
         gpu_memory_utilization=task["gpu_memory_utilization"],

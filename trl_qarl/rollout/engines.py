@@ -1,6 +1,7 @@
 """vLLM engines and servers for a prepared learner."""
 
 import gc
+import json
 import os
 import secrets
 from pathlib import Path
@@ -8,20 +9,52 @@ from pathlib import Path
 import torch
 
 from ..quantization.checkpoint import quantization_config
+from ..quantization.export import is_export
 from ..quantization.swap import quantized_layers
-from .leftovers import owned_prefix
 from .protocol import FILE_BACKEND, WORKER_EXTENSION
 from .publisher import largest_chunk
-from .server import (
-    ServerProcess,
-    build_server_command,
-    check_engine_runs,
-    cpu_environment,
-    default_transfer_dir,
-)
+from .server import ServerProcess, build_server_command, check_engine_runs, cpu_environment
+from .transfer_dir import default_transfer_dir, owned_prefix
 
 
-__all__ = ["in_process_engine", "make_engine", "server_process"]
+__all__ = ["load_engine", "make_engine", "server_process"]
+
+
+def load_engine(export_dir: str | Path, **vllm_arguments):
+    """
+    An export as it is deployed: a vLLM engine in this process, with the dtype, kernels and log-probs (those after temperature) of
+    the engine that made the rollouts.
+
+    Args:
+        export_dir (`str` or `Path`):
+            Folder written by [`export_checkpoint`] with its tokenizer, or by `trl-qarl export`.
+        vllm_arguments:
+            Further arguments of `vllm.LLM`, such as `max_model_len` or `gpu_memory_utilization`.
+
+    Returns:
+        The `vllm.LLM`.
+
+    Raises:
+        ValueError: for a folder that holds no export, or a scheme that vLLM cannot run here.
+
+    Example:
+
+    ```python
+    >>> engine = load_engine("outputs/quickstart/w4a16", max_model_len=128)
+    >>> engine.generate("23 + 8 =")[0].outputs[0].text
+    ```
+    """
+    folder = Path(export_dir)
+    if not is_export(folder):
+        raise ValueError(
+            f"{str(export_dir)!r} holds no export of trl_qarl. Masters, and checkpoints of a training, become one with "
+            "`trl-qarl export` or `export_checkpoint`."
+        )
+    config = json.loads((folder / "config.json").read_text())
+    on_cpu = not torch.cuda.is_available()
+    check_engine_runs(config.get("quantization_config"), config["dtype"], on_cpu)
+    # Left to itself vLLM would run a float32 export in 16 bits.
+    return _in_process_engine(on_cpu=on_cpu, **{"model": str(folder), "dtype": config["dtype"], **vllm_arguments})
 
 
 def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
@@ -40,20 +73,21 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
     """
     config = quantization_config(model) if quantized_layers(model) else None
     check_engine_runs(config, str(dtype).removeprefix("torch."), on_cpu)
-    return in_process_engine(
+    return _in_process_engine(
         on_cpu=on_cpu,
         model=model.name_or_path,
         load_format="dummy",
         hf_overrides={"quantization_config": config} if config else None,
         dtype=dtype,
-        weight_transfer_config={"backend": FILE_BACKEND},
-        worker_extension_cls=WORKER_EXTENSION,
         **arguments,
     )
 
 
-def in_process_engine(*, on_cpu: bool, **arguments):
-    """`vllm.LLM(**arguments)` whose worker lives in this process and whose log-probs are those after temperature."""
+def _in_process_engine(*, on_cpu: bool, **arguments):
+    """
+    `vllm.LLM(**arguments)` whose worker lives in this process, with the kernels of rollouts, and log-probs that are those after
+    temperature.
+    """
     # Read when vLLM starts an engine: a worker in another process could not be handed tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if on_cpu:
@@ -62,8 +96,15 @@ def in_process_engine(*, on_cpu: bool, **arguments):
 
     # An engine that nothing refers to any more ends the process group that the next one shares when it is collected.
     gc.collect()
-    # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.
-    return LLM(logprobs_mode="processed_logprobs", enforce_eager=on_cpu, **arguments)
+    defaults = {
+        "logprobs_mode": "processed_logprobs",
+        # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.
+        "enforce_eager": on_cpu,
+        # Chooses the kernels, also where no weights are sent.
+        "weight_transfer_config": {"backend": FILE_BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    return LLM(**(defaults | arguments))
 
 
 def server_process(args, model, dtype: torch.dtype) -> ServerProcess:

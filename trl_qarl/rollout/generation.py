@@ -20,18 +20,15 @@ from trl.trainer.utils import ensure_master_addr_port
 from typing_extensions import override
 
 from .client import QaRLClient, ServerLost
-from .deep_audit import deep_audit
 from .engines import make_engine
+from .failures import EngineLost, all_or_none, as_lost
 from .protocol import NCCL_BACKEND, PublishError
 from .publisher import Publisher
-from .scoring import prompt_log_probs
-from .server import (
-    ServerProcess,
-)
+from .server import ServerProcess
 from .transports import DirectTransport, FileTransport, NCCLTransport
 
 
-__all__ = ["EngineLost", "QaRLVLLMGeneration", "all_or_none", "use_generation_factory"]
+__all__ = ["QaRLVLLMGeneration", "use_generation_factory"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +37,6 @@ MAX_ATTEMPTS = 4
 
 BACKOFF_SECONDS = 2.0
 """Waited before the second attempt, twice as long before each further one."""
-
-
-class EngineLost(RuntimeError):
-    """
-    The engine could not be filled, or did not generate; a server, not in [`MAX_ATTEMPTS`] attempts.
-
-    Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them stop
-    at the same line instead of waiting for each other.
-    """
-
-    def __iter__(self):
-        raise self
 
 
 @contextmanager
@@ -63,26 +48,6 @@ def use_generation_factory(factory: Callable[..., Any]):
         yield
     finally:
         grpo_trainer.VLLMGeneration = original
-
-
-@contextmanager
-def all_or_none(accelerator):
-    """
-    While open, an error of one process is raised by all of them, which would otherwise wait for it at their next meeting. Every
-    process has to open it, and a meeting inside must fail for all alike.
-    """
-    failure = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    failures = [failure]
-    if accelerator.num_processes > 1:
-        failures = gather_object([None if failure is None else _for_others(failure)])
-    culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
-    if culprit is not None:
-        # All raise the same kind: what they do about it may be another meeting.
-        raise failure if culprit == accelerator.process_index else failures[culprit]
 
 
 class QaRLVLLMGeneration(VLLMGeneration):
@@ -262,7 +227,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             if self.mode == "colocate":
                 self._check_weight_version(self.llm.get_weight_version())
         except Exception as error:
-            raise _as_lost(error, "Generating with vLLM failed") from error
+            raise as_lost(error, "Generating with vLLM failed") from error
         _, completion_ids, logprobs, _ = output
         unknown = sum(position[0] is None for sequence in logprobs for position in sequence)
         if unknown:
@@ -289,15 +254,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 "published: something else changes the engine's weights."
             )
 
-    def deep_audit(self, sequences: list[list[int]]) -> float:
-        """Largest difference to an engine that loads the export: [`~trl_qarl.rollout.deep_audit.deep_audit`]."""
-        return deep_audit(self, sequences)
-
-    def top_log_probs(self, sequences: list[list[int]], num_top: int) -> list[list[dict[int, float]]]:
-        """The likeliest tokens at each position: [`~trl_qarl.rollout.scoring.prompt_log_probs`]."""
-        return prompt_log_probs(self, sequences, num_top)
-
-    def take_publication(self) -> dict[str, float]:
+    def pop_publication(self) -> dict[str, float]:
         """Measurements of the last publication, once."""
         publication, self.publication = self.publication, {}
         return publication
@@ -327,7 +284,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         try:
             self.publication = self._publish()
         except Exception as error:
-            raise _as_lost(error, "Publishing to vLLM failed") from error
+            raise as_lost(error, "Publishing to vLLM failed") from error
 
     def _publish_persistently(self) -> dict[str, float]:
         for attempt in range(MAX_ATTEMPTS):
@@ -340,7 +297,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 last = error
             except Exception as error:
                 # Among others a server started in the lost one's place, but for something else.
-                raise _as_lost(error, "Publishing to vLLM failed") from error
+                raise as_lost(error, "Publishing to vLLM failed") from error
         raise EngineLost(f"Publishing to vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")
 
     def _persistently(self, request: Callable[[], Any]) -> Any:
@@ -354,7 +311,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 logger.warning("Generation attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
                 last = error
             except Exception as error:
-                raise _as_lost(error, "Generating with vLLM failed") from error
+                raise as_lost(error, "Generating with vLLM failed") from error
         raise EngineLost(f"Generating with vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")
 
     def _generate_persistently(self, generate, *args, **kwargs) -> dict[str, Any]:
@@ -404,19 +361,3 @@ class QaRLVLLMGeneration(VLLMGeneration):
         except (OSError, RuntimeError, ValueError) as error:
             raise ServerLost(str(error)) from error
         self.engine = self.publisher.check_engine()
-
-
-def _as_lost(error: Exception, doing: str) -> EngineLost:
-    if isinstance(error, EngineLost):
-        return error
-    if not isinstance(error, (ServerLost, PublishError, ValueError)):
-        logger.error("%s in an unforeseen way", doing, exc_info=error)
-        return EngineLost(f"{doing}: {type(error).__name__}: {error}")
-    return EngineLost(f"{doing}: {error}")
-
-
-def _for_others(error: Exception) -> Exception:
-    """What the other processes raise; not every error can be pickled."""
-    if isinstance(error, (EngineLost, FloatingPointError)):
-        return type(error)(str(error))
-    return RuntimeError(f"Another process failed with {type(error).__name__}: {error}")

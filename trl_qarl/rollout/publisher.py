@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..quantization.checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config
-from ..quantization.swap import low_bit_forward, quantized_layers
+from ..quantization.swap import quantized_forward, quantized_layers
 from ..telemetry.probe import learner_log_probs
 from .fingerprint import (
     CANARY_TOKENS,
@@ -189,7 +189,7 @@ class Publisher:
         ids = torch.tensor(self._canary, device=next(self.model.parameters()).device)
         # The engine runs low-bit weights also where the learner does not.
         autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
-        with low_bit_forward(self.model), autocast:
+        with quantized_forward(self.model), autocast:
             log_probs = learner_log_probs(self.model, ids, len(ids) - 1)
         return log_probs.gather(1, ids[1:, None])[:, 0].cpu()
 

@@ -11,10 +11,8 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,20 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from .handshake import TOKEN_VARIABLE, make_token
-from .leftovers import remove_leftovers
 from .protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
+from .transfer_dir import default_transfer_dir, make_transfer_dir, remove_leftover_dirs
 
 
 __all__ = [
     "ServerProcess",
     "build_server_command",
     "check_engine_runs",
-    "check_transfer_dir",
     "cpu_environment",
-    "default_transfer_dir",
     "exit_on_sigterm",
     "free_port",
-    "make_transfer_dir",
 ]
 
 logger = logging.getLogger(__name__)
@@ -113,32 +108,6 @@ def cpu_environment() -> dict[str, str]:
         "VLLM_CPU_INT4_W4A8": "0",
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
     }
-
-
-def transfer_bases() -> list[Path]:
-    """Where transfer directories can be: shared memory, if this host has it, and the temporary directory."""
-    bases = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    return [base for base in bases if os.access(base, os.W_OK | os.X_OK)]
-
-
-def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
-    """
-    Shared memory where it has room, else the temporary directory, else the one with more room; one directory per user and
-    port. Containers often have 64 MiB of shared memory, less than one chunk of weights.
-
-    Args:
-        port (`int`):
-            Port of the server.
-        num_bytes (`int`, *optional*, defaults to `0`):
-            Size of the largest chunk.
-    """
-    bases = transfer_bases()
-    free = [shutil.disk_usage(base).free for base in bases]
-    # Metadata of the file and the page that each file system rounds up to.
-    needed = num_bytes + num_bytes // 8 + 2**20
-    fitting = [base for base, space in zip(bases, free, strict=True) if space >= needed]
-    base = fitting[0] if fitting else bases[free.index(max(free))]
-    return base / f"trl-qarl-{os.getuid()}-{port}"
 
 
 def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool) -> None:
@@ -247,42 +216,6 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def make_transfer_dir(directory: str | Path) -> None:
-    """
-    Make the directory for its owner alone.
-
-    Raises:
-        ValueError: if what exists is not [fit][check_transfer_dir].
-    """
-    # A link to a directory would pass for one.
-    if not os.path.islink(directory):
-        os.makedirs(directory, mode=0o700, exist_ok=True)
-    check_transfer_dir(directory)
-
-
-def check_transfer_dir(directory: str | Path) -> None:
-    """
-    Raise unless `directory` is one that only this process's user can put weights into.
-
-    Raises:
-        ValueError: if it is a link or no directory, belongs to somebody else, or others may write to it.
-    """
-    status = os.lstat(directory)
-    if not stat.S_ISDIR(status.st_mode):
-        problem, remedy = "is a link or no directory", "Name the directory itself"
-    elif status.st_uid != os.getuid():
-        problem, remedy = f"belongs to user {status.st_uid}, not to {os.getuid()}", "Choose one of your own"
-    elif status.st_mode & 0o022:
-        problem = f"has mode {stat.S_IMODE(status.st_mode):04o}, so others may write to it"
-        remedy = "Run `chmod go-w` on it, or choose another"
-    else:
-        return
-    raise ValueError(
-        f"The transfer directory {str(directory)!r} {problem}: weights from somebody else could be in it. {remedy} with "
-        "--transfer_dir."
-    )
-
-
 class ServerProcess:
     """
     A server as a child of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on Linux also when the
@@ -320,8 +253,7 @@ class ServerProcess:
         _check_port_is_free(int(self.argv[self.argv.index("--port") + 1]))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
-            for base in transfer_bases():
-                remove_leftovers(base)
+            remove_leftover_dirs()
             make_transfer_dir(directory)
         self._restore_sigterm = exit_on_sigterm()
         with self.log_file.open("ab") as log:

@@ -1,5 +1,5 @@
 """
-Embedded rollouts: the learner's own quantized modules generate through transformers, and the log-probs under which each
+Rollouts without vLLM: the learner's own quantized modules generate through transformers, and the log-probs under which each
 token was sampled are recorded, so that the mismatch between rollout and scoring is measured rather than assumed to be 0.
 """
 
@@ -7,11 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from typing_extensions import override
 
 
-__all__ = ["SamplingLogProbs", "record_sampling_logps"]
+__all__ = ["OwnGenerationConfig", "SamplingLogProbs", "record_sampling_logps"]
+
+
+class OwnGenerationConfig(GenerationConfig):
+    """
+    Generation configuration that stays as it is where the model has one of its own.
+
+    `generate` fills every field that is `None` from the model's, so its `min_p` would truncate rollouts while
+    `QaRLConfig(min_p=None)` says that nothing does.
+    """
+
+    @override
+    def update(self, defaults_only=False, allow_custom_entries=False, **kwargs):
+        """Leaves out the update from the model's configuration, the only one that allows custom entries."""
+        return kwargs if allow_custom_entries else super().update(defaults_only=defaults_only, **kwargs)
 
 
 class SamplingLogProbs(LogitsProcessor):

@@ -19,9 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from .leftovers import owned_prefix, remove_leftovers
 from .protocol import PublishError
-from .server import check_transfer_dir
+from .transfer_dir import check_transfer_dir, owned_prefix, remove_leftovers
 
 
 __all__ = ["DirectTransport", "FileTransport", "NCCLTransport", "Tensors", "Transport", "num_bytes_of"]
@@ -147,7 +146,7 @@ class _ServerTransport:
         self.client.call_workers("qarl_expect", fingerprints=fingerprints)
         # The cache goes before the gate opens.
         reset = self.client.control("/reset_prefix_cache")
-        if reset.content and not reset.json().get("success", True):
+        if reset.content and not _json(reset).get("success", True):
             raise PublishError(
                 "/reset_prefix_cache: the server could not empty its prefix cache, which holds keys and values of the old weights."
             )
@@ -165,7 +164,7 @@ class _ServerTransport:
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        entries = self.client.control("/v1/completions", body).json()["choices"][0].get("prompt_logprobs")
+        entries = _json(self.client.control("/v1/completions", body))["choices"][0].get("prompt_logprobs")
         if not entries or len(entries) != len(token_ids):
             raise PublishError("/v1/completions: the server returned no log-probs of the prompt.")
         values = [(entry or {}).get(str(token), {}) for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
@@ -222,6 +221,13 @@ class NCCLTransport(_ServerTransport):
             self.client.update_named_params(metadata, iter(tensors))
         finally:
             self.client._updating_weights = False
+
+
+def _json(response) -> dict[str, Any]:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise PublishError(f"{response.url} answered something else than JSON: {response.text[:200]!r}") from error
 
 
 def _cannot_write(directory: str, num_bytes: int, error: Exception) -> str:

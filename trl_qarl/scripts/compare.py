@@ -1,9 +1,9 @@
 """
-`trl-qarl compare`: one training run per cell of a grid of alignments, objectives, schemes and seeds.
+`trl-qarl compare`: one training run per cell of a grid of schemes, objectives and seeds, the learner quantized or not.
 
-Cells run one after the other, or one per device at a time, each as a process of its own in a directory named after its
-coordinates. The directory says how far its cell got, so the same command continues after an interruption: `finished` marks a cell that is done,
-`trained` one that is still to be evaluated, a complete checkpoint one that resumes.
+Cells run one after the other, or one per device at a time. Each is a process of its own in a directory named after its
+coordinates. The directory says how far its cell got, so the same command continues after an interruption: `finished`
+marks a cell that is done, `trained` one that is still to be evaluated, a complete checkpoint one that resumes.
 """
 
 import re
@@ -24,9 +24,9 @@ __all__ = ["main", "make_parser"]
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Train every cell of a grid of alignments, objectives, schemes and seeds. The "
-        "same command continues after an interruption: finished cells are skipped, killed ones resume from their last "
-        "checkpoint.",
+        description="Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not. "
+        "The same command continues after an interruption: finished cells are skipped, killed ones resume from their "
+        "last checkpoint.",
     )
     parser.add_argument("grid", metavar="GRID.yaml", help="what to train, and the values of each axis")
     parser.add_argument("--output_dir", metavar="DIR", help="one directory per cell goes here; default: outputs/GRID")
@@ -34,8 +34,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--devices",
         nargs="+",
         metavar="GPUS",
-        help="run one cell at a time on each of these, values of CUDA_VISIBLE_DEVICES: `0 1` or `0,1 2,3`; default: one "
-        "cell at a time, which sees all GPUs",
+        help="run one cell at a time on each of these, values of CUDA_VISIBLE_DEVICES: `0 1` or `0,1 2,3`; default: "
+        "one cell at a time, which sees all GPUs",
     )
     parser.add_argument("--dry_run", action="store_true", help="print the command of every cell and exit")
     return parser
@@ -47,8 +47,8 @@ def main(args: Namespace) -> int:
         for device in args.devices or ():
             if args.devices.count(device) > 1 or not re.fullmatch(r"[\w-]+(,[\w-]+)*", device):
                 raise ValueError(
-                    f"--devices {' '.join(args.devices)}: {device!r} is given twice or is no list of GPUs; give values of "
-                    "CUDA_VISIBLE_DEVICES such as `0 1` or `0,1 2,3`."
+                    f"--devices {' '.join(args.devices)}: {device!r} is given twice or is no list of GPUs; give "
+                    "values of CUDA_VISIBLE_DEVICES such as `0 1` or `0,1 2,3`."
                 )
         config = load_grid(args.grid)
         if len(args.devices or ()) > 1:

@@ -59,7 +59,7 @@ def kernel_table(dtype_name: str = "bfloat16") -> list[str]:
             try:
                 with torch.no_grad():
                     layer(torch.zeros(rows, 256, device=device, dtype=dtype))
-                kernel = layer.kernel
+                kernel = layer.kernel_name
             except (RuntimeError, NotImplementedError) as error:
                 kernel = f"fails: {str(error).splitlines()[0]}"
             lines.append(f"{scheme.name}, {dtype_name}, {rows} {'row' if rows == 1 else 'rows'}: {kernel}")

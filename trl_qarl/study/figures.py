@@ -22,10 +22,10 @@ MISMATCH = (
 TIMES = (
     ("step_time", "seconds per update but the optimizer, its rollout included"),
     ("rollout/seconds", "seconds per rollout"),
-    ("publish/seconds", "seconds per publication of the weights"),
+    ("publish/seconds", "seconds per weight sync"),
     ("step/scoring_seconds", "seconds per rollout for rewards, log-probs and measurements"),
     ("step/forward_backward_seconds", "seconds per update for forward and backward"),
-    ("step/optimizer_seconds", "seconds per update for the optimizer and quantizing the masters"),
+    ("step/optimizer_seconds", "seconds per update for the optimizer and quantizing the master weights"),
     ("rollout/tokens_per_second", "tokens per second of a rollout"),
 )
 
@@ -58,8 +58,8 @@ def draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Pat
             "Share of dropped sequences",
             "dropped",
             DROPPED,
-            " Shares are of the sequences with that sign of the advantage. Updates without such a sequence have none. What "
-            "a mask rejects is a share of all sequences, or of all tokens where it looks at tokens.",
+            " Shares are of the sequences with that sign of the advantage. Updates without such a sequence have none. "
+            "What a mask rejects is a share of all sequences, or of all tokens where it looks at tokens.",
         ),
     )
     for heading, name, panels, more in lines:
@@ -72,7 +72,10 @@ def draw_figures(groups: list[Group], output: Path) -> tuple[list[tuple[str, Pat
         ]
         if drawn:
             figures.append((heading, path, f"{bands} {marks}{more}"))
-    scale = " The axis is logarithmic in the distance from 1, and so are the bins: fewer in a bin next to 1 are not fewer near 1."
+    scale = (
+        " The axis is logarithmic in the distance from 1, and so are the bins: fewer in a bin next to 1 are not fewer "
+        "near 1."
+    )
     ratio, weight = "ratio r, learner now / learner at rollout", "mismatch weight w, learner at rollout / sampler"
     of_sequences, together = (
         "Geometric means over the tokens of a sequence (products where the objective is bounded by them)",

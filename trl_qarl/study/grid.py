@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..quantization.schemes import ALIGNMENTS, SCHEMES
+from ..quantization.schemes import SCHEMES
+from .runs import label_parts
 
 
 __all__ = ["AXES", "KEYS", "build_command", "cell_name", "expand_grid", "load_grid"]
 
-AXES = ("alignment", "objective", "scheme", "seed")
+AXES = ("quantize_learner", "objective", "scheme", "seed")
 KEYS = ("command", "train", "grid", "cells", "evaluate")
 
 
@@ -36,7 +37,7 @@ def load_grid(path: str | Path) -> dict[str, Any]:
     _check_names("key", config, KEYS)
     for pair in (("train", "command"), ("grid", "cells")):
         if sum(key in config for key in pair) != 1:
-            raise ValueError(f"{path} has {_either(pair, config)}; give exactly one of them.")
+            raise ValueError(f"{path} has {_describe_pair(pair, config)}; give exactly one of them.")
     if "train" in config:
         train = config["train"]
         if not isinstance(train, dict):
@@ -49,8 +50,9 @@ def load_grid(path: str | Path) -> dict[str, Any]:
             is_mapping = isinstance(value, dict) and all(map(_is_plain, value.values()))
             if not (is_mapping or all(map(_is_plain, values))):
                 raise ValueError(
-                    f"`train` sets `{name}` to {value!r}, which no option of a command line can hold: give text, numbers, true, "
-                    f"false, a list or a mapping of them (a date in quotes), or write it to a file for `trl-qarl train --config`."
+                    f"`train` sets `{name}` to {value!r}, which no option of a command line can hold: give text, "
+                    "numbers, true, false, a list or a mapping of them (a date in quotes), or write it to a file for "
+                    "`trl-qarl train --config`."
                 )
     for key in ("command", "evaluate"):
         command = config.get(key)
@@ -69,6 +71,7 @@ def load_grid(path: str | Path) -> dict[str, Any]:
 def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     """
     Cells of a grid: the product of the axes under `grid`, the last of which varies fastest, or the list under `cells`.
+    In a product the scheme `bf16` has one cell for all values of `quantize_learner`, which then has nothing to act on.
 
     Example:
 
@@ -78,8 +81,8 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     ```
 
     Raises:
-        ValueError: for an unknown axis, an axis without values, a value that cannot name a directory, two equal cells, or
-            a cell that the command cannot be built for.
+        ValueError: for an unknown axis, an axis without values, a value that cannot name a directory, two equal cells,
+            a cell with scheme `bf16` and `quantize_learner=False`, or one that the command cannot be built for.
     """
     if "cells" in config:
         cells = config["cells"]
@@ -95,17 +98,22 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
         for axis, values in grid.items():
             if not (isinstance(values, list) and values):
                 raise ValueError(f"`{axis}` must be a list with at least one value, not {values!r}.")
-        axes = [axis for axis in AXES if axis in grid]
-        cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*(grid[axis] for axis in axes))]
+        cells = list(_product(grid))
     cells = [{axis: cell[axis] for axis in AXES if axis in cell} for cell in cells]
     names: set[str] = set()
     for cell in cells:
         for axis, value in cell.items():
             _check_value(axis, value)
-            if "train" in config and axis != "seed":
+            if "train" in config and axis in ("objective", "scheme"):
                 _check_choice(axis, value)
             if axis in config.get("train", ()):
                 raise ValueError(f"`{axis}` is both an axis and an option under `train`; remove it from `train`.")
+        options = {**config.get("train", {}), **cell}
+        if options.get("scheme") == "bf16" and options.get("quantize_learner", True) is False:
+            raise ValueError(
+                f"The cell {cell_name(cell)} has scheme bf16 and quantize_learner false, but bf16 has no low-bit "
+                "weights for the rollout alone to run; remove `quantize_learner`, or name a quantized scheme."
+            )
         if cell_name(cell) in names:
             raise ValueError(f"The cell {cell_name(cell)} occurs twice; remove one of them.")
         names.add(cell_name(cell))
@@ -115,8 +123,8 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
 
 
 def cell_name(cell: dict[str, str | int]) -> str:
-    """Name of a cell's directory: its coordinates, such as `aligned-tbpo-w4a16-seed0`."""
-    return "-".join(f"seed{cell[axis]}" if axis == "seed" else str(cell[axis]) for axis in AXES if axis in cell)
+    """Name of a cell's directory: what the report calls it and its seed, such as `QaRL-tbpo-w4a16-seed0`."""
+    return "-".join(label_parts(cell) + ([f"seed{cell['seed']}"] if "seed" in cell else []))
 
 
 def build_command(
@@ -150,6 +158,8 @@ def build_command(
         return [sys.executable, "-m", "trl_qarl.cli", "train", *words]
     key = key or "command"
     values = {
+        # The default of `QaRLConfig`, for the cells of bf16 in a grid that sets it for others.
+        "quantize_learner": True,
         **cell,
         "output_dir": str(output_dir),
         "resume_from_checkpoint": str(resume).lower(),
@@ -162,9 +172,21 @@ def build_command(
                 f"`{key}` has the placeholder {match[0]}, which cell {cell_name(cell)} does not set; "
                 f"it can be {', '.join(f'{{{name}}}' for name in values)}."
             )
-        return str(values[match[1]])
+        value = values[match[1]]
+        return str(value).lower() if isinstance(value, bool) else str(value)
 
     return [re.sub(r"\{(\w+)\}", fill, str(word)) for word in config[key]]
+
+
+def _product(grid: dict[str, list]) -> Iterator[dict[str, Any]]:
+    axes = [axis for axis in AXES if axis in grid]
+    for values in itertools.product(*(grid[axis] for axis in axes)):
+        cell = dict(zip(axes, values, strict=True))
+        if cell.get("scheme") == "bf16" and "quantize_learner" in cell:
+            if cell["quantize_learner"] != grid["quantize_learner"][0]:
+                continue
+            del cell["quantize_learner"]
+        yield cell
 
 
 def _check_names(kind: str, names: dict[str, Any], allowed: tuple[str, ...]) -> None:
@@ -176,8 +198,10 @@ def _check_names(kind: str, names: dict[str, Any], allowed: tuple[str, ...]) -> 
 def _check_value(axis: str, value: Any) -> None:
     if axis == "seed" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ValueError(f"`seed` must be integers from 0, not {value!r}.")
+    if axis == "quantize_learner" and not isinstance(value, bool):
+        raise ValueError(f"`quantize_learner` must be true or false, not {value!r}.")
     # The value becomes part of a directory's name.
-    if axis != "seed" and not (isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)):
+    if axis in ("objective", "scheme") and not (isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)):
         raise ValueError(
             f"`{axis}` must be names of letters, digits, '_', '-' and '.', not {value!r}; quote it in YAML."
         )
@@ -187,7 +211,7 @@ def _check_choice(axis: str, value: str) -> None:
     # Imports torch, which a grid with a `command` of its own does without.
     from ..objectives.presets import OBJECTIVES
 
-    choices = {"alignment": ALIGNMENTS, "objective": OBJECTIVES, "scheme": tuple(SCHEMES)}[axis]
+    choices = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES)}[axis]
     if value not in choices:
         raise ValueError(f"`{axis}` has the value {value!r}; it can be {', '.join(choices)}.")
 
@@ -207,7 +231,7 @@ def _check_placeholders(config: dict[str, Any], cells: list[dict]) -> None:
             raise ValueError(f"`command` has no {{{name}}}, so its cells would not differ in it; add the placeholder.")
 
 
-def _either(pair: tuple[str, ...], config: dict[str, Any]) -> str:
+def _describe_pair(pair: tuple[str, ...], config: dict[str, Any]) -> str:
     return " and ".join(f"`{key}`" for key in pair) if pair[0] in config else f"neither `{pair[0]}` nor `{pair[1]}`"
 
 

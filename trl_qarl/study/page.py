@@ -1,4 +1,8 @@
-"""The page of `trl-qarl report`: one file with styles inline and figures embedded, no script. Whatever the runs wrote is escaped."""
+"""
+The page of `trl-qarl report`: one file with styles inline and figures as data, no script.
+
+Whatever the runs wrote is escaped.
+"""
 
 import base64
 import itertools
@@ -17,54 +21,58 @@ from .statistics import Group, compare_groups, summarize
 __all__ = ["count_of", "describe_differences", "find_gaps", "make_page"]
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; }
+body { margin: 2rem auto; padding: 0 1rem; }
 h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
-figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; } figcaption { color: #555; font-size: .9rem; }
+figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
+figcaption { color: #555; font-size: .9rem; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
 th { background: #f3f3f3; }
-pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; } .warn { border-left: 4px solid #D55E00; padding-left: .8rem; }
+pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; }
+.warn { border-left: 4px solid #D55E00; padding-left: .8rem; }
 """
 
 # Nothing but what is in the file may load, whatever a name of a run contains.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 RULE = (
-    "The final reward of a run is the mean of its logged rewards in the last quarter of the updates; a run that ended before "
-    "has none. A difference between two "
-    "groups exceeds the seed noise if it is larger than t s sqrt(1/n + 1/m): n and m are the numbers of seeds, s is the "
-    "pooled standard deviation of the final rewards over seeds, and t is the two-sided 95 % quantile of Student's "
-    "distribution with n + m - 2 degrees of freedom. Of twenty pairs that do not differ, about one exceeds it by chance."
+    "The final reward of a run is the mean of its logged rewards in the last quarter of the updates; a run that ended "
+    "before has none. A difference between two groups exceeds the seed noise if it is larger than "
+    "t s sqrt(1/n + 1/m): n and m are the numbers of seeds, s is the pooled standard deviation of the final rewards "
+    "over seeds, and t is the two-sided 95 % quantile of Student's distribution with n + m - 2 degrees of freedom. Of "
+    "twenty pairs that do not differ, about one exceeds it by chance."
 )
 
 
 def describe_differences(groups: list[Group], score: str | None = None) -> dict[str, list[str]]:
     """
-    One sentence per pair of groups that train the same model for the same reward, under `"exceeds"`, `"within"` and `"unknown"` as
-    [`compare_groups`] judges it: of final rewards, or of the evaluation `score`. Pairs that differ in the fewest settings come
-    first, then larger differences.
+    One sentence per pair of groups that train the same model for the same reward, about their final rewards or their
+    evaluation `score`. The sentences come under `"exceeds"`, `"within"` and `"unknown"` as [`compare_groups`] judges
+    them, pairs that differ in the fewest settings first, then larger differences.
     """
     what, ends_at = ("final reward", "ends at") if score is None else (f"{score} score", f"has a {score} score of")
     summaries = summarize(groups, score)
     found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
-    for (a, of_a), (b, of_b) in itertools.combinations(zip(groups, summaries, strict=True), 2):
+    for (a, summary_a), (b, summary_b) in itertools.combinations(zip(groups, summaries, strict=True), 2):
         if any(a.config.get(name) != b.config.get(name) for name in ("model", "reward_funcs")):
             continue
-        result = compare_groups(of_a, of_b)
+        result = compare_groups(summary_a, summary_b)
         distance = sum(a.config.get(name) != b.config.get(name) for name in a.config.keys() | b.config.keys())
         if result["difference"] is None:
-            without = [group.label for group, summary in ((a, of_a), (b, of_b)) if summary["mean"] is None]
+            without = [group.label for group, summary in ((a, summary_a), (b, summary_b)) if summary["mean"] is None]
             sentence = f"{a.label} and {b.label}: no {what} of {' and '.join(without)}."
             found["unknown"].append((distance, 0.0, sentence))
             continue
         if result["difference"] < 0:
-            (a, of_a), (b, of_b) = (b, of_b), (a, of_a)
+            (a, summary_a), (b, summary_b) = (b, summary_b), (a, summary_a)
         size = abs(result["difference"])
         sentence = (
-            f"{a.label} {ends_at} {_number(of_a['mean'])}, {b.label} {ends_at.split()[-1]} {_number(of_b['mean'])}: "
+            f"{a.label} {ends_at} {_number(summary_a['mean'])}, "
+            f"{b.label} {ends_at.split()[-1]} {_number(summary_b['mean'])}: "
         )
         if result["verdict"] == "unknown":
-            single = [group.label for group, of in ((a, of_a), (b, of_b)) if of["sd"] is None]
+            single = [group.label for group, summary in ((a, summary_a), (b, summary_b)) if summary["sd"] is None]
             sentence += (
                 f"the seed noise of this difference of {_number(size)} cannot be judged, with one seed of "
                 f"{' and of '.join(single)}."
@@ -78,8 +86,8 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
 
 def find_gaps(run: Run) -> list[str]:
     """
-    Sentences about values that are not finite, or not positive where an axis is logarithmic, or missing where others of the run
-    would have them expected: one for all metrics that have the same.
+    Sentences about values that are not finite, or not positive where an axis is logarithmic, or missing between others
+    of the run. Metrics with the same gaps share a sentence.
     """
     logarithmic = [metric for metric, _, is_log in MISMATCH if is_log]
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
@@ -128,14 +136,14 @@ def make_page(groups: list[Group], figures: list[tuple[str, Path, str]], notes: 
     ]
     if len(models) > 1:
         parts.append(
-            f'<p class="warn">These runs train {len(models)} models: {escape(", ".join(models))}. Their groups are shown side '
-            "by side and not compared with each other.</p>"
+            f'<p class="warn">These runs train {len(models)} models: {escape(", ".join(models))}. Their groups are '
+            "shown side by side and not compared with each other.</p>"
         )
     rewards = list(dict.fromkeys(str(group.config.get("reward_funcs", "not recorded")) for group in groups))
     if len(rewards) > 1:
         parts.append(
-            f'<p class="warn">These runs are trained for {len(rewards)} different rewards: {escape(", ".join(rewards))}. Their '
-            "groups are shown side by side and not compared with each other.</p>"
+            f'<p class="warn">These runs are trained for {len(rewards)} different rewards: '
+            f"{escape(', '.join(rewards))}. Their groups are shown side by side and not compared with each other.</p>"
         )
     parts += ["<h2>Differences and seed noise</h2>", *_differences(groups), f"<p>{escape(RULE)}</p>"]
     for score in ("greedy", "sampled"):
@@ -185,7 +193,16 @@ def _differences(groups: list[Group], score: str | None = None) -> list[str]:
 
 def _group_table(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
     scores = _score_names(groups)
-    fields = ("model", "alignment", "objective", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
+    fields = (
+        "model",
+        "quantize_learner",
+        "objective",
+        "scheme",
+        "group_size",
+        "use_vllm",
+        "learning_rate",
+        "max_steps",
+    )
     header = ["group", "seeds", "final reward, mean", "sd over seeds", "min to max", *scores, *fields]
     rows = []
     for group, summary in zip(groups, summaries, strict=True):
@@ -263,8 +280,8 @@ def _worst_completions(groups: list[Group], number: int = 2) -> list[str]:
     if not rows:
         return []
     caption = (
-        "Of each group the completions where learner and sampler differ most on a token (mismatch), and those with the token "
-        "least likely under both (improbable, by its negative log-prob). The span is between ⟦ and ⟧."
+        "Of each group the completions where learner and sampler differ most on a token (mismatch), and those with "
+        "the token least likely under both (improbable, by its negative log-prob). The span is between ⟦ and ⟧."
     )
     header = ["group", "run", "step", "kind", "nats", "prompt", "completion"]
     return ["<h2>Worst completions</h2>", f"<p>{caption}</p>", _table(header, rows)]

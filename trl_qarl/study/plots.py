@@ -10,7 +10,7 @@ from .runs import EVERY_BATCH, find_holes, printable
 from .statistics import Group, merge_histograms
 
 
-__all__ = ["plot_bars", "plot_distribution", "plot_lines"]
+__all__ = ["plot_bars", "plot_distribution", "plot_lines", "scale_around_one", "ticks_around_one"]
 
 # Okabe and Ito's palette without its yellow, which is pale on white; distinguishable with every kind of colour vision.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -69,8 +69,8 @@ def plot_lines(groups: list[Group], panels: list[tuple[str, str, bool]], path: P
 
 def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, path: Path) -> bool:
     """
-    Distribution of `name` over the tokens or sequences (`unit`) by sign of the advantage, all steps and seeds together, with the
-    clip bounds of the last step.
+    Distribution of `name` over the tokens or sequences (`unit`) by sign of the advantage, all steps and seeds
+    together, with the clip bounds of the last step.
 
     Returns whether there was anything to draw.
     """
@@ -86,7 +86,7 @@ def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, pa
         len(groups_rows), 2, figsize=size, sharex=True, sharey=True, layout="constrained", squeeze=False
     )
     limits, largest = [], 1
-    scale = _scale_around_one([row for _, rows in groups_rows for row in rows])
+    scale = scale_around_one([row for _, rows in groups_rows for row in rows])
     for axes_row, (group, rows) in zip(grid, groups_rows, strict=True):
         color = COLORS[groups.index(group) % len(COLORS)]
         for axes, sign, title in zip(axes_row, ("positive", "negative"), ("A > 0", "A < 0"), strict=True):
@@ -114,7 +114,7 @@ def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, pa
     low, high = min(limits), max(limits)
     grid[0, 0].set_xscale("function", functions=scale)
     grid[0, 0].set_xlim(low, high)
-    ticks = _ticks_around_one(low, high, scale[0])
+    ticks = ticks_around_one(low, high, scale[0])
     for axes in grid[-1]:
         axes.set_xlabel(xlabel)
         axes.set_xticks(ticks, [f"{tick:.10g}" for tick in ticks], rotation=45, ha="right", fontsize="small")
@@ -124,10 +124,11 @@ def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, pa
     return True
 
 
-def _scale_around_one(rows: list[dict]):
+def scale_around_one(rows: list[dict]):
     """
-    A scale for positive values around 1, and its inverse: linear in `log x` where the middle fifth of the counts lies, logarithmic in
-    its distance from 0 beyond. Ratios concentrate around 1 within 1e-4, and some lie far out: no ordinary axis shows both.
+    A scale for positive values around 1, and its inverse: linear in `log x` where the middle fifth of the counts lies,
+    logarithmic in its distance from 0 beyond. Ratios concentrate around 1 within 1e-4, and some lie far out: no
+    ordinary axis shows both.
     """
     import numpy as np
 
@@ -136,8 +137,8 @@ def _scale_around_one(rows: list[dict]):
         (max(abs(math.log(max(edge, 1e-30))) for edge in pair), count)
         for pair, count in zip(itertools.pairwise(edges), counts, strict=True)
     )
-    seen = itertools.accumulate(count for _, count in middle)
-    width = next(distance for (distance, _), so_far in zip(middle, seen, strict=True) if so_far >= 0.2 * sum(counts))
+    cumulative = itertools.accumulate(count for _, count in middle)
+    width = next(x for (x, _), total in zip(middle, cumulative, strict=True) if total >= 0.2 * sum(counts))
     width = min(max(width, 1e-5), 0.1)
 
     def forward(x):
@@ -150,8 +151,8 @@ def _scale_around_one(rows: list[dict]):
     return forward, inverse
 
 
-def _ticks_around_one(low: float, high: float, forward) -> list[float]:
-    """Round values within the limits that are not too near to each other on the axis, those next to the limits first."""
+def ticks_around_one(low: float, high: float, forward) -> list[float]:
+    """Round values within the limits, not too near to each other on the axis, those next to the limits first."""
     small = [10.0**-k for k in range(1, 7)]
     values = [
         1.0,
@@ -176,7 +177,7 @@ def _ticks_around_one(low: float, high: float, forward) -> list[float]:
 
 def plot_bars(groups: list[Group], panels: list[tuple[str, str]], path: Path) -> list[str]:
     """
-    Mean over steps of each metric: bars are means over the runs of a group, whiskers go from the smallest to the largest.
+    Mean over steps of each metric: bars are means over the runs of a group, whiskers go from smallest to largest.
 
     Returns the metrics that were drawn.
     """
@@ -210,8 +211,8 @@ def plot_bars(groups: list[Group], panels: list[tuple[str, str]], path: Path) ->
 
 def _draw(axes, index: int, group: Group, metric: str, is_log: bool, marked: int) -> tuple[bool, bool]:
     """
-    Draw one group, its marks above those of the `marked` groups that have some already. Returns whether it has values that
-    are not finite, and values that a logarithmic axis cannot show.
+    Draw one group, its marks above those of the `marked` groups that have some already. Returns whether it has values
+    that are not finite, and values that a logarithmic axis cannot show.
     """
     values: dict[float, list[float]] = {}
     for run in group.runs:

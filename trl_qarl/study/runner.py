@@ -1,8 +1,8 @@
 """
 Runs the cells of a grid, each as a process of its own, and continues after an interruption.
 
-A cell's directory says how far it got: `finished` marks one that is done, `trained` one that is still to be evaluated, a
-complete checkpoint one that resumes.
+A cell's directory says how far it got: `finished` marks one that is done, `trained` one that is still to be evaluated,
+and a complete checkpoint one that resumes.
 """
 
 import fcntl
@@ -58,8 +58,8 @@ def progress_line(
     if durations:
         mean = sum(durations) / len(durations)
         remaining = mean * (total - done) - sum(min(seconds, mean) for seconds in running.values())
-        left = f"about {_clock(remaining / num_devices)}"
-    return f"[{done}/{total} done] {', '.join(running)} | elapsed {_clock(elapsed)} | left: {left}"
+        left = f"about {_format_seconds(remaining / num_devices)}"
+    return f"[{done}/{total} done] {', '.join(running)} | elapsed {_format_seconds(elapsed)} | left: {left}"
 
 
 def check_evaluation(text: str) -> dict[str, dict[str, int]]:
@@ -106,7 +106,7 @@ def run_cells(
             name = cell_name(cell)
             position = f"[{index}/{len(cells)}] {name}:"
             if state == "finished":
-                _show(f"{position} finished before, skipped", end="\n")
+                _print_progress(f"{position} finished before, skipped", end="\n")
                 continue
             running[name] = time.monotonic()
             try:
@@ -118,10 +118,10 @@ def run_cells(
                 return
             if reason is None:
                 durations.append(seconds)
-                _show(f"{position} finished in {_clock(seconds)}", end="\n")
+                _print_progress(f"{position} finished in {_format_seconds(seconds)}", end="\n")
             else:
                 failures[name] = reason
-                _show(f"{position} failed after {_clock(seconds)}", end="\n")
+                _print_progress(f"{position} failed after {_format_seconds(seconds)}", end="\n")
 
     with ThreadPoolExecutor(len(devices)) as pool:
         workers = [pool.submit(work, device) for device in devices]
@@ -131,7 +131,9 @@ def run_cells(
                     now = time.monotonic()
                     seconds = {name: now - since for name, since in list(running.items())}
                     done = len(cells) - len(waiting) - len(seconds)
-                    _show(progress_line(done, len(cells), seconds, now - start, list(durations), len(devices)))
+                    _print_progress(
+                        progress_line(done, len(cells), seconds, now - start, list(durations), len(devices))
+                    )
         finally:
             stop.set()
     for worker in workers:
@@ -181,7 +183,7 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
     """Exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None` all."""
     log.write(f"$ {shlex.join(command)}\n")
     log.flush()
-    # The lock lives as long as the process does, even when this one is killed: a second command then waits its turn.
+    # The process inherits the lock: as long as it runs a second command is refused, even if this one was killed.
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -226,8 +228,8 @@ def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
         record = None
     if record != json.loads(json.dumps(_cell_record(config, cell))):
         raise ValueError(
-            f"{cell_dir} holds results of other options than this file gives; choose another `--output_dir`, or remove "
-            "that directory to train the cell again."
+            f"{cell_dir} holds results of other options than this file gives; choose another `--output_dir`, or "
+            "remove that directory to train the cell again."
         )
     if not trained:
         return "resumes"
@@ -248,8 +250,8 @@ def lock_directory(output_dir: Path) -> TextIO:
     except BlockingIOError as error:
         lock.close()
         raise ValueError(
-            f"Another `trl-qarl compare`, or a cell that it started, is running in {output_dir}; wait for it, or choose "
-            "another `--output_dir`."
+            f"Another `trl-qarl compare`, or a cell that it started, is running in {output_dir}; wait for it, or "
+            "choose another `--output_dir`."
         ) from error
     return lock
 
@@ -277,12 +279,12 @@ def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code > 0 else f"killed by signal {-code}"
 
 
-def _clock(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-def _show(line: str, end: str = "") -> None:
+def _print_progress(line: str, end: str = "") -> None:
     """Write over the last progress line of a terminal; elsewhere, write a line."""
     if sys.stderr.isatty():
         # A line that wraps could not be written over.

@@ -17,7 +17,7 @@ from typing import Any
 from ..telemetry.run_files import METRICS_FILE, RUN_FILE
 
 
-__all__ = ["EVERY_BATCH", "Run", "find_holes", "is_evaluation", "printable", "read_run", "read_runs"]
+__all__ = ["EVERY_BATCH", "Run", "find_holes", "is_evaluation", "label_parts", "printable", "read_run", "read_runs"]
 
 # What a run logs at equal distances; other metrics are left out of a row where there is nothing to count.
 EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
@@ -25,7 +25,7 @@ EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
 
 @dataclass
 class Run:
-    """One training run. `rows` maps each step to its metrics, in which `None` stands for a value that is not finite."""
+    """One training run. `rows` maps each step to its metrics, where `None` stands for a value that is not finite."""
 
     name: str
     config: dict[str, Any]
@@ -46,6 +46,26 @@ class Run:
     def gaps(self, metric: str) -> list[int]:
         """Steps at which the metric was logged and not finite."""
         return [step for step, row in self.rows.items() if metric in row and row[metric] is None]
+
+
+def label_parts(config: dict[str, Any]) -> list[str]:
+    """
+    What a run is called, from the settings that it has of `quantize_learner`, `objective` and `scheme`.
+
+    Example:
+
+    ```python
+    >>> label_parts({"quantize_learner": False, "objective": "tbpo", "scheme": "w4a16"})
+    ['rollout-only', 'tbpo', 'w4a16']
+    >>> label_parts({"quantize_learner": True, "objective": "grpo", "scheme": "bf16"})
+    ['bf16', 'grpo']
+    ```
+    """
+    objective = [str(config["objective"])] if "objective" in config else []
+    if config.get("scheme") == "bf16":
+        return ["bf16", *objective]
+    learner = ["QaRL" if config["quantize_learner"] else "rollout-only"] if "quantize_learner" in config else []
+    return [*learner, *objective, *([str(config["scheme"])] if "scheme" in config else [])]
 
 
 def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
@@ -79,7 +99,8 @@ def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
                 raise ValueError(
                     notes[-1].removeprefix("Left out: ")
                     if notes
-                    else f"{path} has no {METRICS_FILE}, nor has a directory in it; give directories that training runs wrote."
+                    else f"{path} has no {METRICS_FILE}, nor has a directory in it; give directories that training "
+                    "runs wrote."
                 )
         for key in runs.keys() & found.keys():
             raise ValueError(f"{key.name} is given twice; name each run once.")
@@ -108,6 +129,11 @@ def read_run(path: str | Path) -> Run:
         raise ValueError(f"{path / RUN_FILE} is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path / RUN_FILE} must hold a mapping, not {str(config)[:40]!r}.")
+    if "alignment" in config:
+        raise ValueError(
+            f"{path / RUN_FILE} has `alignment`, which `quantize_learner` has replaced: this version does not read "
+            "earlier runs. Train the run again."
+        )
     for name in ("seed", "max_steps"):
         if isinstance(config.get(name), dict | list):
             raise ValueError(f"{path / RUN_FILE}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
@@ -121,8 +147,8 @@ def read_run(path: str | Path) -> Run:
     last = -1
     for row in rows:
         step = row["step"]
-        # A step that goes back, or is trained twice, is the first one after a resume: what the killed process had logged from
-        # there on is void.
+        # A step that goes back, or is trained twice, is the first one after a resume. What the killed process had
+        # logged from there on is void.
         if step < last or (step == last and "loss" in row and "loss" in run.rows[step]):
             void = [known for known in run.rows if known >= step]
             repeated += len(void)
@@ -172,8 +198,8 @@ def read_run(path: str | Path) -> Run:
 
 def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
     """
-    Neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among 1, 3, ..., 9, 31, ...
-    Fewer than three steps have no usual distance.
+    Neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among
+    1, 3, ..., 9, 31, ... Fewer than three steps have no usual distance.
     """
     pairs = list(itertools.pairwise(steps))
     if len(pairs) < 2:

@@ -4,11 +4,10 @@ import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .runs import Run
+from .runs import Run, label_parts
 
 
 __all__ = ["STUDENT_95", "Group", "compare_groups", "make_groups", "merge_histograms", "summarize"]
@@ -48,43 +47,40 @@ def make_groups(runs: list[Run]) -> list[Group]:
     ordered = list(groups.values())
     configs = [_flatten(group.config) for group in ordered]
     names = list(dict.fromkeys(name for config in configs for name in config))
-    base = ["alignment", "objective", "scheme"]
+    parts = [label_parts(group.config) for group in ordered]
     if len({config.get("model") for config in configs}) > 1:
-        base.append("model")
-
-    def label(config: dict[str, str], extra: Iterable[str]) -> str:
-        # "none" alone would not say none of what.
-        parts = [f"{name}=none" if config[name] == "none" else config[name] for name in base if name in config]
-        parts += [f"{name}={config.get(name, 'not recorded')}" for name in names if name in extra]
-        return " ".join(parts) or "runs"
-
-    labels = [label(config, ()) for config in configs]
-    for group, config, short in zip(ordered, configs, labels, strict=True):
-        rivals = [other for other, name in zip(configs, labels, strict=True) if name == short]
-        extra = {name for name in names if name not in base and len({other.get(name) for other in rivals}) > 1}
-        group.label = label(config, extra)
+        parts = [
+            [*part, config["model"]] if "model" in config else part
+            for part, config in zip(parts, configs, strict=True)
+        ]
+    for group, config, part in zip(ordered, configs, parts, strict=True):
+        rivals = [other for other, theirs in zip(configs, parts, strict=True) if theirs == part]
+        differing = [name for name in names if len({other.get(name) for other in rivals}) > 1]
+        extra = [f"{name}={config.get(name, 'not recorded')}" for name in differing]
+        group.label = " ".join(part + extra) or "runs"
     for group in ordered:
         seeds = [run.config.get("seed") for run in group.runs]
         for seed in dict.fromkeys(seeds):
             same = [run for run in group.runs if run.config.get("seed") == seed]
             if len(same) > 1:
                 same[0].notes.append(
-                    f"{', '.join(run.name for run in same)} share configuration and seed {seed}; they count as one seed."
+                    f"{', '.join(run.name for run in same)} share configuration and seed {seed}; they count as one "
+                    "seed."
                 )
     return ordered
 
 
 def summarize(groups: list[Group], score: str | None = None) -> list[dict[str, Any]]:
     """
-    Final reward of each group: the mean of `reward` over the logged steps in the last quarter. With `score`, the name of an
-    evaluation, instead of it the share that was solved.
+    Final reward of each group: the mean of `reward` over the logged steps in the last quarter. With `score`, the name
+    of an evaluation, it is the share that was solved.
 
     The last quarter ends at the largest step that any run with the same `max_steps` has reached, so runs that ended
     before it have no final reward.
 
     Returns:
-        Per group `{"by_run": {name: float or None}, "by_seed": {seed: float}, "mean", "sd", "min", "max"}`. `sd` is the
-        sample standard deviation over seeds, `None` for one seed; all are `None` without a final reward.
+        Per group `{"by_run": {name: float or None}, "by_seed": {seed: float}, "mean", "sd", "min", "max"}`. `sd` is
+        the sample standard deviation over seeds, `None` for one seed; all are `None` without a final reward.
     """
     horizons: dict[Any, int] = {}
     for group in groups:
@@ -151,8 +147,8 @@ def merge_histograms(rows: list[dict[str, Any]], max_bins: int = 200) -> tuple[l
     """
     Sum of histograms: edges and counts.
 
-    Histograms with other edges than the first one's are redistributed as if each bin were uniform, over `max_bins` equal
-    bins that cover all of them.
+    Histograms with other edges than the first one's are redistributed as if each bin were uniform, over `max_bins`
+    equal bins that cover all of them.
 
     Args:
         rows (`list[dict]`):

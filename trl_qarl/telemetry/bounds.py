@@ -5,9 +5,15 @@ from typing import Any
 from ..objectives.presets import is_corrected, rejects_by_product
 
 
-__all__ = ["Bounds", "sequence_bounds", "token_bounds"]
+__all__ = ["Bounds", "histogram_bounds", "sequence_bounds", "token_bounds"]
 
 Bounds = tuple[float | None, float | None]
+
+
+def histogram_bounds(config: Any) -> list[tuple[str, str, Bounds]]:
+    """Quantity, sign of the advantage and bounds of each histogram: tokens, and for objectives of sequence ratios sequences."""
+    bounds = token_bounds(config) | (sequence_bounds(config) or {})
+    return [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
 
 
 def sequence_bounds(config: Any) -> dict[str, dict[str, Bounds]] | None:

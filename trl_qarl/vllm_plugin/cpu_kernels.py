@@ -5,12 +5,12 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 |---|---|---|
 | `w4a16`, `w8a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only | float32, no AVX512, INT8 weights, odd shapes |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
-| `fp8` | `aten::_scaled_mm` | always: oneDNN's reference code, 100 times slower, on processors with AMX but no FP8 arithmetic |
+| `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
 | not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.kernels`]) |
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. Calling
-[`~trl_qarl.quantization.gemm.low_bit_linear`] on the tensors of the checkpoint makes rollout and learner the same arithmetic; the tensors
-are used as they arrive, so a reload has no layout to get wrong. A layer has one kernel, whatever the number of rows: prefill
+[`~trl_qarl.quantization.gemm.low_bit_linear`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and learner the same
+arithmetic; the tensors are used as they arrive, so a reload has no layout to get wrong. A layer has one kernel, whatever the number of rows: prefill
 and decode of the engine give the same bits.
 """
 
@@ -34,9 +34,10 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ..numerics.kernels import use_in_engine
-from ..quantization.gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
-from ..quantization.quantize import LowBitWeight, unpack_int8
+from ..quantization.gemm import low_bit_linear
+from ..quantization.quantize import unpack_int8
 from ..quantization.schemes import get_scheme
+from ..quantization.tensors import LowBitTensor
 from ..rollout.protocol import FILE_BACKEND
 
 
@@ -88,20 +89,16 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing to repack; a weight-only product reads the checkpoint's layout."""
-        self._low_bit, self._operands = None, None
+        self._low_bit = None
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._low_bit is None:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
             packed, scale = getattr(layer, self.w_q_name).data, getattr(layer, self.w_s_name).data
-            if self.config.weight_type == scalar_types.uint4b8:
-                self._scheme, self._low_bit = get_scheme("w4a16"), LowBitWeight(packed, scale)
-            else:
-                self._scheme, self._low_bit = get_scheme("w8a16"), LowBitWeight(unpack_int8(packed), scale)
-        rows = x.reshape(-1, x.shape[-1])
-        if self._operands is None and uses_int4_kernel(rows, self._low_bit, self._scheme, row_invariant=True):
-            self._operands = int4_kernel_operands(self._low_bit)
-        y, _, _ = low_bit_linear(rows, self._low_bit, bias, self._scheme, self._operands, row_invariant=True)
+            is_int4 = self.config.weight_type == scalar_types.uint4b8
+            qdata, scheme = (packed, "w4a16") if is_int4 else (unpack_int8(packed), "w8a16")
+            self._low_bit = LowBitTensor(qdata, scale, get_scheme(scheme), scale.dtype)
+        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias, row_invariant=True)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -122,11 +119,13 @@ class QaRLInt8Kernel(Int8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing to repack."""
+        self._low_bit = None
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight, scale, *_ = self._get_layer_params(layer)
-        rows = x.reshape(-1, x.shape[-1])
-        y, _, _ = low_bit_linear(rows, LowBitWeight(weight.data, scale.data), bias, get_scheme("w8a8"))
+        if self._low_bit is None:
+            weight, scale, *_ = self._get_layer_params(layer)
+            self._low_bit = LowBitTensor(weight.data, scale.data, get_scheme("w8a8"), scale.dtype)
+        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -149,12 +148,14 @@ class QaRLFp8Kernel(FP8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing to repack."""
+        self._low_bit = None
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        weight, scale, *_ = self._get_layer_params(layer)
-        rows = x.reshape(-1, x.shape[-1])
-        # vLLM holds FP8 weights transposed.
-        y, _, _ = low_bit_linear(rows, LowBitWeight(weight.data.t(), scale.data), bias, get_scheme("fp8"))
+        if self._low_bit is None:
+            weight, scale, *_ = self._get_layer_params(layer)
+            # vLLM holds FP8 weights transposed.
+            self._low_bit = LowBitTensor(weight.data.t(), scale.data, get_scheme("fp8"), scale.dtype)
+        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias)
         return y.view(*x.shape[:-1], -1)
 
     def apply_scaled_mm(self, **arguments) -> torch.Tensor:

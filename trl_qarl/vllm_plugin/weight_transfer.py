@@ -23,12 +23,9 @@ from outside: names with any separator, links and other formats are refused, and
 """
 
 import os
-import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,43 +43,16 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..rollout.fingerprint import (
-    describe_model,
-    describe_tokenizer,
-    fingerprint,
-    fingerprint_differences,
-)
+from ..rollout.fingerprint import describe_model, describe_tokenizer, fingerprint, fingerprint_differences
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE
-from ..rollout.server import check_transfer_dir
+from ..rollout.transfer_dir import confined_path
+from .engine_tensors import dtype_and_shape, kernels_in_use, live_fingerprints, owned_names, tied_names
 
 
-__all__ = ["FileEngine", "NCCLEngine", "WorkerExtension", "confined_path"]
+__all__ = ["FileEngine", "NCCLEngine", "WorkerExtension"]
 
 # The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others.
 _SHARED_BY_SHARDS = "weight_shape"
-
-
-def confined_path(directory: str | None, name: str) -> Path:
-    """
-    Path of the plain file `name` in `directory`.
-
-    Raises:
-        ValueError: if there is no directory, or `name` is anything but the name of a regular `.safetensors` file in it.
-    """
-    if not directory:
-        raise ValueError(
-            f"This server takes no weights from files: {TRANSFER_DIR_VARIABLE} is not set. Start it with `trl-qarl "
-            "vllm-serve`, or set the variable to a directory that only you can write to."
-        )
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors", name):
-        raise ValueError(f"{name!r} is not the name of a safetensors file in the transfer directory.")
-    check_transfer_dir(directory)
-    path = Path(directory) / name
-    if not path.exists() and not path.is_symlink():
-        raise ValueError(f"{name!r} is not in {directory!r}: is that the same directory on the trainer's host?")
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError(f"{name!r} in {directory!r} is not a regular file.")
-    return path
 
 
 class _AuditedReload:
@@ -119,7 +89,7 @@ class _AuditedReload:
         Raises:
             RuntimeError: for a tensor that no publication fills.
         """
-        self._before = _live_fingerprints(self.model)
+        self._before = live_fingerprints(self.model)
         names: set[str] = set()
         for path, value in self._live.items():
             now = self._before.get(path, "gone")
@@ -127,7 +97,7 @@ class _AuditedReload:
                 continue
             sources = self._sources.get(path.rpartition(".")[0], [])
             # The cache of a rotary embedding takes the dtype of the first queries.
-            if not sources and _kind(now) == _kind(value):
+            if not sources and dtype_and_shape(now) == dtype_and_shape(value):
                 raise RuntimeError(
                     f"The engine's {path} has changed since the last publication ({value} then, {now} now), and no weight that is "
                     "published restores it. Something else writes into the engine's memory; start the engine again."
@@ -136,15 +106,15 @@ class _AuditedReload:
         return sorted(names)
 
     def start_weight_update(self) -> None:
-        before = self._before or _live_fingerprints(self.model)
+        before = self._before or live_fingerprints(self.model)
         self.abandon()
         self._before = before
         # Reloading unties tensors for its duration.
-        self._tied = dict(_tied_names(self.model))
+        self._tied = dict(tied_names(self.model))
         with set_default_torch_dtype(self.model_config.dtype):
             initialize_layerwise_reload(self.model)
         self._is_loading = True
-        self._owned = dict(_owned_names(self.model))
+        self._owned = dict(owned_names(self.model))
         for path, source in self._tied.items():
             self._owned[path] = self._owned[source]
         self._watch_layers()
@@ -176,7 +146,7 @@ class _AuditedReload:
         if self._expected is None:
             raise RuntimeError("The learner has not said which tensors to expect, so the update cannot be checked.")
         self._finalize()
-        live = _live_fingerprints(self.model)
+        live = live_fingerprints(self.model)
         problems = self._problems() + self._live_problems(live)
         if problems:
             self._distrust()
@@ -232,7 +202,7 @@ class _AuditedReload:
                 wanted = value
             else:
                 wanted = learner.get(*self._owned.get(path, [path])[:1], value)
-            if wanted != value and _kind(wanted) == _kind(value):
+            if wanted != value and dtype_and_shape(wanted) == dtype_and_shape(value):
                 problems.append(f"{path}: {wanted} was loaded, but the engine runs with {value}")
         return problems[:5]
 
@@ -332,50 +302,6 @@ class _AuditedReload:
                 offset += rows
 
 
-def _live_fingerprints(model: nn.Module) -> dict[str, str]:
-    """Fingerprints of all parameters and buffers of a model in its kernels' format, by their names in it."""
-    values: dict[int, str] = {}
-    fingerprints = {}
-    for prefix, layer in model.named_modules():
-        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-            if tensor is not None:
-                if id(tensor) not in values:
-                    values[id(tensor)] = fingerprint(tensor)
-                fingerprints[f"{prefix}.{leaf}" if prefix else leaf] = values[id(tensor)]
-    return fingerprints
-
-
-def _kind(value: str) -> str:
-    """Dtype and shape of a fingerprint."""
-    return value.rpartition(" ")[0]
-
-
-def _tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of parameters that are another one's tensor, and that one's name."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        source = first.setdefault(id(parameter), name)
-        if source != name:
-            yield name, source
-
-
-def _owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Each parameter of a model in checkpoint format, and the names in a checkpoint that fill it, in their order."""
-    packed = getattr(model, "packed_modules_mapping", {}) or {}
-    seen: set[int] = set()
-    for prefix, layer in model.named_modules():
-        # Attention layers hold cache scales, which have defaults.
-        if is_deferred_attention_layer(layer) or id(layer) in seen:
-            continue
-        seen.add(id(layer))
-        parent, _, leaf = prefix.rpartition(".")
-        for name, parameter in layer._parameters.items():
-            if parameter is not None:
-                parts = packed.get(leaf, [leaf])
-                names = [".".join(part for part in (parent, module, name) if part) for module in parts]
-                yield f"{prefix}.{name}" if prefix else name, names
-
-
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
     """Nothing to agree on: the directory is the server's own."""
@@ -468,15 +394,3 @@ class WorkerExtension:
     def qarl_expect(self, fingerprints: dict[str, str]) -> None:
         """See [`_AuditedReload.expect`]."""
         self.weight_transfer_engine.expect(fingerprints)
-
-
-def kernels_in_use(model: nn.Module) -> dict[str, int]:
-    """Class names of the kernels that run the linear layers, and how many layers each runs."""
-    counts: dict[str, int] = {}
-    for layer in model.modules():
-        scheme = getattr(layer, "scheme", None)
-        if scheme is None:
-            continue
-        kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or scheme
-        counts[type(kernel).__name__] = counts.get(type(kernel).__name__, 0) + 1
-    return counts

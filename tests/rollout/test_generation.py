@@ -1,4 +1,4 @@
-"""A trainer whose server fails, with the server's side played by an object: what survives, and what is saved."""
+"""Generation with a server that fails, its side played by an object: what a training survives, and what is saved."""
 
 import hashlib
 import json
@@ -13,7 +13,8 @@ from testing_utils import count_digits, logged, make_vllm_trainer
 from trl_qarl import QaRLConfig, qarl_trainer
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.client import ServerLost
-from trl_qarl.rollout.generation import EngineLost, QaRLVLLMGeneration
+from trl_qarl.rollout.failures import EngineLost
+from trl_qarl.rollout.generation import QaRLVLLMGeneration
 
 
 pytestmark = pytest.mark.vllm

@@ -1,0 +1,186 @@
+"""The low-bit weight as a tensor: what it computes, what it survives, what it refuses."""
+
+import copy
+import io
+import pickle
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trl_qarl.quantization.gemm import int4_kernel_operands, low_bit_linear
+from trl_qarl.quantization.quantize import dequantize, quantize_activation, quantize_weight
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
+
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+
+
+def make(name="w4a16", dtype=torch.float32, scale_dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return LowBitTensor.from_hp(torch.randn(96, 256, dtype=dtype), get_scheme(name), scale_dtype)
+
+
+def same(a, b):
+    return (
+        torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
+        and torch.equal(a.scale, b.scale)
+        and (a.scheme, a.shape, a.dtype) == (b.scheme, b.shape, b.dtype)
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torchao.utils", "TorchAOBaseTensor"),
+        ("torchao.core.config", "AOBaseConfig"),
+        ("torchao.quantization", "quantize_"),
+        ("torchao.quantization", "FqnToConfig"),
+        ("torchao.quantization.transform_module", "register_quantize_module_handler"),
+        ("torchao.kernel", "int_scaled_matmul"),
+        ("torchao.optim", "AdamW8bit"),
+    ],
+)
+def test_torchao_has_what_we_use_of_it(module, name):
+    assert hasattr(import_module(module), name), f"torchao moved {module}.{name}"
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_it_looks_like_the_master_and_holds_the_codes_of_the_rule(name):
+    torch.manual_seed(0)
+    master = torch.randn(96, 256, dtype=torch.float16)
+    weight = LowBitTensor.from_hp(master, get_scheme(name), torch.bfloat16)
+    qdata, scale = quantize_weight(master, get_scheme(name), torch.bfloat16)
+    assert (weight.shape, weight.dtype, weight.device) == (master.shape, master.dtype, master.device)
+    assert not weight.requires_grad and weight.group_size == get_scheme(name).group_size
+    assert torch.equal(weight.qdata.view(torch.uint8), qdata.view(torch.uint8)) and torch.equal(weight.scale, scale)
+    assert weight.dequantize().dtype is torch.float16
+    assert torch.equal(weight.dequantize(torch.float32), dequantize(qdata, scale, torch.float32))
+    assert weight.num_bytes == qdata.nbytes + scale.nbytes
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_linear_is_our_product_with_gradients_to_input_and_bias(name, dtype, rows):
+    weight, bias = make(name), torch.randn(96, dtype=dtype, requires_grad=True)
+    x = torch.randn(rows, 256, dtype=dtype, requires_grad=True)
+    y = F.linear(x, weight, bias)
+    with torch.no_grad():
+        assert torch.equal(y, low_bit_linear(x, weight, bias)[0]) and torch.equal(F.linear(x, weight, bias), y)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    dense = weight.gemm_weight().dequantize(torch.float64)
+    tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-6
+    for actual, expected in ((x.grad, grad.double() @ dense), (bias.grad, grad.double().sum(0))):
+        assert (actual.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_linear_trains_a_bias_alone():
+    bias = torch.zeros(96, requires_grad=True)
+    F.linear(torch.randn(4, 256), make(), bias=bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((96,), 4.0))
+
+
+def test_linear_keeps_leading_dimensions_and_follows_autocast():
+    weight, x = make(), torch.randn(2, 3, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(x, weight)
+    assert y.shape == (2, 3, 96) and torch.equal(y, F.linear(x.bfloat16(), weight))
+
+
+def test_what_the_engine_multiplies_by_is_computed_once():
+    for name in QUANTIZED:
+        weight = make(name)
+        assert (weight.gemm_weight() is weight) == (name != "w4a8")
+        assert weight.gemm_weight() is weight.gemm_weight()
+    calls = []
+    for _ in range(2):
+        weight.cached(calls.append)
+    assert len(calls) == 1
+
+
+def test_a_weight_that_asks_for_a_gradient_is_refused():
+    weight = make().requires_grad_()
+    with pytest.raises(RuntimeError, match="takes no gradient.*prepare_model"):
+        F.linear(torch.randn(4, 256), weight)
+    with torch.no_grad():
+        F.linear(torch.randn(4, 256), weight)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda weight: weight + 1,
+        lambda weight: weight.t(),
+        lambda weight: torch.randn(4, 256) @ weight.t(),
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.zero_(),
+        lambda weight: weight[0],
+        lambda weight: weight.view(-1),
+        lambda weight: weight.numpy(),
+        lambda weight: weight.to(torch.int8),
+        lambda weight: weight.copy_(torch.zeros(96, 256)),
+        lambda weight: weight.copy_(make("w8a16")),
+        lambda weight: torch.zeros(96, 256).copy_(weight),
+        lambda weight: F.linear(weight, torch.randn(4, 256)),
+        lambda weight: F.linear(weight, weight),
+    ],
+)
+def test_what_has_no_meaning_raises(operation):
+    with pytest.raises((NotImplementedError, RuntimeError, TypeError, ValueError)):
+        operation(make())
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_saved_pickled_copied_and_detached_it_is_the_same(name):
+    weight = make(name, torch.bfloat16)
+    with torch.no_grad():
+        x = torch.randn(4, 256, dtype=torch.bfloat16)
+        y = F.linear(x, weight)
+    file = io.BytesIO()
+    torch.save({"weight": weight}, file)
+    assert file.tell() < weight.num_bytes + 5000, "operands of kernels are not saved"
+    file.seek(0)
+    for other in (
+        torch.load(file, weights_only=True)["weight"],
+        # PyTorch cannot unpickle FP8 outside of `torch.load`, plain tensors neither.
+        weight if name == "fp8" else pickle.loads(pickle.dumps(weight)),
+        copy.deepcopy(weight),
+        weight.detach(),
+        weight.clone(),
+        nn.Parameter(weight, requires_grad=False),
+    ):
+        assert isinstance(other, LowBitTensor) and same(other, weight)
+        with torch.no_grad():
+            assert torch.equal(F.linear(x, other), y)
+
+
+def test_another_dtype_changes_what_it_shows_and_no_code():
+    weight = make("w4a16")
+    other = weight.to(torch.float16)
+    assert other.dtype is torch.float16 and other.dequantize().dtype is torch.float16
+    assert torch.equal(other.qdata, weight.qdata) and torch.equal(other.scale, weight.scale)
+    assert weight.to("cpu") is weight and weight.to("meta").qdata.device.type == "meta"
+
+
+def test_copy_takes_codes_scales_and_no_old_operands():
+    weight, x = make(dtype=torch.bfloat16), torch.randn(4, 256, dtype=torch.bfloat16)
+    other = LowBitTensor.from_hp(torch.randn(96, 256, dtype=torch.bfloat16), get_scheme("w4a16"), torch.bfloat16)
+    with torch.no_grad():
+        F.linear(x, weight)
+        assert int4_kernel_operands in weight._operands
+        assert weight.copy_(other) is weight and same(weight, other)
+        assert torch.equal(F.linear(x, weight), F.linear(x, other))
+
+
+def test_a_product_after_quantized_activations_needs_no_scheme_beside_the_weight():
+    weight, x = make("w8a8"), torch.randn(4, 256)
+    y, seen, _ = low_bit_linear(x, weight, None)
+    for ours, expected in zip(seen, quantize_activation(x, weight.scheme), strict=True):
+        assert torch.equal(ours, expected)
+    exact = dequantize(*seen, torch.float64) @ weight.dequantize(torch.float64).t()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)

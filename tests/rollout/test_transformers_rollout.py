@@ -1,0 +1,82 @@
+import inspect
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
+
+from testing_utils import logged, make_tiny_tokenizer, make_trainer
+from trl_qarl.rollout.transformers_rollout import record_sampling_logps
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "bf16"])
+def test_sampling_log_probs_are_those_of_the_tokens_under_the_low_bit_policy(
+    tiny_model, tmp_path, scheme, temperature
+):
+    trainer = make_trainer(tiny_model, tmp_path, scheme=scheme, bf16=False, temperature=temperature)
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    completion_ids, logps = trainer._generate_single_turn(prompts, None, {}, 1)
+    for prompt, ids, recorded in zip(prompts, completion_ids, logps, strict=True):
+        assert len(ids) == len(recorded) > 0
+        tokens = torch.tensor([prompt + ids])
+        with torch.no_grad():
+            logits = trainer.model(tokens).logits[0, len(prompt) - 1 : -1] / temperature
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+        # INT8 activations round differently where padding changes the order of float32 sums by an ulp.
+        torch.testing.assert_close(torch.tensor(recorded), expected, rtol=0, atol=1e-4 if scheme != "w8a8" else 2e-2)
+
+
+def test_generation_configuration_of_the_model_does_not_reach_the_rollout(tiny_model, tmp_path):
+    theirs = {"do_sample": True, "min_p": 0.5, "typical_p": 0.5, "top_k": 2, "suppress_tokens": [5, 6, 7, 8]}
+    rollouts = []
+    for name, own in (("plain", {}), ("own", theirs)):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        model.generation_config.update(**own)
+        model.save_pretrained(tmp_path / name)
+        make_tiny_tokenizer().save_pretrained(tmp_path / name)
+        trainer = make_trainer(str(tmp_path / name), tmp_path, bf16=False)
+        torch.manual_seed(0)
+        rollouts.append(trainer._generate_single_turn([[5, 6, 7]] * 4, None, {}, 1))
+        # What is saved for inference stays the model's.
+        assert {key: getattr(trainer.model.generation_config, key) for key in own} == own
+    assert rollouts[0] == rollouts[1]
+
+
+def test_rollout_runs_the_output_head_in_float32_as_the_learner_does_if_asked_to(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, bf16=True, cast_lm_head_to_fp32=True, max_steps=1, scheme="bf16")
+    trainer.train()
+    assert logged(trainer, "mismatch/abs_logp_mean")[0] < 1e-6
+    with trainer.accelerator.autocast(), torch.no_grad():
+        logits = trainer.model(torch.tensor([[5, 6, 7]])).logits
+    assert not torch.equal(logits, logits.bfloat16().float())
+
+
+def test_generate_seam_of_trl_is_still_there(tiny_model, tmp_path):
+    """Sampling log-probs are recorded around `generate` of the unwrapped model inside `_generate_single_turn`."""
+    source = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert "unwrapped_model.generate(" in source and "logits_processor" not in source
+    trainer = make_trainer(tiny_model, tmp_path)
+    with record_sampling_logps(trainer.model, 1.0):
+        assert "generate" in vars(trainer.model)
+    assert "generate" not in vars(trainer.model)
+
+
+def test_a_generate_of_the_instance_comes_back(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    own = model.generate
+    model.generate = own
+    with record_sampling_logps(model, 1.0) as recorded:
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
+    assert vars(model)["generate"] is own and recorded[0].shape == (1, 3)
+
+
+def test_a_generate_that_ignores_logits_processors_is_named(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    generate = model.generate
+    model.generate = lambda *args, logits_processor, **kwargs: generate(*args, **kwargs)
+    with (
+        pytest.raises(TypeError, match="Qwen2ForCausalLM did not call its `logits_processor`"),
+        record_sampling_logps(model, 1.0),
+    ):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)

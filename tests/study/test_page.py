@@ -1,0 +1,282 @@
+import base64
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from recorded_runs import CONFIGS, report, rewards_run, write_grid, write_run
+from trl_qarl.study.page import describe_differences, find_gaps
+from trl_qarl.study.runs import Run, read_run
+from trl_qarl.study.statistics import make_groups
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    return write_grid(tmp_path_factory.mktemp("grid"))
+
+
+@pytest.fixture(scope="module")
+def grid_page(grid, tmp_path_factory):
+    pytest.importorskip("matplotlib")
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    assert report(path, grid) == 0
+    return path
+
+
+def read_page(path):
+    """Text of the page, which must be well-formed XML but for the document type."""
+    page = path.read_text()
+    ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
+    return page
+
+
+class Page(HTMLParser):
+    """Text, images, elements and addresses of a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.text, self.images, self.tags, self.addresses = "", [], set(), []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "srcset", "data")]
+        self.images += [dict(attrs)] if tag == "img" else []
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_gaps_are_told_as_ranges_of_logged_steps():
+    rows = {step: {"a": None if step in (2, 4, 8, 12) else 1.0} for step in range(2, 14, 2)}
+    assert find_gaps(Run("run", {}, rows)) == ["a is not finite at 4 steps: 2 to 4, 8, 12."]
+
+
+def test_gaps_at_the_same_steps_are_told_once():
+    rows = {step: {"a": None, "b": None if step == 2 else 0.0, "c": None} for step in (1, 2)}
+    assert find_gaps(Run("run", {}, rows)) == [
+        "a, c are not finite at 2 steps: 1 to 2.",
+        "b is not finite at 1 step: 2.",
+    ]
+
+
+@pytest.mark.parametrize("metrics", [("reward",), ("reward", "entropy")])
+def test_missing_values_are_a_gap(tmp_path, metrics):
+    path = write_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[9:30]:
+        for metric in metrics:
+            del row[metric]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert find_gaps(read_run(path)) == [f"{', '.join(metrics)}: nothing logged between steps 9 and 31."]
+
+
+def test_sentences_name_groups_difference_and_noise():
+    finals = {"x": [0.80, 0.81], "y": [0.2, 0.21], "z": [0.8]}
+    runs = [rewards_run(seed, [value], scheme=s) for s, values in finals.items() for seed, value in enumerate(values)]
+    found = describe_differences(make_groups(runs))
+    assert found["exceeds"] == [
+        "QaRL tbpo x ends at 0.805, QaRL tbpo y at 0.205: the difference of 0.6 exceeds the seed noise of 0.0304."
+    ]
+    assert found["within"] == []
+    assert found["unknown"][0] == (
+        "QaRL tbpo z ends at 0.8, QaRL tbpo y at 0.205: the seed noise of this difference of 0.595 cannot be judged, "
+        "with one seed of QaRL tbpo z."
+    )
+
+
+def test_pairs_that_differ_in_one_setting_come_first():
+    finals = {("x", "a"): 0.0, ("x", "b"): 0.1, ("y", "b"): 0.9}
+    runs = [
+        rewards_run(seed, [final + seed / 1000], scheme=scheme, objective=objective)
+        for (scheme, objective), final in finals.items()
+        for seed in (0, 1)
+    ]
+    sentences = describe_differences(make_groups(runs))["exceeds"]
+    assert [re.findall(r"difference of ([\d.]+)", sentence)[0] for sentence in sentences] == ["0.8", "0.1", "0.9"]
+
+
+def test_page_is_self_contained_and_its_figures_lie_beside_it(grid_page):
+    text = read_page(grid_page)
+    page = Page(text)
+    distributions = ("token_ratio", "token_mismatch_weight", "ratio", "mismatch_weight")
+    names = ("reward", "entropy", "mismatch", "dropped", *distributions, "time")
+    assert {path.name for path in grid_page.parent.glob("*.png")} == {f"report-{name}.png" for name in names}
+    assert len(page.images) == len(names) and all(image["alt"] for image in page.images)
+    for image, name in zip(page.images, names, strict=True):
+        data = base64.b64decode(image["src"].removeprefix("data:image/png;base64,"))
+        assert data == (grid_page.parent / f"report-{name}.png").read_bytes() and data.startswith(b"\x89PNG")
+    assert all(address.startswith("data:") for address in page.addresses)
+    assert not page.tags & {"script", "link", "iframe", "object", "embed"}
+    assert "http://" not in text and "https://" not in text and "url(" not in text
+
+
+def test_page_may_load_nothing_and_shows_each_figure_under_its_heading(grid_page):
+    html = ElementTree.fromstring(grid_page.read_text().removeprefix("<!DOCTYPE html>"))
+    head, body = html
+    policies = [meta for meta in head if meta.get("http-equiv") == "Content-Security-Policy"]
+    # Before the style and the title: a policy holds for what comes after it.
+    assert [element.tag for element in head][: list(head).index(policies[0]) + 1] == ["meta", "meta"]
+    allowed = dict(rule.split(" ", 1) for rule in policies[0].get("content").split("; "))
+    assert allowed == {"default-src": "'none'", "img-src": "data:", "style-src": "'unsafe-inline'"}
+    assert not [name for element in html.iter() for name in element.attrib if name.startswith("on")]
+    figures = [(above, part) for above, part in itertools.pairwise(body) if part.tag == "figure"]
+    assert len(figures) == len(list(body.iter("img"))) == 9
+    for heading, figure in figures:
+        image, caption = figure
+        assert (heading.tag, image.tag, caption.tag) == ("h2", "img", "figcaption")
+        assert heading.text == image.get("alt") and caption.text
+    for table in body.iter("table"):
+        assert len({len(row) for row in table.iter("tr")}) == 1 and len(table.findall(".//th")) > 1
+
+
+def test_first_figure_has_the_line_of_the_first_group(grid_page):
+    from matplotlib.image import imread
+
+    picture = imread(grid_page.parent / "report-reward.png")[..., :3]
+    # Its band leaves it in the pure colour of the palette.
+    blue = [0x00 / 255, 0x72 / 255, 0xB2 / 255]
+    assert (abs(picture - blue).max(axis=-1) < 0.02).sum() > 200
+
+
+def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
+    text = Page(read_page(grid_page)).text
+    assert "10 runs in 4 groups" in text
+    assert "Differences that exceed the seed noise: 2" in text
+    assert "Differences that do not exceed the seed noise: 1" in text
+    assert "These runs train 2 models: org/model, org/other." in text
+    assert "Student's distribution" in text
+    assert re.search(r"w4a16\s*INT4\s*128 input features\s*16-bit\s*4\.125\b", text)
+    assert re.search(r"bf16\s*16-bit\s*-\s*16-bit\s*16\b", text)
+    assert "None: every line could be read, and every value is finite." in text
+
+
+def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = []
+    for name, solved in (("QaRL", (80, 82, 81)), ("rollout-only", (20, 25, 30)), ("bf16", (79, 83, 80))):
+        for seed, correct in enumerate(solved):
+            path = write_run(tmp_path / f"{name}-{seed}", **CONFIGS[name], seed=seed)
+            (path / "evaluation.json").write_text(json.dumps({"greedy": {"correct": correct, "total": 100}}))
+            paths.append(path)
+    report(tmp_path / "report.html", *paths)
+    text = Page(read_page(tmp_path / "report.html")).text
+    assert "Differences of the greedy evaluation" in text and "Differences of the sampled evaluation" not in text
+    # s = sqrt((1 + 25) / 2) points, times 2.776 sqrt(2 / 3).
+    assert (
+        "QaRL tbpo w4a16 has a greedy score of 0.81, rollout-only tbpo w4a16 of 0.25: the difference of 0.56 exceeds "
+        "the seed noise of 0.0817." in text
+    )
+    assert "has a greedy score of 0.81, bf16 tbpo of 0.807: the difference of 0.00333 does not" in text
+
+
+def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path / "run")
+    rows = [
+        {
+            "step": step,
+            "kind": kind,
+            "nats": nats,
+            "advantage": 1.0,
+            "prompt": "2 +\n<b>",
+            "completion": f"⟦{nats}⟧\x00",
+        }
+        for step, nats in enumerate((1.25, 3.5, 2.75), 1)
+        for kind in ("mismatch", "improbable")
+    ]
+    lines = [json.dumps(row) for row in rows] + ['{"step": 4, "kind": "mismatch", "nats": "NaN"}', '{"step"']
+    (path / "worst_completions.jsonl").write_text("\n".join(lines))
+    report(tmp_path / "report.html", path)
+    text = read_page(tmp_path / "report.html")
+    assert text.count("⟦3.5⟧") == text.count("⟦2.75⟧") == 2 and "⟦1.25⟧" not in text
+    assert "2 +⏎&lt;b&gt;" in text and "\x00" not in text
+    assert "worst_completions.jsonl: 1 unreadable lines" in text and "The last line of worst_completions.jsonl" in text
+
+
+def test_one_seed_per_group_leaves_noise_unjudged(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = [write_run(tmp_path / name, scheme=name) for name in ("fp8", "bf16")]
+    report(tmp_path / "report.html", *runs)
+    text = Page(read_page(tmp_path / "report.html")).text
+    assert "cannot be judged, with one seed of" in text and "exceed the seed noise:" not in text
+
+
+def test_gaps_zeros_broken_lines_and_missing_metrics_are_on_the_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"step": step, "reward": None if step in (3, 4) else 0.1 * step, "mismatch/k3": 0.0} for step in range(1, 41)
+    ]
+    path = write_run(tmp_path / "run", rows=rows)
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step"')
+    (path / "distributions.jsonl").unlink()
+    (tmp_path / "out-entropy.png").write_bytes(b"of an earlier report")
+    report(tmp_path / "out.html", path)
+    text = Page(read_page(tmp_path / "out.html")).text
+    for line in (
+        "run: reward is not finite at 2 steps: 3 to 4.",
+        "run: The last line of metrics.jsonl is incomplete",
+        "No run has a value of entropy.",
+        "No run has a distribution of ratio.",
+        "There are no two groups of the same model and reward to compare.",
+        "mismatch/k3 is 0 or below at 40 steps: 1 to 40.",
+    ):
+        assert line in text, line
+    assert not (tmp_path / "out-entropy.png").exists()
+
+
+def test_many_pairs_are_folded_and_all_on_the_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    for index, (scheme, seed) in enumerate(itertools.product("abcdef", (0, 1))):
+        rows = [{"step": 40, "reward": index // 2 + seed / 1000}]
+        write_run(tmp_path / f"{scheme}{seed}", scheme=scheme, seed=seed, rows=rows)
+    report(tmp_path / "report.html", tmp_path)
+    page = Page(read_page(tmp_path / "report.html"))
+    assert "Differences that exceed the seed noise: 15" in page.text and "5 more" in page.text
+    assert page.text.count(" exceeds the seed noise of ") == 15 and "details" in page.tags
+
+
+def test_evaluation_is_in_the_tables(tmp_path):
+    pytest.importorskip("matplotlib")
+    for seed, correct in ((0, 80), (1, 90)):
+        path = write_run(tmp_path / f"run{seed}", seed=seed)
+        scores = {"greedy": {"correct": correct, "total": 100}, "before": {"correct": 13, "total": 100}}
+        (path / "evaluation.json").write_text(json.dumps(scores))
+    report(tmp_path / "report.html", tmp_path)
+    text = Page(read_page(tmp_path / "report.html")).text
+    assert "85.0% (80.0% to 90.0%, 2 runs)" in text and "90 of 100 (90.0%)" in text and "13 of 100 (13.0%)" in text
+
+
+def test_what_runs_wrote_is_escaped(tmp_path):
+    pytest.importorskip("matplotlib")
+    evil = "<script>alert('$x_$')</script>&\"\x07\ud800"
+    path = write_run(tmp_path / "a<b>&amp;", scheme=evil, model="$\\frac", versions={evil: evil})
+    (path / "evaluation.json").write_text(json.dumps({evil: {"correct": 1, "total": 2}}))
+    rows = [{"step": 40, "reward": 1, evil: None}]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report(tmp_path / "report.html", path)
+    page = Page(read_page(tmp_path / "report.html"))
+    assert "script" not in page.tags and "b" not in page.tags
+    assert "<script>alert('$x_$')</script>&\"\N{REPLACEMENT CHARACTER}" in page.text and "a<b>&amp;" in page.text
+
+
+def test_page_over_an_earlier_one_is_the_same(grid, grid_page):
+    before = grid_page.read_bytes()
+    report(grid_page, grid)
+    assert grid_page.read_bytes() == before
+
+
+def test_run_of_a_version_before_quantize_learner_is_one_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path / "runs" / "old", alignment="aligned")
+    with pytest.raises(SystemExit, match="2"):
+        report(tmp_path / "report.html", path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has `alignment`, which `quantize_learner` has replaced" in line
+    write_run(tmp_path / "runs" / "new")
+    report(tmp_path / "report.html", tmp_path / "runs")
+    assert "Left out: " in Page(read_page(tmp_path / "report.html")).text

@@ -1,0 +1,155 @@
+import json
+
+import pytest
+
+from recorded_runs import write_run
+from trl_qarl.study.page import describe_differences, find_gaps
+from trl_qarl.study.runs import find_holes, read_run, read_runs
+from trl_qarl.study.statistics import make_groups
+
+
+def test_run_is_read_with_its_metrics_distributions_and_evaluation(tmp_path):
+    path = write_run(tmp_path / "run")
+    (path / "evaluation.json").write_text('{"greedy": {"correct": 3, "total": 4}}')
+    run = read_run(path)
+    assert (run.name, run.last_step, len(run.distributions), run.notes) == ("run", 40, 320, [])
+    assert run.evaluation == {"greedy": {"correct": 3, "total": 4}}
+    assert len(run.values("reward")) == 40 and "time" not in run.rows[1]
+
+
+def test_rows_of_one_step_are_merged(tmp_path):
+    rows = [{"step": 1, "reward": 0.5}, {"step": 1, "eval_reward": 0.25}]
+    assert read_run(write_run(tmp_path / "run", rows=rows)).rows == {1: {"reward": 0.5, "eval_reward": 0.25}}
+
+
+def test_half_written_last_line_is_left_out_and_noted(tmp_path):
+    path = write_run(tmp_path / "run", rows=[{"step": 40, "reward": 0.5}])
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 41, "rew')
+    run = read_run(path)
+    assert list(run.rows) == [40]
+    assert run.notes == ["The last line of metrics.jsonl is incomplete; the rows before it are used."]
+
+
+def test_line_broken_by_a_kill_before_a_resume_is_left_out_and_noted(tmp_path):
+    path = write_run(tmp_path / "run", rows=[])
+    (path / "metrics.jsonl").write_text(
+        '{"step": 39, "reward": 1}\n{"step": 4{"step": 40, "reward": 2}\n\n{"step": 40}\n'
+    )
+    assert read_run(path).notes == ["metrics.jsonl: 1 unreadable lines are not used (line 2)."]
+
+
+@pytest.mark.parametrize(
+    "line", ["3", "[]", "null", '{"reward": 1}', '{"step": "1"}', '{"step": -1}', '{"step": true}']
+)
+def test_line_that_is_no_row_is_left_out(tmp_path, line):
+    path = write_run(tmp_path / "run", rows=[])
+    (path / "metrics.jsonl").write_text(f'{line}\n{{"step": 40, "reward": 1}}\n')
+    assert read_run(path).rows == {40: {"reward": 1.0}}
+
+
+def test_steps_that_a_resumed_run_trained_again_replace_the_earlier_ones(tmp_path):
+    rows = [{"step": step, "reward": 0} for step in range(1, 40)] + [{"step": step, "reward": 1} for step in (31, 40)]
+    run = read_run(write_run(tmp_path / "run", rows=rows))
+    assert list(run.rows) == [*range(1, 32), 40]
+    assert run.values("reward")[30] == 0 and run.values("reward")[31] == 1
+    assert run.notes == ["The run was resumed: 9 logged steps were trained again, the later values are used."]
+
+
+def test_values_that_are_not_finite_become_gaps(tmp_path):
+    path = write_run(tmp_path / "run", rows=[])
+    values = ["null", "NaN", "Infinity", "1e999", "1" + "0" * 400, "0.5", '"text"', "true"]
+    lines = [f'{{"step": {step}, "reward": {value}}}\n' for step, value in enumerate(values, 33)]
+    (path / "metrics.jsonl").write_text("".join(lines))
+    run = read_run(path)
+    assert run.gaps("reward") == [33, 34, 35, 36, 37] and run.values("reward") == {38: 0.5}
+    assert find_gaps(run) == ["reward is not finite at 5 steps: 33 to 37."]
+
+
+def test_steps_further_apart_than_usual_are_a_hole():
+    assert find_holes([1, 3, 5, 7, 31, 33]) == [(7, 31)]
+    assert find_holes([1, 10, 20, 30, 35]) == find_holes([1, 40]) == find_holes([]) == []
+
+
+def test_resumed_run_that_repeats_one_step_forgets_what_the_killed_one_logged_there(tmp_path):
+    rows = [{"step": 1, "loss": 0.0, "reward": 0.1}, {"step": 1, "loss": 0.0, "entropy": 0.5}]
+    run = read_run(write_run(tmp_path / "run", rows=rows, max_steps=1))
+    assert run.rows == {1: {"loss": 0.0, "entropy": 0.5}}
+    assert run.notes == ["The run was resumed: 1 logged steps were trained again, the later values are used."]
+
+
+def test_summary_and_evaluation_of_a_step_join_its_row(tmp_path):
+    rows = [{"step": 1, "loss": 0.0, "reward": 0.1}, {"step": 1, "eval_reward": 0.2}, {"step": 1, "train_loss": 0.0}]
+    run = read_run(write_run(tmp_path / "run", rows=rows, max_steps=1))
+    assert run.rows == {1: {"loss": 0.0, "reward": 0.1, "eval_reward": 0.2, "train_loss": 0.0}} and not run.notes
+
+
+def test_numbers_too_large_to_compute_with_are_not_finite(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / f"run{seed}", rows=[{"step": 1, "reward": 1e200 * (1 + seed)}], seed=seed, max_steps=1)
+    (tmp_path / "run0" / "evaluation.json").write_text('{"a":' * 20_000)
+    with open(tmp_path / "run0" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1' + "0" * 400 + "}\n")
+    runs, _ = read_runs([tmp_path])
+    assert runs[0].last_step == 1 and runs[0].gaps("reward") == [1] and not runs[0].evaluation
+    assert describe_differences(make_groups(runs)) == {"exceeds": [], "within": [], "unknown": []}
+
+
+def test_runs_of_equal_names_keep_their_own_results(tmp_path):
+    rows = [{"step": step, "reward": 0.5} for step in (1, 2)]
+    paths = [write_run(tmp_path / a / "out" / "s", rows=rows, seed=seed) for seed, a in enumerate("ab")]
+    runs, _ = read_runs(paths)
+    assert [run.name for run in runs] == ["a/out/s", "b/out/s"]
+
+
+def test_run_that_ended_early_is_noted(tmp_path):
+    assert read_run(write_run(tmp_path / "run", num_steps=12)).notes == ["The run ended at step 12 of 40."]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"edges": [1, 2]},
+        {"edges": [1, 1, 2]},
+        {"edges": [1, None, 2]},
+        {"counts": [1, -1]},
+        {"counts": 3},
+        {"bounds": [1]},
+        {"bounds": None},
+        {"name": "x"},
+        {"sign": 0},
+    ],
+    ids=str,
+)
+def test_malformed_distribution_is_left_out_and_noted(tmp_path, change):
+    row = {"step": 1, "name": "ratio", "sign": "positive", "edges": [1, 2, 3], "counts": [4, 5], "bounds": [None, 2]}
+    path = write_run(tmp_path / "run")
+    (path / "distributions.jsonl").write_text(f"{json.dumps(row | change)}\n{json.dumps(row)}\n")
+    run = read_run(path)
+    assert run.distributions == [row]
+    assert run.notes == ["distributions.jsonl: 1 unreadable lines are not used (line 1)."]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"greedy": {"correct": 5, "total": 4}}', '{"greedy": {"correct": 0, "total": 0}}']
+)
+def test_malformed_evaluation_is_left_out_and_noted(tmp_path, text):
+    path = write_run(tmp_path / "run")
+    (path / "evaluation.json").write_text(text)
+    run = read_run(path)
+    assert run.evaluation == {} and "evaluation.json has another form" in run.notes[0]
+
+
+def test_directory_of_compare_is_read_and_its_unusable_cells_are_noted(tmp_path):
+    write_run(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "cell.json").write_text("{}")
+    (tmp_path / "unrelated").mkdir()
+    runs, notes = read_runs([tmp_path])
+    assert [run.name for run in runs] == ["a"]
+    assert notes == [f"Left out: {tmp_path / 'b'} has no metrics.jsonl: no step of it was logged."]
+
+
+def test_runs_of_equal_name_are_told_apart(tmp_path):
+    runs, _ = read_runs([write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", seed=1)])
+    assert [run.name for run in runs] == ["x/run", "y/run"]

@@ -1,0 +1,228 @@
+import json
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from trl_qarl.quantization.swap import prepare_model
+from trl_qarl.telemetry import recorder as module
+from trl_qarl.telemetry.codes import STALLED_UPDATES
+from trl_qarl.telemetry.recorder import Recorder
+from trl_qarl.telemetry.run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE
+
+
+class Clock:
+    """Seconds that pass where the test says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+
+    def wait(self, seconds):
+        self.now += seconds
+
+
+def make_recorder(model=None, num_processes=1, **options):
+    """A recorder without a trainer; each of the processes measures the same."""
+    args = SimpleNamespace(
+        **{
+            "objective": "tbpo",
+            "mismatch_cap": 2.0,
+            "positive_epsilon_high": 4e-4,
+            "negative_epsilon_low": 3e-4,
+            "negative_epsilon_high": 7e-4,
+            "vllm_importance_sampling_mode": "sequence_mask",
+            "use_vllm": False,
+            "vllm_mode": "server",
+            "mismatch_probe_steps": 0,
+            "learning_rate": 1e-9,
+        }
+        | options
+    )
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"),
+        is_main_process=True,
+        gather=lambda tensor: torch.cat([tensor.reshape(-1)] * num_processes),
+        reduce=lambda tensor, reduction="sum": tensor * num_processes,
+    )
+    metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+    model = nn.Identity() if model is None else model
+    return Recorder(args, accelerator, model, metrics, decode=lambda ids: " ".join(map(str, ids))), metrics
+
+
+def make_batch(num_sequences=4, num_tokens=6):
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(num_sequences, num_tokens, generator=generator)
+    ids = torch.arange(num_sequences * num_tokens).view(num_sequences, num_tokens)
+    return {
+        "prompt_ids": ids[:, :2],
+        "prompt_mask": torch.ones_like(ids[:, :2]),
+        "completion_ids": ids,
+        "completion_mask": torch.ones_like(ids),
+        "advantages": torch.tensor([1.0, -1.0, 2.0, 0.0])[:num_sequences],
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": old + 0.1,
+    }
+
+
+def test_seconds_of_a_part_are_without_those_of_the_parts_inside_it(monkeypatch):
+    clock, (recorder, _) = Clock(monkeypatch), make_recorder()
+    for _ in range(2):
+        with recorder.time("outer"):
+            clock.wait(1)
+            with recorder.time("middle"):
+                clock.wait(10)
+                with recorder.time("inner"):
+                    clock.wait(100)
+                with recorder.time("inner"):
+                    clock.wait(200)
+            clock.wait(2)
+    assert [recorder.pop_seconds(part) for part in ("outer", "middle", "inner")] == [6, 20, 600]
+    assert recorder.pop_seconds("outer") == 0
+
+
+def test_a_part_that_failed_is_not_counted_and_neither_are_its_seconds_outside(monkeypatch):
+    clock, (recorder, _) = Clock(monkeypatch), make_recorder()
+    with recorder.time("outer"):
+        clock.wait(1)
+        with pytest.raises(KeyError), recorder.time("inner"):
+            clock.wait(10)
+            raise KeyError
+    assert (recorder.pop_seconds("outer"), recorder.pop_seconds("inner")) == (1, 0)
+
+
+def test_a_turn_is_measured_by_its_time(monkeypatch):
+    clock, (recorder, metrics) = Clock(monkeypatch), make_recorder()
+    with recorder.time("rollout"):
+        clock.wait(2)
+    recorder.observe_turn([[1, 2, 3], [4]])
+    assert metrics["train"] == {
+        "rollout/seconds": [2],
+        "rollout/tokens_per_second": [2],
+        "rollout/mean_length": [2],
+    }
+
+
+def test_looping_and_garbled_completions_are_shares_over_all_processes():
+    recorder, metrics = make_recorder(num_processes=3)
+    recorder.observe_completions([[7] * 16, [1, 2]], ["fine", [{"content": "a\ufffdb"}]])
+    assert metrics["train"] == {"rollout/repetition_share": [0.5], "rollout/garbled_share": [0.5]}
+
+
+def test_a_rollout_is_logged_and_waits_as_a_batch_with_its_worst_completions():
+    recorder, metrics = make_recorder(num_processes=2)
+    metrics["train"]["reward"].append(0.25)
+    recorder.observe_rollout(make_batch(), {"publish/seconds": 3.0})
+    logged = {name: values[0] for name, values in metrics["train"].items()}
+    assert logged["mismatch/abs_logp_mean"] == pytest.approx(0.1) and logged["publish/seconds"] == 3.0
+    rows = recorder.pop()
+    assert rows[BATCHES_FILE] == [logged] and rows[DISTRIBUTIONS_FILE] == []
+    assert [row["kind"] for row in rows[WORST_FILE]] == ["mismatch", "improbable"]
+    json.dumps(rows)
+    assert recorder.pop() == {WORST_FILE: [], BATCHES_FILE: [], DISTRIBUTIONS_FILE: []}
+
+
+def test_evaluation_is_logged_and_not_kept():
+    recorder, metrics = make_recorder()
+    recorder.model.eval()
+    recorder.observe_rollout(make_batch(), {})
+    recorder.observe_update(torch.zeros(4, 6), make_batch())
+    assert metrics["eval"]["mismatch/abs_logp_mean"] and not metrics["train"]
+    assert not any(recorder.pop().values())
+
+
+def test_share_of_rejected_completions_is_that_of_weights_of_zero():
+    recorder, metrics = make_recorder()
+    metrics["train"]["reward"].append(0.0)
+    batch = make_batch() | {"importance_sampling_ratio": torch.tensor([[0.0], [1.0], [0.0], [2.0]])}
+    recorder.observe_rollout(batch, {})
+    assert metrics["train"]["mismatch/rejected_share"] == [0.5]
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "sapo"])
+def test_histograms_add_up_over_micro_batches_and_processes(objective):
+    recorder, _ = make_recorder(
+        num_processes=3, objective=objective, importance_sampling_level=None, loss_type=objective
+    )
+    batch = make_batch()
+    for _ in range(2):
+        recorder.observe_update(batch["old_per_token_logps"] + 0.01, batch)
+    rows = recorder.pop()[DISTRIBUTIONS_FILE]
+    # Two completions of positive advantage and one of negative, of six tokens each, twice on each of three processes.
+    tokens, sequences = {"positive": 72, "negative": 36}, {"positive": 12, "negative": 6}
+    expected = {"token_ratio": tokens, "token_mismatch_weight": tokens}
+    if objective == "tbpo":
+        expected |= {"ratio": sequences, "mismatch_weight": sequences}
+    assert {(row["name"], row["sign"]): sum(row["counts"]) for row in rows} == {
+        (name, sign): count for name, counts in expected.items() for sign, count in counts.items()
+    }
+
+
+def test_an_optimizer_step_is_measured_in_time_codes_and_quantization_steps(monkeypatch):
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(nn.Linear(128, 8))
+    prepare_model(model, "w8a8")
+    recorder, metrics = make_recorder(model)
+    for change in (0.0, 0.1):
+        recorder.on_pre_optimizer_step(None, None, None)
+        with torch.no_grad():
+            model[0].weight += change
+        clock.wait(5)
+        recorder.on_optimizer_step(None, None, None)
+    logged = metrics["train"]
+    assert logged["step/optimizer_seconds"] == [5, 5]
+    assert math.isnan(logged["quant/code_flip_rate"][0]) and logged["quant/code_flip_rate"][1] > 0.5
+    assert logged["quant/update_to_step"][0] == 0 and logged["quant/update_to_step"][1] > 1
+
+
+def test_a_stalled_policy_is_warned_about_once(caplog):
+    model = nn.Sequential(nn.Linear(128, 8))
+    prepare_model(model, "w8a8")
+    recorder, _ = make_recorder(model)
+    for step in range(STALLED_UPDATES + 3):
+        recorder.on_pre_optimizer_step(None, None, None)
+        with torch.no_grad():
+            model[0].weight.add_(0.0)
+        recorder.on_optimizer_step(None, None, None)
+        assert len(caplog.records) == (step >= STALLED_UPDATES)
+    assert "stalled: no code changes" in caplog.text and "(1e-09 here)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "expected"),
+    [
+        ([0, 1, 2, 3, 4, 5], {"mismatch_probe_steps": 2}, [0, 2, 4]),
+        # Generation batches do not come at every update.
+        ([0, 3, 4, 8], {"mismatch_probe_steps": 4}, [0, 4, 8]),
+        ([0, 1], {}, []),
+    ],
+)
+def test_probes_come_when_they_are_due(monkeypatch, steps, options, expected):
+    recorder, metrics = make_recorder(**options)
+    monkeypatch.setattr(recorder, "_compare_with_engine", lambda *args: (torch.ones(1), torch.ones(1)))
+    probed = []
+    for step in steps:
+        recorder.probe(make_batch(), step, engine=None)
+        if metrics["train"].pop("mismatch/probe_kl", None):
+            probed.append(step)
+    assert probed == expected
+
+
+def test_a_probe_that_loses_the_server_warns_and_one_of_pictures_too(monkeypatch, caplog):
+    recorder, metrics = make_recorder(mismatch_probe_steps=1)
+
+    def lost(*args):
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(recorder, "_compare_with_engine", lost)
+    recorder.probe(make_batch(), 0, engine=None)
+    recorder.probe(make_batch() | {"pixel_values": torch.zeros(1)}, 1, engine=None)
+    recorder.probe(make_batch() | {"completion_ids": torch.zeros(4, 1), "completion_mask": torch.ones(4, 1)}, 2, None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "The mismatch was not probed: gone",
+        "The mismatch was not probed: the prompts hold more than text.",
+    ]
+    assert not metrics["train"]

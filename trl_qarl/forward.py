@@ -1,0 +1,47 @@
+"""The learner's forward over a generation batch: its inputs, how it counts positions, and the tokens of the loss."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+__all__ = ["FORWARD_KEYS", "count_positions", "loss_mask", "takes_positions"]
+
+FORWARD_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+"""Inputs of a generation batch that the model's forward takes beside tokens and masks."""
+
+
+def takes_positions(model: nn.Module) -> bool:
+    # A model of pictures and text counts in several dimensions, by itself.
+    is_text_model = model.config.get_text_config() is model.config
+    return is_text_model and "position_ids" in inspect.signature(model.forward).parameters
+
+
+def count_positions(model: nn.Module) -> Callable[..., Any]:
+    """Forward of `model` that counts positions from the first token that is not padding."""
+
+    def forward(**inputs):
+        position_ids = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        return model(**inputs, position_ids=position_ids)
+
+    return forward
+
+
+def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """`(B, T)`, nonzero for the sampled tokens that count in the loss."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

@@ -1,0 +1,216 @@
+"""
+A low-bit weight as an object: torchao's tensor subclass, compressed-tensors' numbers.
+
+[`LowBitTensor`] looks like the dense weight `(N, K)` it stands for and holds codes and scales as
+[`~trl_qarl.quantization.quantize.quantize_weight`] makes them. It is the cache of a [`QuantizedLinear`], the frozen weight of a
+converted `nn.Linear`, and what is published and exported. torchao's `TorchAOBaseTensor` gives `detach`, `clone` and flattening;
+an operation that neither it nor this module knows raises.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torchao.utils import TorchAOBaseTensor
+from typing_extensions import override
+
+from .gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
+from .quantize import dequantize, fp8_gemm_weight, pack_int8, quantize_weight
+from .schemes import QuantScheme, get_scheme
+
+
+__all__ = ["LowBitTensor", "straight_through_linear"]
+
+_Operands = TypeVar("_Operands")
+
+
+class LowBitTensor(TorchAOBaseTensor):
+    """
+    A quantized weight `(N, K)` that takes no gradient.
+
+    `F.linear` multiplies by it with the products of [`~trl_qarl.quantization.gemm`], with gradients to input and bias.
+    `.to` moves it; a floating dtype given to `.to` changes `orig_dtype` alone, neither codes nor scales. `copy_` takes another
+    low-bit tensor of the same scheme and shape. After an import of this module `torch.load` reads it with `weights_only=True`.
+
+    Args:
+        qdata (`torch.Tensor`):
+            Codes, as [`~trl_qarl.quantization.quantize`] lays them out.
+        scale (`torch.Tensor`):
+            Scales `(N, K / group_size)` or `(N, 1)`.
+        scheme ([`QuantScheme`]):
+            The scheme they follow.
+        orig_dtype (`torch.dtype`):
+            Dtype of the master weight, the one this tensor shows and [`~LowBitTensor.dequantize`] gives by default.
+    """
+
+    tensor_data_names = ["qdata", "scale"]
+    tensor_attribute_names = ["scheme", "orig_dtype"]
+
+    def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, orig_dtype: torch.dtype):
+        shape = (qdata.shape[0], qdata.shape[1] * (8 if qdata.dtype is torch.int32 else 1))
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=orig_dtype, device=qdata.device)
+
+    def __init__(self, qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, orig_dtype: torch.dtype):
+        self.qdata = qdata
+        self.scale = scale
+        self.scheme = scheme
+        self.orig_dtype = orig_dtype
+        self._operands: dict[Callable[[Any], Any], Any] = {}
+
+    @classmethod
+    def from_hp(cls, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> "LowBitTensor":
+        """Quantize a master weight; arguments and errors are those of [`~trl_qarl.quantization.quantize.quantize_weight`]."""
+        return cls(*quantize_weight(weight, scheme, scale_dtype), scheme, weight.dtype)
+
+    @property
+    def group_size(self) -> int | None:
+        """Input features that share a scale; `None` for one scale per output channel."""
+        return None if self.scheme.group_size is None else self.shape[1] // self.scale.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.qdata.nbytes + self.scale.nbytes
+
+    @override
+    def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense weight: the exact product `scale * code`, rounded once to `output_dtype` or `orig_dtype`."""
+        return dequantize(self.qdata, self.scale, output_dtype or self.orig_dtype)
+
+    def gemm_weight(self) -> "LowBitTensor":
+        """What the engine's matrix product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
+        return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
+
+    def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
+        """`make(self)`, such as the operands of a kernel, computed at the first call."""
+        if make not in self._operands:
+            # Tensors made in inference mode could not take part in training later.
+            with torch.inference_mode(False), torch.no_grad():
+                self._operands[make] = make(self)
+        return self._operands[make]
+
+    def drop(self, make: Callable[["LowBitTensor"], Any]) -> None:
+        """Forget what [`~LowBitTensor.cached`] keeps for `make`."""
+        self._operands.pop(make, None)
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors under compressed-tensors' checkpoint names, without the layer's prefix."""
+        if self.scheme.format != "pack-quantized":
+            return {"weight": self.qdata, "weight_scale": self.scale}
+        packed = self.qdata if self.scheme.num_bits == 4 else pack_int8(self.qdata)
+        shape = torch.tensor(list(self.shape), device=packed.device)
+        return {"weight_packed": packed, "weight_scale": self.scale, "weight_shape": shape}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_operands": {}}
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        group = "" if self.group_size is None else f", group_size={self.group_size}"
+        return f"LowBitTensor({tuple(self.shape)}, {self.scheme.name}{group}, {self.orig_dtype}, {self.device})"
+
+
+def _fp8_tensor(weight: LowBitTensor) -> LowBitTensor:
+    return LowBitTensor(*fp8_gemm_weight(weight.qdata, weight.scale), get_scheme("fp8"), weight.orig_dtype)
+
+
+# A tracer would take codes and kernels apart, and a compiler might round activations in another order.
+@torch.compiler.disable
+def straight_through_linear(
+    x: torch.Tensor,
+    weight: LowBitTensor,
+    bias: torch.Tensor | None,
+    master: torch.Tensor | None = None,
+    product: Callable[..., tuple[Any, ...]] = low_bit_linear,
+) -> torch.Tensor:
+    """
+    `x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, as `nn.Linear`.
+
+    Gradients go to `x`, `bias` and `master`, each only where asked for: through the low-bit weight to its `master`, and through
+    the rounding of the activations, as if neither were rounded. `product` takes rows, weight and bias and returns what
+    [`~trl_qarl.quantization.gemm.low_bit_linear`] does.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    rows = x.reshape(-1, x.shape[-1])
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, master, bias))
+    if needs_grad and not uses_int4_kernel(rows, weight):
+        # The kernel's own copy of the weight lives through a rollout only, not through training.
+        weight.drop(int4_kernel_operands)
+    if needs_grad:
+        y = _StraightThroughLinear.apply(rows, master, bias, weight, product)
+    else:
+        y = product(rows, weight, bias)[0]
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _StraightThroughLinear(torch.autograd.Function):
+    """Low-bit product forward, high-precision straight-through backward; the low-bit weight takes no gradient."""
+
+    @staticmethod
+    def forward(ctx, rows, master, bias, weight, product):
+        y, seen, *_ = product(rows, weight, bias)
+        ctx.weight = weight
+        ctx.master_dtype = None if master is None else master.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(*(seen if ctx.needs_input_grad[1] else ()))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_rows = grad_master = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = grad @ ctx.weight.gemm_weight().dequantize(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            seen = ctx.saved_tensors
+            x = seen[0] if len(seen) == 1 else dequantize(*seen, grad.dtype)
+            grad_master = (grad.t() @ x).to(ctx.master_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_rows, grad_master, grad_bias, None, None
+
+
+@LowBitTensor.implements_torch_function(F.linear)
+def _linear(func, types, args, kwargs):
+    return _multiply(*args, **kwargs)
+
+
+def _multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(weight, LowBitTensor) or isinstance(input, LowBitTensor):
+        raise TypeError("A low-bit tensor can be the weight of `F.linear` only. Use `dequantize()` elsewhere.")
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "A low-bit weight takes no gradient, but it has requires_grad=True. Train its master (`prepare_model`), or "
+            "freeze it: `weight.requires_grad_(False)`."
+        )
+    return straight_through_linear(input, weight, bias)
+
+
+@LowBitTensor.implements(torch.ops.aten._to_copy.default)
+def _to_copy(func, types, args, kwargs):
+    self = args[0]
+    to = self._get_to_kwargs(*args[1:], **kwargs)
+    if not to["dtype"].is_floating_point:
+        raise TypeError(f"A low-bit tensor has no {to['dtype']} form. Its codes are `qdata`.")
+    qdata, scale = (t.to(to["device"], non_blocking=to.get("non_blocking", False)) for t in (self.qdata, self.scale))
+    moved = LowBitTensor(qdata, scale, self.scheme, to["dtype"])
+    return return_and_correct_aliasing(func, args, kwargs, moved)
+
+
+@LowBitTensor.implements(torch.ops.aten.copy_.default)
+def _copy(func, types, args, kwargs):
+    self, source = args[:2]
+    fits = isinstance(self, LowBitTensor) and isinstance(source, LowBitTensor)
+    if not fits or (self.scheme, self.shape, self.scale.shape) != (source.scheme, source.shape, source.scale.shape):
+        raise ValueError(f"copy_ takes a low-bit tensor of the same scheme and shape: {source!r} into {self!r}.")
+    self.qdata.copy_(source.qdata)
+    self.scale.copy_(source.scale)
+    self._operands.clear()
+    return self
+
+
+torch.serialization.add_safe_globals([LowBitTensor, QuantScheme])

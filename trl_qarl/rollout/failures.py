@@ -1,0 +1,63 @@
+"""What of a rollout fails, and how every process learns of it."""
+
+import logging
+from contextlib import contextmanager
+
+from accelerate.utils import gather_object
+
+from .client import ServerLost
+from .protocol import PublishError
+
+
+__all__ = ["EngineLost", "all_or_none", "as_lost"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLost(RuntimeError):
+    """
+    The engine could not be filled, or did not generate; a server, not in [`~trl_qarl.rollout.generation.MAX_ATTEMPTS`] attempts.
+
+    Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them stop
+    at the same line instead of waiting for each other.
+    """
+
+    def __iter__(self):
+        raise self
+
+
+@contextmanager
+def all_or_none(accelerator):
+    """
+    While open, an error of one process is raised by all of them, which would otherwise wait for it at their next meeting. Every
+    process has to open it, and a meeting inside must fail for all alike.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failures = [failure]
+    if accelerator.num_processes > 1:
+        failures = gather_object([None if failure is None else _for_others(failure)])
+    culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
+    if culprit is not None:
+        # All raise the same kind: what they do about it may be another meeting.
+        raise failure if culprit == accelerator.process_index else failures[culprit]
+
+
+def as_lost(error: Exception, doing: str) -> EngineLost:
+    """What `doing` was ended by, as [`EngineLost`]; what nobody foresaw is logged with its traceback."""
+    if isinstance(error, EngineLost):
+        return error
+    if not isinstance(error, (ServerLost, PublishError, ValueError)):
+        logger.error("%s in an unforeseen way", doing, exc_info=error)
+        return EngineLost(f"{doing}: {type(error).__name__}: {error}")
+    return EngineLost(f"{doing}: {error}")
+
+
+def _for_others(error: Exception) -> Exception:
+    """What the other processes raise; not every error can be pickled."""
+    if isinstance(error, (EngineLost, FloatingPointError)):
+        return type(error)(str(error))
+    return RuntimeError(f"Another process failed with {type(error).__name__}: {error}")

@@ -1,0 +1,298 @@
+"""[`Recorder`]: everything that is measured about a run, between the trainer that calls and the callback that writes."""
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from typing_extensions import override
+
+from ..forward import FORWARD_KEYS, loss_mask
+from ..objectives.presets import rejects_by_product
+from ..objectives.weights import mismatch_weight, sequence_log_ratio
+from ..quantization.swap import quantized_forward, quantized_layers
+from .bounds import histogram_bounds, sequence_bounds
+from .codes import (
+    STALLED_FLIP_RATE,
+    STALLED_UPDATES,
+    code_flip_rate,
+    is_stalled,
+    sampled_masters,
+    sqnr,
+    update_to_step,
+)
+from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, split_metrics, split_sums, weight_metrics
+from .probe import (
+    MAX_SCORED,
+    NUM_PROBES,
+    TOP_K,
+    compare_positions,
+    learner_log_probs,
+    likeliest,
+    probe_metrics,
+    top_log_probs,
+)
+from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, WORST_FILE
+from .text import completion_text, has_loop, is_garbled, without_padding, worst_examples
+
+
+__all__ = ["Recorder"]
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder(TrainerCallback):
+    """
+    Counters, timers and histograms of one run.
+
+    What is measured goes into `metrics`, which TRL averages and logs; what is written as it is waits for [`~Recorder.pop`].
+
+    Args:
+        args ([`QaRLConfig`]):
+            Configuration of the run.
+        accelerator ([`~accelerate.Accelerator`]):
+            Adds up over the processes, all of which have to call.
+        model (`nn.Module`):
+            The learner.
+        metrics (`Mapping[str, dict[str, list[float]]]`):
+            Values by name, for `"train"` and for `"eval"`.
+        decode (`Callable`):
+            From token ids to text.
+    """
+
+    def __init__(
+        self,
+        args,
+        accelerator,
+        model: nn.Module,
+        metrics: Mapping[str, dict[str, list[float]]],
+        decode: Callable[[Sequence[int]], str],
+    ):
+        self.args, self.accelerator, self.model = args, accelerator, model
+        self._metrics, self._decode = metrics, decode
+        self._bounds = histogram_bounds(args)
+        self._counts_sequences = sequence_bounds(args) is not None
+        self._histograms: torch.Tensor | None = None
+        self._worst: list[dict[str, Any]] = []
+        self._batches: list[dict[str, float]] = []
+        self._next_probe = 0
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._seconds_inside = 0.0
+        self._step_start = 0.0
+        self._masters: dict[str, torch.Tensor] = {}
+        self._flip_rates: deque[float] = deque(maxlen=STALLED_UPDATES)
+        self._has_warned = False
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Adds values to the metrics of training, or of evaluation while the model is in that mode."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in values.items():
+            metrics[name].append(value)
+
+    def masked_mean(self, values: torch.Tensor, mask: torch.Tensor) -> float:
+        """Mean of `values` where `mask` is 1, over all processes."""
+        totals = self.accelerator.reduce(torch.stack([(values.detach() * mask).sum(), mask.sum().float()]))
+        return (totals[0] / totals[1].clamp(min=1.0)).item()
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        """Adds the seconds until the context closes to those of `part`, without those of the parts timed inside it."""
+        start, outside, self._seconds_inside = time.perf_counter(), self._seconds_inside, 0.0
+        try:
+            yield
+            self._seconds[part] += time.perf_counter() - start - self._seconds_inside
+        finally:
+            self._seconds_inside = outside + time.perf_counter() - start
+
+    def pop_seconds(self, part: str) -> float:
+        """Seconds of `part` since the last call."""
+        return self._seconds.pop(part, 0.0)
+
+    def synchronize(self) -> None:
+        """A device that computes in the background would otherwise be timed with whoever waits for it first."""
+        if self.accelerator.device.type != "cpu":
+            torch.accelerator.synchronize(self.accelerator.device)
+
+    def observe_turn(self, completion_ids: Sequence[Sequence[int]]) -> None:
+        """One call of the engine, timed as `"rollout"`."""
+        num_tokens, seconds = sum(len(ids) for ids in completion_ids), self.pop_seconds("rollout")
+        self.log(
+            {
+                "rollout/seconds": seconds,
+                "rollout/tokens_per_second": num_tokens / seconds,
+                "rollout/mean_length": num_tokens / max(len(completion_ids), 1),
+            }
+        )
+
+    def observe_completions(self, completion_ids: Sequence[Sequence[int]], completions: Sequence[Any]) -> None:
+        """How many completions loop or are garbled."""
+        loops = sum(has_loop(ids) for ids in completion_ids)
+        garbled = sum(is_garbled(completion_text(completion)) for completion in completions)
+        sums = torch.tensor([len(completions), loops, garbled], device=self.accelerator.device)
+        total, loops, garbled = self.accelerator.reduce(sums, reduction="sum").tolist()
+        shares = {"repetition": loops / max(total, 1), "garbled": garbled / max(total, 1)}
+        self.log({f"rollout/{name}_share": share for name, share in shares.items()})
+
+    def observe_rollout(self, output: dict[str, Any], publication: Mapping[str, float]) -> None:
+        """
+        Mismatch and quantization error of a generation batch.
+
+        Args:
+            output (`dict`):
+                The batch as TRL makes it, with `old_per_token_logps` and `sampling_per_token_logps`.
+            publication (`Mapping[str, float]`):
+                What was measured when its weights were published.
+        """
+        old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], loss_mask(output)
+        sums, maximum = mismatch_sums(old, sampling, mask)
+        splits, maxima = split_sums(old, sampling, output["advantages"], mask)
+        if sums.device.type == "mps":
+            sums, splits, maxima = sums.float(), splits.float(), maxima.float()
+        weights = self.accelerator.gather(mismatch_weight(old, sampling, mask, self.args.mismatch_cap))
+        advantages = self.accelerator.gather(output["advantages"])
+        maxima = self.accelerator.gather(maxima).view(-1, len(maxima)).amax(0)
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        splits = self.accelerator.reduce(splits, reduction="sum")
+        maximum = self.accelerator.gather(maximum).max()
+        batch = {
+            **mismatch_metrics(sums, maximum, weights),
+            **split_metrics(splits, maxima),
+            **weight_metrics(weights, advantages),
+            **sqnr(quantized_layers(self.model)),
+        }
+        ratio = output.get("importance_sampling_ratio")
+        if ratio is not None and self.args.vllm_importance_sampling_mode.endswith("mask"):
+            counts = mask.bool() if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
+            batch["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
+        batch |= publication
+        self.log(batch)
+        if not self.model.training:
+            return
+        self._batches.append({"reward": self._metrics["train"]["reward"][-1], **batch})
+        self._worst += worst_examples(
+            old,
+            sampling,
+            mask,
+            output["advantages"],
+            without_padding(output["prompt_ids"], output["prompt_mask"]),
+            without_padding(output["completion_ids"], output["completion_mask"]),
+            self._decode,
+        )
+
+    def probe(self, output: dict[str, Any], step: int, engine: Callable[..., Any] | None) -> None:
+        """
+        Compares learner and engine over the whole vocabulary on the first few completions, where it is time to.
+
+        Args:
+            output (`dict`):
+                A generation batch.
+            step (`int`):
+                Updates so far.
+            engine (`Callable` or `None`):
+                [`~trl_qarl.rollout.scoring.prompt_log_probs`]; `None` where the learner generates.
+        """
+        every = self.args.mismatch_probe_steps
+        is_server = self.args.use_vllm and self.args.vllm_mode == "server"
+        is_due = every and self.model.training and step >= self._next_probe
+        if not is_due or (is_server and not self.accelerator.is_main_process):
+            return
+        self._next_probe = step + every
+        if any(output.get(key) is not None for key in FORWARD_KEYS):
+            logger.warning("The mismatch was not probed: the prompts hold more than text.")
+            return
+        prompts = without_padding(output["prompt_ids"], output["prompt_mask"])[:NUM_PROBES]
+        completions = without_padding(output["completion_ids"], output["completion_mask"])[:NUM_PROBES]
+        # The last token is left out: the engine generates one more, for which a full context has no room.
+        completions = [ids[:-1][:MAX_SCORED] for ids in completions]
+        sequences = [(p + c, len(c)) for p, c in zip(prompts, completions, strict=True) if c]
+        if not sequences:
+            return
+        try:
+            self.log(probe_metrics([self._compare_with_engine(ids, count, engine) for ids, count in sequences]))
+        except ConnectionError as error:
+            # The next publication or rollout gets the server back.
+            logger.warning("The mismatch was not probed: %s", error)
+
+    def _compare_with_engine(
+        self, ids: list[int], count: int, engine: Callable[..., Any] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.accelerator.device
+        with self.accelerator.autocast():
+            learner_logps = learner_log_probs(self.model, torch.tensor(ids, device=device), count)
+            if engine is not None:
+                engine_ids, engine_logps = likeliest(engine([ids], TOP_K)[0][-count:])
+            else:
+                with quantized_forward(self.model):
+                    engine_ids, engine_logps = top_log_probs(
+                        learner_log_probs(self.model, torch.tensor(ids, device=device), count)
+                    )
+        return compare_positions(engine_ids.to(device), engine_logps.to(device), learner_logps)
+
+    @torch.no_grad()
+    def observe_update(self, per_token_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """Counts the ratios of a micro-batch, whose log-probs under the learner now are `(B, T)`."""
+        if not self.model.training:
+            return
+        old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
+        mask, advantages = loss_mask(inputs), inputs["advantages"]
+        tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
+        advantages_of_tokens = advantages.unsqueeze(1).expand_as(old).flatten()
+        counts = ratio_histograms(tokens, advantages_of_tokens, mask.bool().flatten())
+        if self._counts_sequences:
+            log_weight = sequence_log_ratio(old, sampling, mask)
+            if rejects_by_product(self.args):
+                log_weight = log_weight * mask.sum(-1)
+            sequences = torch.stack([sequence_log_ratio(per_token_logps, old, mask), log_weight])
+            counts = torch.cat([counts, ratio_histograms(sequences, advantages, mask.bool().any(-1))])
+        self._histograms = counts if self._histograms is None else self._histograms + counts
+
+    @override
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._step_start = time.perf_counter()
+        self._masters = sampled_masters(quantized_layers(self.model))
+
+    @override
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Quantizes the masters, measures how many codes changed, and warns once where none do for long."""
+        layers = quantized_layers(self.model)
+        rate = code_flip_rate(layers.values())
+        self.synchronize()
+        self.log({"step/optimizer_seconds": time.perf_counter() - self._step_start})
+        if not layers:
+            return
+        relative = update_to_step(self._masters, layers)
+        self.log({"quant/code_flip_rate": rate, "quant/update_to_step": relative})
+        self._flip_rates.append(rate)
+        if self._has_warned or not is_stalled(self._flip_rates):
+            return
+        self._has_warned = True
+        logger.warning(
+            "The low-bit policy is stalled: no code changes. In each of the last %d updates less than %g of its codes "
+            "changed, and the last one moved the masters by %.1e quantization steps on average. Raise `learning_rate` "
+            "(%g here) and keep the masters in float32 (they are %s).",
+            STALLED_UPDATES,
+            STALLED_FLIP_RATE,
+            relative,
+            self.args.learning_rate,
+            str(next(iter(layers.values())).weight.dtype).removeprefix("torch."),
+        )
+
+    def pop(self) -> dict[str, list[dict[str, Any]]]:
+        """
+        Rows by file since the last call: generation batches and worst completions of this process, and the histograms of an
+        update, added up over all processes and micro-batches. Every process has to call it.
+        """
+        rows = {WORST_FILE: self._worst, BATCHES_FILE: self._batches, DISTRIBUTIONS_FILE: []}
+        counts, self._histograms, self._worst, self._batches = self._histograms, None, [], []
+        if counts is not None:
+            counts = self.accelerator.reduce(counts, reduction="sum").tolist()
+            rows[DISTRIBUTIONS_FILE] = [
+                {"name": name, "sign": sign, "edges": HISTOGRAM_EDGES, "counts": row, "bounds": bounds}
+                for (name, sign, bounds), row in zip(self._bounds, counts, strict=True)
+            ]
+        return rows

@@ -1,0 +1,67 @@
+"""What a model in vLLM holds: names, fingerprints and kernels of its layers."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+from ..rollout.fingerprint import fingerprint
+
+
+__all__ = ["dtype_and_shape", "kernels_in_use", "live_fingerprints", "owned_names", "tied_names"]
+
+
+def live_fingerprints(model: nn.Module) -> dict[str, str]:
+    """Fingerprints of all parameters and buffers of a model in its kernels' format, by their names in it."""
+    values: dict[int, str] = {}
+    fingerprints = {}
+    for prefix, layer in model.named_modules():
+        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None:
+                if id(tensor) not in values:
+                    values[id(tensor)] = fingerprint(tensor)
+                fingerprints[f"{prefix}.{leaf}" if prefix else leaf] = values[id(tensor)]
+    return fingerprints
+
+
+def dtype_and_shape(value: str) -> str:
+    """Dtype and shape of a fingerprint."""
+    return value.rpartition(" ")[0]
+
+
+def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of parameters that are another one's tensor, and that one's name."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        source = first.setdefault(id(parameter), name)
+        if source != name:
+            yield name, source
+
+
+def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Each parameter of a model in checkpoint format, and the names in a checkpoint that fill it, in their order."""
+    packed = getattr(model, "packed_modules_mapping", {}) or {}
+    seen: set[int] = set()
+    for prefix, layer in model.named_modules():
+        # Attention layers hold cache scales, which have defaults.
+        if is_deferred_attention_layer(layer) or id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        parent, _, leaf = prefix.rpartition(".")
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                parts = packed.get(leaf, [leaf])
+                names = [".".join(part for part in (parent, module, name) if part) for module in parts]
+                yield f"{prefix}.{name}" if prefix else name, names
+
+
+def kernels_in_use(model: nn.Module) -> dict[str, int]:
+    """Class names of the kernels that run the linear layers, and how many layers each runs."""
+    counts: dict[str, int] = {}
+    for layer in model.modules():
+        scheme = getattr(layer, "scheme", None)
+        if scheme is None:
+            continue
+        kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or scheme
+        counts[type(kernel).__name__] = counts.get(type(kernel).__name__, 0) + 1
+    return counts

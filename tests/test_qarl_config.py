@@ -256,9 +256,9 @@ def test_on_policy_makes_one_update_per_generation_batch(tmp_path):
     assert c.steps_per_generation == 4
 
 
-def test_bounds_of_the_mismatch_keep_trls_defaults_under_tbpo(tmp_path):
-    c = config(tmp_path, vllm_importance_sampling_correction=True)
-    assert (c.vllm_importance_sampling_correction, c.vllm_importance_sampling_mode) == (True, "sequence_mask")
+@pytest.mark.parametrize("options", [{}, {"vllm_importance_sampling_correction": True}], ids=str)
+def test_trls_own_correction_of_the_mismatch_is_off_under_tbpo(tmp_path, options):
+    assert config(tmp_path, **options).vllm_importance_sampling_correction is False
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
     """
     The `quantization_config` entry of the model's `config.json`, as compressed-tensors defines it.
 
-    One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular expression.
+    One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular
+    expression.
     """
     formats = quantized_formats(model)
     by_format: dict[tuple[str, int | None], list[str]] = defaultdict(list)

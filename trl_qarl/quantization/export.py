@@ -38,15 +38,15 @@ def export_checkpoint(
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is written
-            as an ordinary checkpoint.
+            Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is
+            written as an ordinary checkpoint.
         output_dir (`str` or `Path`):
             Folder to write; made if missing.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             Saved beside the weights.
         dtype (`torch.dtype`, *optional*):
-            Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales of prepared layers are
-            rounded, else to the model's.
+            Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales of prepared layers
+            are rounded, else to the model's.
         max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
             Largest size of one shard.
 
@@ -64,8 +64,8 @@ def export_checkpoint(
     if formats and has_stacked_experts(model):
         scheme, _ = next(iter(formats.values()))
         raise ValueError(
-            f"{type(model).__name__} has experts in high precision beside layers in {scheme.name!r}. Under one name vLLM "
-            "looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
+            f"{type(model).__name__} has experts in high precision beside layers in {scheme.name!r}. Under one name "
+            "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
             "with `save_model`, or train with scheme='bf16'."
         )
     if any(output_dir.glob("*.safetensors")) and not is_export(output_dir):

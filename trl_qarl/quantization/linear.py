@@ -41,8 +41,8 @@ class QuantizedLinear(nn.Linear):
         scheme ([`QuantScheme`]): the scheme.
         group_size (`int` or `None`): group size in use for this matrix.
         scale_dtype (`torch.dtype`): dtype in which the engine runs the model, to which scales are rounded.
-        use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`, while
-            the low-bit weight can still be had for publication and export.
+        use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`,
+            while the low-bit weight can still be had for publication and export.
         kernel_name (`str` or `None`): name of the kernel of the last forward.
         num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization, 0-d int64.
     """
@@ -116,9 +116,7 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def convert(self) -> nn.Linear:
-        """
-        Replace the master by its low-bit weight, frozen, in place: an `nn.Linear` that computes what this layer computes.
-        """
+        """Replace the master by its frozen low-bit weight, in place: an `nn.Linear` that computes what this layer does."""
         low_bit = self.low_bit_weight()
         linear = self.to_linear()
         linear.weight = nn.Parameter(low_bit, requires_grad=False)

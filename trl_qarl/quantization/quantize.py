@@ -1,5 +1,7 @@
 r"""
-The one definition of a low-bit weight's numbers, on plain tensors; [`~trl_qarl.quantization.tensors.LowBitTensor`] is the object.
+The one definition of a low-bit weight's numbers, on plain tensors.
+
+[`~trl_qarl.quantization.tensors.LowBitTensor`] is the object that carries them.
 
 Weights, symmetric, with one scale per output channel or per group of input features:
 
@@ -73,8 +75,8 @@ def quantize_weight(
             scheme fixes its own scale dtype.
 
     Returns:
-        `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or `(N, 1)`. Neither
-        carries a gradient.
+        `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or `(N, 1)`.
+        Neither carries a gradient.
 
     Raises:
         ValueError: if no group size divides `K`, or if the codes of a row do not fill words of the checkpoint.

@@ -6,8 +6,8 @@ Turn a model's linear layers into quantized ones and back, or into frozen low-bi
 | prepared | the master; the forward quantizes it | [`prepare_model`], `quantize_(model, QaRLWeightConfig("w4a16"))` |
 | converted | a frozen [`LowBitTensor`], in an ordinary `nn.Linear` | [`convert_model`], the same with `step="convert"` |
 
-`quantize_` is torchao's (https://github.com/pytorch/ao). It passes every linear layer that its `filter_fn` lets through, by default
-the output head too; [`prepare_model`] knows which layers to leave alone.
+`quantize_` is torchao's (https://github.com/pytorch/ao). It passes every linear layer that its `filter_fn` lets through,
+by default the output head too; [`prepare_model`] knows which layers to leave alone.
 """
 
 import re
@@ -57,9 +57,9 @@ class QaRLWeightConfig(AOBaseConfig):
         group_size (`int`, *optional*):
             Group size instead of the scheme's own.
         step (`str`, *optional*, defaults to `"prepare"`):
-            `"prepare"` makes a plain `nn.Linear` a [`QuantizedLinear`] with the same parameters; `"convert"` makes a prepared layer
-            an `nn.Linear` whose weight is the frozen [`LowBitTensor`], with the same outputs bit for bit, and leaves other
-            layers alone.
+            `"prepare"` makes a plain `nn.Linear` a [`QuantizedLinear`] with the same parameters; `"convert"` makes a
+            prepared layer an `nn.Linear` whose weight is the frozen [`LowBitTensor`], with the same outputs bit for
+            bit, and leaves other layers alone.
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model, for `"prepare"`. Defaults to each weight's dtype.
 
@@ -90,8 +90,8 @@ def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
         return module
     if module.scheme != config.scheme:
         raise ValueError(
-            f"The layer was prepared with {module.scheme}, so it cannot be converted with {config.scheme}. Give the same "
-            "`scheme` and `group_size`, or use `convert_model`."
+            f"The layer was prepared with {module.scheme}, so it cannot be converted with {config.scheme}. Give the "
+            "same `scheme` and `group_size`, or use `convert_model`."
         )
     return module.convert()
 
@@ -217,10 +217,13 @@ def restore_model(model: nn.Module) -> int:
 
 def convert_model(model: nn.Module) -> int:
     """
-    Turn every [`QuantizedLinear`] of `model` into an `nn.Linear` with its frozen low-bit weight, in place, and return how many.
+    Turn every [`QuantizedLinear`] of `model` into an `nn.Linear` with its frozen low-bit weight, in place.
 
-    The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed and exported, not
-    trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
+    The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed and
+    exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
+
+    Returns:
+        The number of layers.
 
     Raises:
         ValueError: if no layer is prepared.

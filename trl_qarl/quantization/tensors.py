@@ -2,9 +2,9 @@
 A low-bit weight as an object: torchao's tensor subclass, compressed-tensors' numbers.
 
 [`LowBitTensor`] looks like the dense weight `(N, K)` it stands for and holds codes and scales as
-[`~trl_qarl.quantization.quantize.quantize_weight`] makes them. It is the cache of a [`QuantizedLinear`], the frozen weight of a
-converted `nn.Linear`, and what is published and exported. torchao's `TorchAOBaseTensor` gives `detach`, `clone` and flattening;
-an operation that neither it nor this module knows raises.
+[`~trl_qarl.quantization.quantize.quantize_weight`] makes them. It is the cache of a [`QuantizedLinear`], the frozen
+weight of a converted `nn.Linear`, and what is published and exported. torchao's `TorchAOBaseTensor` gives `detach`,
+`clone` and flattening; an operation that neither it nor this module knows raises.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,9 @@ class LowBitTensor(TorchAOBaseTensor):
     A quantized weight `(N, K)` that takes no gradient.
 
     `F.linear` multiplies by it with the products of [`~trl_qarl.quantization.gemm`], with gradients to input and bias.
-    `.to` moves it; a floating dtype given to `.to` changes `orig_dtype` alone, neither codes nor scales. `copy_` takes another
-    low-bit tensor of the same scheme and shape. After an import of this module `torch.load` reads it with `weights_only=True`.
+    `.to` moves it; a floating dtype given to `.to` changes `orig_dtype` alone, neither codes nor scales. `copy_` takes
+    another low-bit tensor of the same scheme and shape. After an import of this module `torch.load` reads it with
+    `weights_only=True`.
 
     Args:
         qdata (`torch.Tensor`):
@@ -62,7 +63,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @classmethod
     def from_hp(cls, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> "LowBitTensor":
-        """Quantize a master weight; arguments and errors are those of [`~trl_qarl.quantization.quantize.quantize_weight`]."""
+        """Quantize a master weight as [`~trl_qarl.quantization.quantize.quantize_weight`] does, with its errors."""
         return cls(*quantize_weight(weight, scheme, scale_dtype), scheme, weight.dtype)
 
     @property
@@ -81,7 +82,7 @@ class LowBitTensor(TorchAOBaseTensor):
         return dequantize(self.qdata, self.scale, output_dtype or self.orig_dtype)
 
     def gemm_weight(self) -> "LowBitTensor":
-        """What the engine's matrix product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
+        """What the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
@@ -129,9 +130,9 @@ def straight_through_linear(
     """
     `x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, as `nn.Linear`.
 
-    Gradients go to `x`, `bias` and `master`, each only where asked for: through the low-bit weight to its `master`, and through
-    the rounding of the activations, as if neither were rounded. `product` takes rows, weight and bias and returns what
-    [`~trl_qarl.quantization.gemm.low_bit_linear`] does.
+    Gradients go to `x`, `bias` and `master`, each only where asked for: through the low-bit weight to its `master`, and
+    through the rounding of the activations, as if neither were rounded. `product` takes rows, weight and bias and
+    returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -184,8 +185,8 @@ def _multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         raise TypeError("A low-bit tensor can be the weight of `F.linear` only. Use `dequantize()` elsewhere.")
     if weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            "A low-bit weight takes no gradient, but it has requires_grad=True. Train its master (`prepare_model`), or "
-            "freeze it: `weight.requires_grad_(False)`."
+            "A low-bit weight takes no gradient, but it has requires_grad=True. Train its master "
+            "(`prepare_model`), or freeze it: `weight.requires_grad_(False)`."
         )
     return straight_through_linear(input, weight, bias)
 

@@ -9,9 +9,9 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 | not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.kernels`]) |
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. Calling
-[`~trl_qarl.quantization.gemm.low_bit_linear`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and learner the same
-arithmetic; the tensors are used as they arrive, so a reload has no layout to get wrong. A layer has one kernel, whatever the number of rows: prefill
-and decode of the engine give the same bits.
+[`~trl_qarl.quantization.gemm.low_bit_linear`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and
+learner the same arithmetic; the tensors are used as they arrive, so a reload has no layout to get wrong. A layer has
+one kernel, whatever the number of rows: prefill and decode of the engine give the same bits.
 """
 
 import torch

@@ -31,7 +31,7 @@ ENDPOINTS = (
 )
 """What is asked of a server while training."""
 
-START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qarl_describe", "/server_info")
+START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qarl_describe")
 """What is asked of it before, and some of it again when it comes back."""
 
 KINDS = ("refuse", "500", "400", "hang", "reset", "die", "garbage", "truncated")

@@ -183,8 +183,6 @@ class Engine:
                 return 200, {"success": True}
             elif path == "/weight_info":
                 return 200, {"weight_version": self.weight_version}
-            elif path == "/server_info":
-                return 200, {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
             elif path == "/v1/models":
                 return 200, {"data": [{"id": str(self.model)}]}
             elif path == "/v1/completions":

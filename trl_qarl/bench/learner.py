@@ -255,8 +255,14 @@ def _cached_bytes(layer: "torch.nn.Module") -> int:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    held = [value for name, value in vars(layer).items() if name not in ("_parameters", "_buffers", "_modules")]
-    return sum(leaf.nbytes for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor))
+    from ..quantization.tensors import LowBitTensor
+
+    held = tree_leaves([v for name, v in vars(layer).items() if name not in ("_parameters", "_buffers", "_modules")])
+    for leaf in held:
+        if isinstance(leaf, LowBitTensor):
+            # Its own size is that of the weight it stands for. What it holds may be low-bit too, and is visited in turn.
+            held += tree_leaves(leaf.held())
+    return sum(leaf.nbytes for leaf in held if isinstance(leaf, torch.Tensor) and not isinstance(leaf, LowBitTensor))
 
 
 def _describe_model(model, dtype, sequence_length) -> str:

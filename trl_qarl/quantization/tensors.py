@@ -97,6 +97,10 @@ class LowBitTensor(TorchAOBaseTensor):
         """Forget what [`~LowBitTensor.cached`] keeps for `make`."""
         self._operands.pop(make, None)
 
+    def held(self) -> list[Any]:
+        """Codes, scales and everything that [`~LowBitTensor.cached`] keeps: what this tensor costs in memory."""
+        return [self.qdata, self.scale, *self._operands.values()]
+
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors under compressed-tensors' checkpoint names, without the layer's prefix."""
         if self.scheme.format != "pack-quantized":

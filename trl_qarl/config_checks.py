@@ -20,14 +20,17 @@ from .inherited_options import (
     UNSET,
     VLLM_SAMPLING_KWARGS,
 )
+from .numerics.kernels import SCHEMES as ENGINE_SCHEMES
 from .objectives.presets import OBJECTIVES, PRESETS
 from .quantization.schemes import get_scheme
-from .quantization.vllm_kernels import LEARNER_KERNELS
 
 
 __all__ = [
+    "EXACT",
+    "NUMERICS",
     "as_dict",
     "check_inherited",
+    "check_numerics",
     "check_objective",
     "check_precision",
     "check_probe",
@@ -41,6 +44,9 @@ __all__ = [
     "refused_by_all",
     "refused_by_tbpo",
 ]
+
+NUMERICS = ("fast", "engine")
+EXACT = ("require", "warn")
 
 # Beside TRL's own defaults.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
@@ -56,10 +62,51 @@ def check_scheme(config) -> Iterator[str]:
             "quantize_learner=False with scheme='bf16': there is no low-bit weight for the rollout to run. Choose a "
             "quantized scheme, or leave out `quantize_learner`."
         )
-    if config.learner_kernel not in LEARNER_KERNELS:
-        yield f"learner_kernel={config.learner_kernel!r} is unknown. Choose one of {list(LEARNER_KERNELS)}."
     if config.exclude_modules and config.scheme == "bf16":
         yield f"exclude_modules={config.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
+
+
+def check_numerics(config) -> Iterator[str]:
+    for name, known in (("numerics", NUMERICS), ("exact", EXACT)):
+        if getattr(config, name) not in known:
+            yield f"{name}={getattr(config, name)!r} is unknown. Choose one of {list(known)}."
+    if config.numerics != "engine":
+        return
+    for is_met, option, reason in (
+        (
+            config.use_cpu,
+            "use_cpu=False",
+            "the engine's operations have gradients on CPUs alone so far. Set `use_cpu=True`",
+        ),
+        (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
+        (
+            config.quantize_learner,
+            "quantize_learner=False",
+            "the learner would compute with other weights than the engine. Leave it out",
+        ),
+        (
+            not config.is_quantized or config.scheme in ENGINE_SCHEMES,
+            f"scheme={config.scheme!r}",
+            f"its product has not been compared with the engine's; those of {['bf16', *ENGINE_SCHEMES]} have",
+        ),
+        (
+            not config.cast_lm_head_to_fp32,
+            "cast_lm_head_to_fp32=True",
+            "the engine's output head computes in bfloat16. Remove it",
+        ),
+        (
+            config.cache_implementation is None,
+            f"cache_implementation={config.cache_implementation!r}",
+            "the engine's attention reads transformers' default cache alone. Remove it",
+        ),
+        (
+            config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
+            f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}",
+            "sums over several processes are rounded otherwise. Set it to 1",
+        ),
+    ):
+        if not is_met:
+            yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."
 
 
 def check_precision(config) -> Iterator[str]:

@@ -8,8 +8,11 @@ from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .config_checks import (
+    EXACT,
+    NUMERICS,
     as_dict,
     check_inherited,
+    check_numerics,
     check_objective,
     check_precision,
     check_probe,
@@ -26,7 +29,6 @@ from .inherited_options import UNSET
 from .objectives.presets import OBJECTIVES, PRESETS
 from .quantization.gemm import has_fast_bf16
 from .quantization.schemes import SCHEMES
-from .quantization.vllm_kernels import LEARNER_KERNELS
 
 
 __all__ = ["QaRLConfig"]
@@ -62,9 +64,14 @@ class QaRLConfig(GRPOConfig):
             QaRL. With `False` they run the high-precision master weights: quantized rollout training.
         exclude_modules (`list[str]` or `str`, *optional*):
             Linear layers to keep in high precision, as in PEFT: names or last components, or a regular expression.
-        learner_kernel (`str`, *optional*, defaults to `"auto"`):
-            Whose low-bit products the learner uses: `"torch"`, `"vllm"` (the engine's own, where it can be borrowed), or
-            `"auto"` for the better measured one, which is `"torch"` so far.
+        numerics (`str`, *optional*, defaults to `"fast"`):
+            How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels for
+            every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with AVX512,
+            bf16, vLLM 0.31; Llama, Qwen2 and Qwen3). `"fast"`: as transformers does, with rounding of its own.
+        exact (`str`, *optional*, defaults to `"require"`):
+            With `numerics="engine"`, what happens where the log-prob of any sampled token is not the learner's:
+            `"require"` raises and names the token, and with `vllm_mode="colocate"` the first layer that differs; `"warn"`
+            logs the same.
         objective (`str`, *optional*, defaults to `"tbpo"`):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
             `"on-policy"`, `"dual-clip"`, which set TRL's options; or one of TRL's losses (`"grpo"`, `"dapo"`, `"sapo"`,
@@ -140,12 +147,20 @@ class QaRLConfig(GRPOConfig):
             "is a regular expression over the whole name)."
         },
     )
-    learner_kernel: str = field(
-        default="auto",
+    numerics: str = field(
+        default="fast",
         metadata={
-            "help": "Whose low-bit products the learner uses: 'torch', 'vllm' (the engine's own, where it can be borrowed), "
-            "or 'auto' for the better measured one.",
-            "choices": list(LEARNER_KERNELS),
+            "help": "How the learner computes: 'engine' (vLLM's own kernels for every operation, so that rollout and learner "
+            "give a token the same log-prob, bit for bit; on CPUs) or 'fast'.",
+            "choices": list(NUMERICS),
+        },
+    )
+    exact: str = field(
+        default="require",
+        metadata={
+            "help": "With numerics='engine', what happens where a sampled token's log-prob is not the learner's: 'require' "
+            "raises, 'warn' logs.",
+            "choices": list(EXACT),
         },
     )
     objective: str = field(
@@ -261,7 +276,7 @@ class QaRLConfig(GRPOConfig):
         if generation_kwargs.get("do_sample") is True:
             # What TRL sets itself; vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
-        problems = [*check_scheme(self), *check_precision(self), *check_objective(self)]
+        problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
         not_of_tbpo = [*refused_by_tbpo(self)] if self.objective == "tbpo" else []
         self._apply_objective()
         problems += [*check_ratios(self), *check_inherited(self), *check_probe(self), *check_vllm(self)]

@@ -22,6 +22,8 @@ from .checks import PICTURES, check_arguments, check_dropout, check_launch, prob
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
 from .muon import create_muon_adamw
+from .numerics.attach import attach_engine_numerics
+from .numerics.exact import describe_difference, largest_difference
 from .objectives.presets import PRESETS
 from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
 from .objectives.weights import mismatch_ratio, sequence_log_ratio, weigh_advantages
@@ -134,6 +136,8 @@ class QaRLTrainer(GRPOTrainer):
             prepare_model(
                 self.accelerator.unwrap_model(self.ref_model), self.swap_report.scheme, **self._swap_arguments
             )
+        if self.ref_model is not None and args.numerics == "engine":
+            attach_engine_numerics(self.accelerator.unwrap_model(self.ref_model), self._scale_dtype, args.temperature)
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
         described = {
             "model": self.model.name_or_path,
@@ -155,13 +159,14 @@ class QaRLTrainer(GRPOTrainer):
         self._swap_arguments = {
             "exclude_modules": args.exclude_modules,
             "scale_dtype": self._scale_dtype,
-            "kernel": args.learner_kernel,
         }
         scheme = get_scheme(args.scheme, args.group_size)
         self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
-        logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
+        if args.numerics == "engine":
+            attach_engine_numerics(self.model, self._scale_dtype, args.temperature)
+        logger.info("quantize_learner=%s, numerics=%s, %s", args.quantize_learner, args.numerics, self.swap_report)
 
     def _make_generation(self, **kwargs):
         """The rollout engine, made in the middle of TRL's constructor; it needs to know which layers are quantized."""
@@ -251,6 +256,8 @@ class QaRLTrainer(GRPOTrainer):
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
             self.recorder.observe_rollout(output, publication)
+            if self.args.numerics == "engine":
+                self._check_exact(output)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
             self.recorder.probe(output, self.state.global_step, engine)
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
@@ -278,6 +285,20 @@ class QaRLTrainer(GRPOTrainer):
                 self.vllm_importance_sampling_clip_min,
                 self.vllm_importance_sampling_clip_max,
             )
+
+    def _check_exact(self, output: dict[str, Any]) -> None:
+        """Raises, or warns, where a sampled token's log-prob is not the learner's, bit for bit."""
+        mask = loss_mask(output)
+        largest, *_ = largest_difference(output["old_per_token_logps"], output["sampling_per_token_logps"], mask)
+        overall = self.accelerator.gather(torch.tensor([largest], device=self.accelerator.device)).max().item()
+        if overall == 0.0:
+            return
+        llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
+        where = describe_difference(output, mask, self.accelerator.unwrap_model(self.model), llm)
+        message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
+        if self.args.exact == "require":
+            raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")
+        logger.warning(message)
 
     def _publish_what_changed(self) -> None:
         """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""

@@ -27,7 +27,7 @@ IN_FEATURES = {
 }
 EXPANDED = {"float32": "expanded to float32 + aten::linear", "bfloat16": "expanded to bfloat16 + aten::linear"}
 EXACT = "float32 product of INT8 codes (exact)"
-FP8 = "emulated FP8: float32 product of E4M3 codes"
+FP8 = "emulated FP8: float64 product of E4M3 codes (exact)"
 KERNELS = {
     ("w4a16", True): {"aten::_weight_int4pack_mm_for_cpu", *(f"INT4 {name}" for name in EXPANDED.values())},
     ("w4a16", False): {"aten::_weight_int4pack_mm_for_cpu", f"INT4 {EXPANDED['float32']}"},

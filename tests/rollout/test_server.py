@@ -52,8 +52,9 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
     assert environment[TRANSFER_DIR_VARIABLE] == "/shared/dir"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and environment["VLLM_CPU_KVCACHE_SPACE"] == "7"
     # Not a default: with AMX, vLLM would round activations.
-    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
-    assert build_server_command("m", None, on_cpu=True)[1]["VLLM_CPU_INT4_W4A8"] == "0"
+    for name in ("VLLM_CPU_INT4_W4A8", "VLLM_CPU_ATTN_SPLIT_KV"):
+        monkeypatch.setenv(name, "1")
+        assert build_server_command("m", None, on_cpu=True)[1][name] == "0"
 
 
 def test_options_that_only_look_like_forbidden_ones_pass():

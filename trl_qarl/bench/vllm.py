@@ -2,7 +2,8 @@
 The modes of `trl-qarl bench` that need vLLM: `alignment`, `publish` and `rollout`, on a real model.
 
 `alignment` samples at temperature 1 from an engine that was given the learner's tensors. It compares log-probs with
-two learners: the quantized one, whose forward uses the same tensors, and one in high precision. One column is the
+two learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
+`"engine"`; and one in high precision. One column is the
 difference of a learner from *itself* when its embeddings are rounded once more: two programs that round differently
 anywhere cannot be expected closer than that. `publish` times the weight sync with a server in another process.
 `rollout` times decoding and the parts of one training step. Its engines run side by side in one process, and repeats
@@ -14,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,14 @@ def run(args) -> dict[str, Any]:
 
 
 def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    """One row per dtype, scheme and learner: mean and max of |dlogp| and k3, over at least `args.tokens` tokens."""
+    """
+    One row per dtype, scheme and learner: share of equal log-probs, mean and max of |dlogp| and k3, over at least
+    `args.tokens` tokens.
+    """
     import torch
 
-    from ..quantization.swap import kernels_run, quantized_layers, restore_model
+    from ..numerics.attach import engine_numerics
+    from ..quantization.swap import kernels_run, restore_model
 
     rows = []
     for dtype_name in args.dtypes:
@@ -69,17 +74,17 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
                 samples = _sample(llm, path, args.tokens)
                 engine_kernels = publisher.transport.describe()["kernels"]
             learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
-            if _can_use_vllm_kernel(model, dtype):
-                learners.insert(1, "quantized, vLLM's kernel")
+            if _can_use_engine_numerics(model, dtype):
+                learners.append(f"{learners[-1]}, engine numerics")
             measured = {}
             for learner in reversed(learners):
-                for layer in quantized_layers(model).values():
-                    layer.use_vllm_kernel = "vLLM" in learner
+                is_exact = "engine" in learner
                 if learner == "high precision":
                     restore_model(model)
-                logps = _learner_logps(model, samples, dtype)
+                with engine_numerics(model, dtype) if is_exact else nullcontext():
+                    logps = _learner_logps(model, samples, dtype)
                 measured[learner] = _mismatch(logps, [logp for *_, row in samples for logp in row])
-                if learner != "high precision":
+                if learner != "high precision" and not is_exact:
                     with _one_rounding(model, dtype):
                         other = _learner_logps(model, samples, dtype)
                     measured[learner]["mean, itself rounded once more"] = _mismatch(logps, other)["mean"]
@@ -308,6 +313,7 @@ def _mismatch(learner: list[float], engine: list[float]) -> dict[str, Any]:
     metrics = mismatch_metrics(*mismatch_sums(a, b, torch.ones_like(a)), torch.ones(1))
     return {
         "tokens": a.numel(),
+        "equal": (a == b).double().mean().item(),
         "mean": metrics["mismatch/abs_logp_mean"],
         "max": metrics["mismatch/abs_logp_max"],
         "k3": metrics["mismatch/k3"],
@@ -328,17 +334,14 @@ def _load_learner(path: str, scheme: str, dtype):
     return model
 
 
-def _can_use_vllm_kernel(model, dtype) -> bool:
-    from ..quantization.swap import quantized_layers
-    from ..quantization.vllm_kernels import check_vllm_kernel
+def _can_use_engine_numerics(model, dtype) -> bool:
+    from ..numerics.attach import check_engine_numerics
 
-    layers = quantized_layers(model).values()
     try:
-        for layer in layers:
-            check_vllm_kernel(layer.scheme, dtype, layer.weight.device, layer.weight.shape)
+        check_engine_numerics(model, dtype)
     except ValueError:
         return False
-    return bool(layers)
+    return True
 
 
 def _config_of(model) -> dict[str, Any] | None:

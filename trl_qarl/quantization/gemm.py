@@ -21,7 +21,7 @@ On a CPU the thresholds below are where the measured times cross (`trl-qarl benc
   product of the integers, exact within blocks of 1,024 input features.
 - INT4 x FP8: the weight is expanded to FP8 as the engine's kernel does it in registers, then as FP8.
 - FP8: x86 processors have no FP8 arithmetic. ATen's CPU `_scaled_mm` converts as well and is slower at every size tried,
-  so the codes go through a float32 product, exact in every product term.
+  so the codes go through a float64 product, which is exact.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,14 @@ from .quantize import quantize_activation, unpack_int4
 from .schemes import QuantScheme
 
 
-__all__ = ["has_fast_bf16", "int4_kernel_operands", "low_bit_linear", "low_bit_matmul", "uses_int4_kernel"]
+__all__ = [
+    "fp8_product",
+    "has_fast_bf16",
+    "int4_kernel_operands",
+    "low_bit_linear",
+    "low_bit_matmul",
+    "uses_int4_kernel",
+]
 
 INT4_KERNEL_MAX_ROWS = 32
 INT8_WEIGHT_KERNEL_MAX_ROWS = 16
@@ -55,7 +62,7 @@ INT8_KERNEL = "aten::_int_mm"
 INT8_IN_FLOAT32 = "float32 product of INT8 codes (exact)"
 FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
 FP8_KERNEL_TO_FLOAT32 = "aten::_scaled_mm (FP8 to float32)"
-FP8_EMULATED = "emulated FP8: float32 product of E4M3 codes"
+FP8_EMULATED = "emulated FP8: float64 product of E4M3 codes (exact)"
 
 
 class LowBitWeight(Protocol):
@@ -156,8 +163,18 @@ def low_bit_matmul(
         accumulated = torch._scaled_mm(x_codes, w_codes.t(), unit, unit, out_dtype=torch.float32)
         kernel = FP8_KERNEL_TO_FLOAT32
     else:
-        accumulated, kernel = F.linear(x_codes.float(), w_codes.float()), FP8_EMULATED
+        accumulated, kernel = fp8_product(x_codes, w_codes), FP8_EMULATED
     return accumulated.float().mul_(x_scale).mul_(w_scale.t()).to(dtype), kernel
+
+
+def fp8_product(x_codes: torch.Tensor, w_codes: torch.Tensor) -> torch.Tensor:
+    """
+    `x_codes @ w_codes.T` of E4M3 codes `(M, K)` and `(N, K)`, rounded once, to float32.
+
+    Products are multiples of 2**-18 below 2**18, so float64 holds every sum of up to 2**17 of them exactly: the result
+    depends neither on the order of summation nor on how many rows there are. A float32 product would.
+    """
+    return F.linear(x_codes.double(), w_codes.double()).float()
 
 
 def _weight_only_linear(x, weight, bias, row_invariant):

@@ -22,7 +22,6 @@ from .gemm import low_bit_linear
 from .quantize import count_code_flips
 from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
-from .vllm_kernels import vllm_linear
 
 
 __all__ = ["QuantizedLinear"]
@@ -42,7 +41,6 @@ class QuantizedLinear(nn.Linear):
         scheme ([`QuantScheme`]): the scheme.
         group_size (`int` or `None`): group size in use for this matrix.
         scale_dtype (`torch.dtype`): dtype in which the engine runs the model, to which scales are rounded.
-        use_vllm_kernel (`bool`): whether the forward product is vLLM's.
         use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`,
             while the low-bit weight can still be had for publication and export.
         kernel_name (`str` or `None`): name of the kernel of the last forward.
@@ -52,7 +50,6 @@ class QuantizedLinear(nn.Linear):
     scheme: QuantScheme
     group_size: int | None
     scale_dtype: torch.dtype
-    use_vllm_kernel: bool
     use_quantized_forward: bool
     kernel_name: str | None
     num_flipped_codes: torch.Tensor | None
@@ -97,7 +94,6 @@ class QuantizedLinear(nn.Linear):
         linear.scheme = scheme
         linear.scale_dtype = scale_dtype or linear.weight.dtype
         linear.__class__ = cls
-        linear.use_vllm_kernel = False
         linear.use_quantized_forward = True
         linear.kernel_name = None
         linear.num_flipped_codes = None
@@ -110,7 +106,6 @@ class QuantizedLinear(nn.Linear):
             "scheme",
             "group_size",
             "scale_dtype",
-            "use_vllm_kernel",
             "use_quantized_forward",
             "kernel_name",
             "num_flipped_codes",
@@ -164,9 +159,6 @@ class QuantizedLinear(nn.Linear):
         return straight_through_linear(x, self.low_bit_weight(), self.bias, self.weight, self._product)
 
     def _product(self, rows, low_bit, bias):
-        if self.use_vllm_kernel:
-            y, self.kernel_name = vllm_linear(rows, low_bit, bias)
-            return y, (rows,)
         y, seen, self.kernel_name = low_bit_linear(rows, low_bit, bias)
         return y, seen
 

@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
 from .schemes import QuantScheme, get_scheme
 from .tensors import LowBitTensor
-from .vllm_kernels import LEARNER_KERNELS, check_vllm_kernel
 
 
 __all__ = [
@@ -149,7 +148,6 @@ def prepare_model(
     *,
     exclude_modules: str | Sequence[str] | None = None,
     scale_dtype: torch.dtype | None = None,
-    kernel: str = "auto",
 ) -> SwapReport:
     """
     Quantize the forward of every linear layer of `model`, in place.
@@ -166,17 +164,13 @@ def prepare_model(
             holds names or their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`).
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model. Defaults to each weight's dtype.
-        kernel (`str`, *optional*, defaults to `"auto"`):
-            Whose forward products to use: `"torch"`, `"vllm"`, or `"auto"` for the better measured one.
 
     Raises:
-        ValueError: for a kernel that is unknown or cannot run here, a model that is quantized already, has been prepared
+        ValueError: for a model that is quantized already, has been prepared
             already or was made in inference mode, when nothing matched, when an exclude pattern matches no linear layer, or
             when the scheme cannot quantize a layer's number of input features.
     """
     scheme = get_scheme(scheme)
-    if kernel not in LEARNER_KERNELS:
-        raise ValueError(f"learner_kernel={kernel!r} is unknown. Choose one of {list(LEARNER_KERNELS)}.")
     _check_not_quantized(model)
     if not scheme.is_quantized:
         return SwapReport(scheme, {}, {}, 0, 0, 0)
@@ -198,13 +192,9 @@ def prepare_model(
             raise ValueError(f"Layer {name!r}: {error}") from None
     if any(module.weight.is_inference() for module in chosen.values()):
         raise ValueError(MADE_IN_INFERENCE_MODE)
-    if kernel == "vllm":
-        for module in chosen.values():
-            check_vllm_kernel(scheme, scale_dtype or module.weight.dtype, module.weight.device, module.weight.shape)
     quantize_(model, QaRLWeightConfig(scheme, scale_dtype=scale_dtype), filter_fn=lambda _, name: name in chosen)
     low_bit_bytes = 0
     for module in chosen.values():
-        module.use_vllm_kernel = kernel == "vllm"
         low_bit_bytes += _low_bit_bytes(module)
     weights = [module.weight for module in chosen.values()]
     return SwapReport(

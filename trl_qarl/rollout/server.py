@@ -100,10 +100,14 @@ def cpu_environment() -> dict[str, str]:
     Two are defaults, what is in the environment already wins. `nobind`: binding a thread to each core stalls where cores are
     shared. The key-value cache is otherwise sized by the machine's memory, which the learner needs too.
 
-    One is imposed: with AMX vLLM would round the activations of INT4 layers to 8 bits, which `w4a16` says they are not.
+    Two are imposed: with AMX vLLM would round the activations of INT4 layers to 8 bits, which `w4a16` says they are not; and
+    in decoding it would split the sums of attention over threads, so that log-probs depend on how many there are.
     """
     defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {name: os.environ.get(name, value) for name, value in defaults.items()} | {"VLLM_CPU_INT4_W4A8": "0"}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | {
+        "VLLM_CPU_INT4_W4A8": "0",
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    }
 
 
 def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool) -> None:

@@ -40,6 +40,12 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="roll out in vLLM: a server started for the run, or an engine in this process; by default the learner "
         "samples",
     )
+    parser.add_argument(
+        "--numerics",
+        choices=["fast", "engine"],
+        default="fast",
+        help="how the learner computes; engine: as vLLM does, bit for bit (CPUs, needs vLLM)",
+    )
     parser.add_argument("--output_dir", default="outputs/quickstart", help="where everything is written")
     parser.add_argument("--max_steps", type=int, default=40, help="updates; two per generation batch")
     parser.add_argument("--max_minutes", type=float, default=9.0, help="training stops after this time")
@@ -136,6 +142,7 @@ def _build(args: Namespace):
         args.output_dir,
         scheme=args.scheme,
         group_size=args.group_size,
+        numerics=args.numerics,
         max_steps=args.max_steps,
         learning_rate=args.learning_rate,
         seed=args.seed,

@@ -5,7 +5,8 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 |---|---|---|
 | `w4a16`, `w8a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only | float32, no AVX512, INT8 weights, odd shapes |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
-| `fp8` | `aten::_scaled_mm` | never |
+| `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
+| not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.kernels`]) |
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. Calling
 [`~trl_qarl.quantization.gemm.low_bit_linear`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and
@@ -16,6 +17,7 @@ one kernel, whatever the number of rows: prefill and decode of the engine give t
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear import (
+    _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
     _POSSIBLE_KERNELS,
     register_linear_kernel,
@@ -23,12 +25,15 @@ from vllm.model_executor.kernels.linear import (
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
     Int8ScaledMMLinearKernel,
     Int8ScaledMMLinearLayerConfig,
 )
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
+from ..numerics.kernels import use_in_engine
 from ..quantization.gemm import low_bit_linear
 from ..quantization.quantize import unpack_int8
 from ..quantization.schemes import get_scheme
@@ -36,7 +41,7 @@ from ..quantization.tensors import LowBitTensor
 from ..rollout.protocol import FILE_BACKEND
 
 
-__all__ = ["QaRLInt8Kernel", "QaRLWeightOnlyKernel", "register_kernels"]
+__all__ = ["QaRLFp8Kernel", "QaRLInt8Kernel", "QaRLWeightOnlyKernel", "register_kernels"]
 
 
 def register_kernels() -> None:
@@ -44,12 +49,14 @@ def register_kernels() -> None:
     for kernel, kind, table in (
         (QaRLWeightOnlyKernel, "mp", _POSSIBLE_KERNELS),
         (QaRLInt8Kernel, "int8", _POSSIBLE_INT8_KERNELS),
+        (QaRLFp8Kernel, "fp8", _POSSIBLE_FP8_KERNELS),
     ):
         kernels = table.get(PlatformEnum.CPU, [])
         if kernel not in kernels:
             register_linear_kernel(kernel, PlatformEnum.CPU, kind)
             # vLLM appends and takes the first that fits; its own claims shapes that it cannot run.
             table[PlatformEnum.CPU].insert(0, table[PlatformEnum.CPU].pop())
+    use_in_engine(_is_our_engine)
 
 
 def _is_our_engine() -> bool:
@@ -120,3 +127,36 @@ class QaRLInt8Kernel(Int8ScaledMMLinearKernel):
             self._low_bit = LowBitTensor(weight.data, scale.data, get_scheme("w8a8"), scale.dtype)
         y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias)
         return y.view(*x.shape[:-1], -1)
+
+
+class QaRLFp8Kernel(FP8ScaledMMLinearKernel):
+    """FP8 weights with dynamic per-token FP8 activations."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        if not _is_our_engine():
+            return False, "weights do not come from trl_qarl"
+        if not c.weight_quant_key.scale.group_shape.is_per_channel():
+            return False, "not a scale per output channel"
+        if not c.activation_quant_key.scale.group_shape.is_per_token():
+            return False, "not a scale per token"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to repack."""
+        self._low_bit = None
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self._low_bit is None:
+            weight, scale, *_ = self._get_layer_params(layer)
+            # vLLM holds FP8 weights transposed.
+            self._low_bit = LowBitTensor(weight.data.t(), scale.data, get_scheme("fp8"), scale.dtype)
+        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias)
+        return y.view(*x.shape[:-1], -1)
+
+    def apply_scaled_mm(self, **arguments) -> torch.Tensor:
+        raise NotImplementedError("apply_weights does not use it")

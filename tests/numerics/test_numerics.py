@@ -1,0 +1,368 @@
+"""Engine numerics without an engine: gradients against float64, the same bits for any batch, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config, make_tiny_model
+from trl_qarl import prepare_model
+from trl_qarl.numerics import kernels, ops
+from trl_qarl.numerics.attach import (
+    COVERED_CLASSES,
+    attach_engine_numerics,
+    check_engine_numerics,
+    detach_engine_numerics,
+    engine_numerics,
+    has_engine_numerics,
+)
+from trl_qarl.numerics.ops import token_log_probs
+
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not kernels.has_engine_kernels(), reason="needs vLLM's CPU kernels"),
+]
+
+LENGTHS = (3, 40, 17, 130, 1, 64, 9)
+
+
+def make_model(tmp_path, arch="qwen3", scheme="bf16", **overrides):
+    model = AutoModelForCausalLM.from_pretrained(
+        make_tiny_model(tmp_path, arch, **overrides), dtype=torch.float32
+    ).eval()
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    return model
+
+
+def make_sequences(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 260, (length,), generator=generator).tolist() for length in lengths]
+
+
+def padded_log_probs(model, sequences, side):
+    """Log-probs of each sequence's tokens after its first, from one padded batch."""
+    length = max(map(len, sequences))
+
+    def pad(row, value):
+        padding = [value] * (length - len(row))
+        return padding + row if side == "left" else row + padding
+
+    ids = torch.tensor([pad(row, 0) for row in sequences])
+    mask = torch.tensor([pad([1] * len(row), 0) for row in sequences])
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    starts = [length - len(row) if side == "left" else 0 for row in sequences]
+    return [
+        token_log_probs(logits[i, start : start + len(row) - 1], torch.tensor(row[1:], dtype=torch.int64))
+        for i, (row, start) in enumerate(zip(sequences, starts, strict=True))
+    ]
+
+
+def packed_log_probs(model, sequences):
+    """The same from all sequences in one row, told apart by their positions."""
+    ids = torch.tensor([[token for row in sequences for token in row]])
+    positions = torch.tensor([[position for row in sequences for position in range(len(row))]])
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].split([*map(len, sequences)])
+    return [
+        token_log_probs(part[:-1], torch.tensor(row[1:], dtype=torch.int64))
+        for part, row in zip(logits, sequences, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@torch.no_grad()
+def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme):
+    model = make_model(tmp_path, scheme=scheme)
+    sequences = make_sequences(LENGTHS * 5)[:32]
+    with engine_numerics(model):
+        alone = [padded_log_probs(model, [row], "left")[0] for row in sequences]
+        batches = {"packed": packed_log_probs(model, sequences)}
+        for side in ("left", "right"):
+            for size in (2, 7, 32):
+                parts = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+                batches[f"{size}, padded on the {side}"] = [
+                    row for part in parts for row in padded_log_probs(model, part, side)
+                ]
+    for name, rows in batches.items():
+        assert all(torch.equal(a, b) for a, b in zip(alone, rows, strict=True)), name
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch):
+    model = make_model(tmp_path, arch)
+    exact = copy.deepcopy(model).double()
+    sequences = make_sequences()
+    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
+    with engine_numerics(model):
+        (torch.cat(padded_log_probs(model, sequences, "left")) * weights).sum().backward()
+    positions = 0
+    for row in sequences:
+        if len(row) == 1:
+            continue
+        logits = exact(torch.tensor([row])).logits[0, :-1]
+        logps = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+        (logps * weights[positions : positions + len(row) - 1]).sum().backward()
+        positions += len(row) - 1
+    for (name, ours), reference in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert ours.grad.dtype is torch.float32
+        distance = (ours.grad - reference.grad).norm() / reference.grad.norm()
+        # Forward and backward round to 8 bits at every operation.
+        assert distance < 0.03, f"{name}: {distance:.3f}"
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
+def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme):
+    model = make_model(tmp_path, scheme=scheme)
+    sequences = make_sequences()
+    results = []
+    with engine_numerics(model):
+        model.train()
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.zero_grad()
+            logps = torch.cat(padded_log_probs(model, sequences, "left"))
+            logps.sum().backward()
+            results.append((logps.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+    (logps, grads), (logps_again, grads_again) = results
+    assert torch.equal(logps, logps_again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+
+
+def test_attention_has_the_gradient_of_exact_attention():
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 140, 33)
+    inputs = [
+        torch.randn(sum(lengths), heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)
+    ]
+    output = ops.attention(*inputs, lengths, lengths, 0.125)
+    upstream = torch.randn(output.shape, generator=generator).bfloat16()
+    output.backward(upstream)
+    reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    parts = []
+    for q, k, v in zip(*(tensor.split(lengths) for tensor in reference), strict=True):
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.125
+        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    expected = torch.cat(parts)
+    expected.backward(upstream.double())
+    assert (output - expected).abs().max() < 0.02
+    for ours, exact in zip(inputs, reference, strict=True):
+        # One rounding to bfloat16.
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_is_the_same_in_chunks_up_to_its_limit_and_refused_beyond(head_dim):
+    length, generator = kernels.max_exact_length(head_dim), torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(length + 1, heads, head_dim, generator=generator).bfloat16() for heads in (8, 2, 2)
+    )
+
+    def attend(start, end):
+        return kernels.attention(query[start:end], key[:end], value[:end], (end - start,), (end,), head_dim**-0.5)
+
+    whole = attend(0, length)
+    for start, end in ((length - 1, length), (length - 1 - length // 3, length), (length // 2, length // 2 + 1)):
+        assert torch.equal(attend(start, end), whole[start:end])
+    with pytest.raises(
+        ValueError, match=rf"has {length + 1} tokens. With head_dim={head_dim}, .* up to {length} alike"
+    ):
+        attend(0, length + 1)
+
+
+def test_rotation_has_the_gradient_of_exact_rotation():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 3, 64, generator=generator).bfloat16().requires_grad_()
+    positions = torch.tensor([0, 1, 2, 3, 100, 7, 7, 1, 0])
+    angles = torch.arange(128.0)[:, None] * 10000 ** -(torch.arange(32) / 32)
+    cache = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
+    upstream = torch.randn(x.shape, generator=generator).bfloat16()
+    y = ops.rotate(x, positions, cache)
+    y.backward(upstream)
+    exact = x.detach().double().requires_grad_()
+    cos, sin = cache.double()[positions].unsqueeze(1).chunk(2, -1)
+    first, second = exact.chunk(2, -1)
+    expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    expected.backward(upstream.double())
+    torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(256, 64), (260, 64), (70, 40)])
+def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, shape[1], generator=generator).bfloat16()
+    weight, bias = torch.randn(shape, generator=generator).bfloat16(), torch.randn(shape[0], generator=generator)
+    product = kernels.PackedLinear(weight)
+    together = product(x, bias)
+    torch.testing.assert_close(together.float(), F.linear(x.float(), weight.float(), bias), rtol=2**-6, atol=2**-4)
+    for num_rows in (1, 2, 3, 4, 5, 16, 31, 33, 64, 200):
+        assert torch.equal(product(x[:num_rows], bias), together[:num_rows]), num_rows
+        assert torch.equal(product(x[-num_rows:], bias), together[-num_rows:]), num_rows
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (96, 576), (1536, 320)])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_the_int4_layer_has_product_and_gradients_of_its_dequantized_weight(shape, rows):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(*shape[::-1]))
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    low_bit = model[0].low_bit_weight()
+    product = kernels.PackedInt4Linear(low_bit)
+    x = torch.randn(rows, shape[1]).bfloat16()
+    exact = x.double() @ low_bit.dequantize(torch.bfloat16).double().t() + model[0].bias.double()
+    y = product(x, model[0].bias)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    assert all(torch.equal(product(row[None], model[0].bias)[0], y[i]) for i, row in enumerate(x))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_log_probs_have_values_and_gradients_of_log_softmax_and_entropy(temperature):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 32, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(48, 32, generator=generator) / 4).bfloat16().float().requires_grad_()
+    bias = torch.randn(48, generator=generator).requires_grad_()
+    tokens = torch.randint(0, 48, (300,), generator=generator)
+    upstream = torch.randn(2, 300, generator=generator)
+    product = kernels.PackedLinear(weight.detach().bfloat16())
+    values = ops.head_log_probs(hidden, weight, bias, product, tokens, temperature)
+    assert torch.equal(values[0], token_log_probs(product(hidden, bias), tokens, temperature))
+    (torch.stack(values) * upstream).sum().backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    log_probs = torch.log_softmax((exact[0] @ exact[1].t() + exact[2]) / temperature, -1)
+    expected = torch.stack([log_probs.gather(1, tokens[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
+    (expected * upstream).sum().backward()
+    for ours, reference in zip((hidden, weight, bias), exact, strict=True):
+        assert (ours.grad - reference.grad).norm() / reference.grad.norm() < 0.01
+
+
+def test_a_changed_master_is_packed_again(tmp_path):
+    model = make_model(tmp_path, "llama")
+    ids = torch.tensor([make_sequences()[1]])
+    with engine_numerics(model), torch.no_grad():
+        before = model(ids).logits
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+        after = model(ids).logits
+    assert not torch.equal(before, after)
+
+
+def test_token_log_probs_has_value_and_gradient_of_log_softmax():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 300, 50, generator=generator).bfloat16().requires_grad_()
+    tokens = torch.randint(0, 50, (2, 300), generator=generator)
+    upstream = torch.randn(2, 300, generator=generator)
+    ours = token_log_probs(logits, tokens, 0.7)
+    (grad,) = torch.autograd.grad(ours, logits, upstream)
+    expected = torch.log_softmax(logits.float() / 0.7, -1).gather(2, tokens[..., None])[..., 0]
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+    assert torch.equal(ours, expected)
+    torch.testing.assert_close(grad, expected_grad, rtol=2**-7, atol=1e-6)
+
+
+@torch.no_grad()
+def test_autocast_changes_nothing(tmp_path):
+    model = make_model(tmp_path)
+    ids = torch.tensor([make_sequences()[1]])
+    with engine_numerics(model):
+        expected = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
+def test_detaching_restores_the_model(tmp_path):
+    model = make_model(tmp_path, "qwen2", "w4a16")
+    ids = torch.tensor([make_sequences()[1]])
+    before, state, text = model(ids).logits, dict(vars(model.model.layers[0].self_attn)), repr(model)
+    attach_engine_numerics(model)
+    assert has_engine_numerics(model)
+    assert not torch.equal(model(ids).logits, before)
+    with pytest.raises(ValueError, match="attached"):
+        attach_engine_numerics(model)
+    detach_engine_numerics(model)
+    assert not has_engine_numerics(model)
+    assert torch.equal(model(ids).logits, before)
+    assert vars(model.model.layers[0].self_attn).keys() == state.keys()
+    assert repr(model).replace("kernel=None", "") != "" and type(model.lm_head) is torch.nn.Linear and text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+def test_decoding_with_a_cache_gives_the_bits_of_whole_sequences(tmp_path, scheme):
+    model = make_model(tmp_path, scheme=scheme)
+    prompts = make_sequences((3, 40, 17))
+    ids = torch.tensor([[0] * (40 - len(row)) + row for row in prompts])
+    mask = (torch.arange(40) >= 40 - torch.tensor([[len(row)] for row in prompts])).long()
+    with engine_numerics(model):
+        torch.manual_seed(0)
+        generated = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=True,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        whole = [row + generated.sequences[i, 40:].tolist() for i, row in enumerate(prompts)]
+        scored = padded_log_probs(model, whole, "right")
+    for i, row in enumerate(whole):
+        logits = torch.stack([step[i] for step in generated.logits])
+        sampled = token_log_probs(logits, torch.tensor(row[-24:]))
+        assert torch.equal(sampled, scored[i][-24:])
+
+
+REFUSED = [
+    ("gemma", {}, {}, "GemmaForCausalLM are not known, those of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    ("qwen3", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
+    ("llama", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
+    ("llama", {"head_dim": 16}, {}, "head_dim=16"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {},
+        "rope_type='linear'",
+    ),
+    ("llama", {}, {"dtype": torch.float32}, "not in torch.float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides", "arguments", "message"), REFUSED, ids=[case[3][:20] for case in REFUSED]
+)
+def test_what_is_not_covered_is_refused_by_name(arch, overrides, arguments, message):
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
+    with pytest.raises(ValueError, match=message):
+        check_engine_numerics(model, **arguments)
+
+
+def test_capped_logits_and_other_schemes_are_refused(tmp_path):
+    model = make_model(tmp_path, "llama", "w8a16")
+    with pytest.raises(ValueError, match="scheme 'w8a16', which is none of"):
+        check_engine_numerics(model)
+    model.config.attn_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="attn_logit_softcapping=30.0"):
+        check_engine_numerics(model)
+
+
+def test_a_module_of_unknown_class_is_refused_by_path(tmp_path):
+    model = make_model(tmp_path, "llama")
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp)
+    with pytest.raises(ValueError, match="'model.layers.1.mlp' is a Sequential"):
+        check_engine_numerics(model)
+
+
+def test_every_covered_class_passes():
+    names = {
+        type(model).__name__
+        for arch in ("llama", "qwen2", "qwen3")
+        for model in [AutoModelForCausalLM.from_config(make_tiny_config(arch))]
+        if check_engine_numerics(model) is None
+    }
+    assert names == set(COVERED_CLASSES)

@@ -1,0 +1,104 @@
+"""The check that learner and sampler give every sampled token the same log-prob, and the search for where they part."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+__all__ = ["describe_difference", "first_difference", "largest_difference"]
+
+
+def largest_difference(
+    old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
+) -> tuple[float, int, int]:
+    """The largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column; NaN counts as 0."""
+    difference = (old_per_token_logps - sampling_per_token_logps).abs().nan_to_num(nan=0.0) * mask.bool()
+    index = int(difference.argmax())
+    return difference.flatten()[index].item(), *divmod(index, difference.shape[1])
+
+
+def describe_difference(output: dict[str, Any], mask: torch.Tensor, model: nn.Module, llm: Any | None) -> str:
+    """
+    Which token of a generation batch differs most, and the first layer that differs where the engine can be asked.
+
+    Args:
+        output (`dict[str, Any]`):
+            Generation batch of [`~trl_qarl.QaRLTrainer`].
+        mask (`torch.Tensor`):
+            `(B, T)`, the completion tokens that count.
+        model (`nn.Module`):
+            The learner.
+        llm (`vllm.LLM`, *optional*):
+            The engine, if it runs in this process.
+    """
+    old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
+    largest, row, column = largest_difference(old, sampling, mask)
+    text = (
+        f"learner and sampler give token {column} of completion {row} (id {output['completion_ids'][row, column].item()}) "
+        f"log-probs {old[row, column].item():.6f} and {sampling[row, column].item():.6f}"
+    )
+    if llm is None or largest == 0:
+        return text
+    prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
+    layer = first_difference(model, llm, prompt + output["completion_ids"][row, :column].tolist())
+    if layer is None:
+        return (
+            f"{text}; over the same tokens at once all layers agree, so the engine's decoding differs from its prefill"
+        )
+    return f"{text}; {layer!r} is the first layer whose output differs"
+
+
+@torch.no_grad()
+def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
+    """
+    Name of the learner's first module, of embedding, decoder layers and final norm, whose output for `ids` is not the engine's.
+
+    Args:
+        model (`nn.Module`):
+            The learner, with engine numerics.
+        llm (`vllm.LLM`):
+            The engine, in this process.
+        ids (`list[int]`):
+            Tokens of one sequence.
+    """
+    from vllm import SamplingParams
+
+    names = ["embed_tokens", *(f"layers.{i}" for i in range(model.config.num_hidden_layers)), "norm"]
+    base = model.base_model
+    with _outputs(base, names) as learner:
+        base(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+    llm.reset_prefix_cache()
+    [engine_base] = llm.apply_model(lambda engine: engine.model)
+    with _outputs(engine_base, names) as engine:
+        llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1), use_tqdm=False)
+    return next((name for name in names if not _is_equal(learner[name], engine[name])), None)
+
+
+@contextmanager
+def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """While open, the first output of each named module is kept, `(tokens, hidden_size)` float32."""
+    outputs: dict[str, torch.Tensor] = {}
+
+    def keep(name):
+        def hook(module, args, output):
+            hidden, *residual = output if isinstance(output, tuple) else (output,)
+            if name.startswith("layers") and residual:
+                # The engine leaves the sum to the next norm; the learner passes it on unrounded.
+                hidden = hidden.float() + residual[0].float()
+            outputs.setdefault(name, hidden.float().reshape(-1, hidden.shape[-1]))
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours, theirs[: len(ours)])

@@ -1,0 +1,236 @@
+"""
+The engine's operations with gradients: forward, the engine's kernel; backward, the ordinary gradient of the mathematical
+operation at the same point, in high precision.
+
+Parameters arrive as float32 masters; an operation rounds them to the engine's dtype itself and hands the gradient straight
+through that rounding.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from . import kernels
+
+
+__all__ = ["add", "attention", "head_log_probs", "linear", "rms_norm", "rotate", "token_log_probs"]
+
+LOG_PROB_ROWS = 256
+"""Rows whose distributions over the vocabulary are held in float32 at a time."""
+
+
+def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """
+    The residual stream after a block, in float32: `x + residual`, both rounded to the engine's dtype already.
+
+    The engine norms this sum and stores its rounded value, so it passes from layer to layer unrounded.
+    """
+    return x.float() + residual.float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
+    """`x / sqrt(mean(x**2) + epsilon) * weight` in float32, rounded to `dtype` before the product and after it."""
+    x = x.float()
+    x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return x.to(dtype) * weight.to(dtype)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """[`~trl_qarl.numerics.kernels.rotate`] with a gradient to `x`."""
+    return _Rotate.apply(x, positions, cache)
+
+
+def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
+    """[`~trl_qarl.numerics.kernels.attention`] with gradients to `query`, `key` and `value`."""
+    return _Attention.apply(query, key, value, query_lengths, key_lengths, scale)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: kernels.PackedLinear):
+    """
+    `x @ weight.T + bias` through `product`, made of the rounded `weight`, with gradients to `x`, `weight` and `bias`.
+    """
+    return _Linear.apply(x, weight, bias, product)
+
+
+def head_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    product: kernels.PackedLinear,
+    tokens: torch.Tensor,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    [`token_log_probs`] of the output head's logits, and the entropies, without holding the logits of more than
+    [`LOG_PROB_ROWS`] rows: backward computes them again.
+
+    Args:
+        hidden (`torch.Tensor`): `(N, K)` in the engine's dtype.
+        weight (`torch.Tensor`): `(V, K)`, the head's master.
+        bias (`torch.Tensor` or `None`): `(V,)`.
+        product ([`~trl_qarl.numerics.kernels.PackedLinear`]): made of the rounded `weight`.
+        tokens (`torch.Tensor`): `(N,)` int64.
+        temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
+
+    Returns:
+        Log-probs and entropies, `(N,)` float32, both with gradients to `hidden`, `weight` and `bias`.
+    """
+    return _HeadLogProbs.apply(hidden, weight, bias, product, tokens, temperature)
+
+
+def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """
+    Log-prob of each token as the engine's sampler reports it: `log_softmax(float32(logits) / temperature)`.
+
+    Args:
+        logits (`torch.Tensor`): `(..., V)` in the engine's dtype.
+        tokens (`torch.Tensor`): `(...)` int64.
+        temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
+
+    Returns:
+        `(...)` float32. The gradient holds no more than [`LOG_PROB_ROWS`] rows in float32 at a time.
+    """
+    rows = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), temperature)
+    return rows.view(tokens.shape)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, positions, cache):
+        ctx.save_for_backward(positions, cache)
+        return kernels.rotate(x, positions, cache)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        positions, cache = ctx.saved_tensors
+        # A rotation's transpose is the rotation back.
+        cos, sin = cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
+        first, second = grad.float().chunk(2, dim=-1)
+        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(grad.dtype), None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, query_lengths, key_lengths, scale):
+        if any(ctx.needs_input_grad) and query_lengths != key_lengths:
+            raise NotImplementedError(
+                "Attention to cached keys has no gradient; score whole sequences, without a cache."
+            )
+        ctx.save_for_backward(query, key, value)
+        ctx.lengths, ctx.scale = query_lengths, scale
+        return kernels.attention(query, key, value, query_lengths, key_lengths, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value = ctx.saved_tensors
+        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        parts = zip(*(tensor.split(ctx.lengths) for tensor in (query, key, value, grad, *grads)), strict=True)
+        # Sequence by sequence: memory is that of one, and torch's fused kernel holds no matrix of scores.
+        for *inputs, grad_part, grad_query, grad_key, grad_value in parts:
+            with torch.enable_grad():
+                inputs = [tensor.detach().float().requires_grad_() for tensor in inputs]
+                q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in inputs)
+                groups = q.shape[1] // k.shape[1]
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+                output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=ctx.scale)
+            grad_output = grad_part.float().transpose(0, 1).unsqueeze(0)
+            for target, source in zip(
+                (grad_query, grad_key, grad_value), torch.autograd.grad(output, inputs, grad_output), strict=True
+            ):
+                target.copy_(source)
+        return *grads, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, product):
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return product(x, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight.to(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, tokens, temperature):
+        ctx.save_for_backward(logits, tokens)
+        ctx.temperature = temperature
+        parts = zip(logits.split(LOG_PROB_ROWS), tokens.split(LOG_PROB_ROWS), strict=True)
+        return torch.cat([_log_probs(rows, temperature).gather(1, t[:, None])[:, 0] for rows, t in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        logits, tokens = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        parts = (tensor.split(LOG_PROB_ROWS) for tensor in (logits, tokens, grad, grad_logits))
+        for rows, token, upstream, target in zip(*parts, strict=True):
+            target.copy_(_grad_logits(_log_probs(rows, ctx.temperature), token, upstream, None, ctx.temperature))
+        return grad_logits, None, None
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, product, tokens, temperature):
+        ctx.save_for_backward(hidden, weight, bias, tokens)
+        ctx.product, ctx.temperature = product, temperature
+        log_probs, entropies = hidden.new_empty(2, len(tokens), dtype=torch.float32)
+        parts = (tensor.split(LOG_PROB_ROWS) for tensor in (hidden, tokens, log_probs, entropies))
+        for rows, token, log_prob, entropy in zip(*parts, strict=True):
+            all_log_probs = _log_probs(product(rows, bias), temperature)
+            log_prob.copy_(all_log_probs.gather(1, token[:, None])[:, 0])
+            entropy.copy_(-(all_log_probs.exp() * all_log_probs).sum(dim=-1))
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropies):
+        hidden, weight, bias, tokens = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
+        rounded = weight.to(hidden.dtype)
+        for start in range(0, len(tokens), LOG_PROB_ROWS):
+            part = slice(start, start + LOG_PROB_ROWS)
+            log_probs = _log_probs(ctx.product(hidden[part], bias), ctx.temperature)
+            grad = _grad_logits(log_probs, tokens[part], grad_log_probs[part], grad_entropies[part], ctx.temperature)
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+            grad = grad.to(hidden.dtype)
+            if needs_hidden:
+                grad_hidden[part] = grad @ rounded
+            if needs_weight:
+                grad_weight += grad.t() @ hidden[part]
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _grad_logits(log_probs, tokens, grad_log_probs, grad_entropies, temperature) -> torch.Tensor:
+    """Gradient to the logits `(M, V)` of log-probs of `tokens` and, unless it is `None`, of entropies; overwrites `log_probs`."""
+    probs = log_probs.exp()
+    grad = probs * -grad_log_probs[:, None]
+    grad.scatter_add_(1, tokens[:, None], grad_log_probs[:, None])
+    if grad_entropies is not None and grad_entropies.any():
+        entropies = -(probs * log_probs).sum(dim=-1, keepdim=True)
+        grad -= log_probs.add_(entropies).mul_(probs).mul_(grad_entropies[:, None])
+    return grad.div_(temperature)
+
+
+def _log_probs(rows: torch.Tensor, temperature: float) -> torch.Tensor:
+    rows = rows.float()
+    return torch.log_softmax(rows if temperature == 1.0 else rows / temperature, dim=-1)

@@ -79,7 +79,9 @@ def exact_sum(completions: list[str], answer: list[str], **kwargs) -> list[float
 
 def main(args: Namespace) -> None:
     """Train, evaluate before and after, export, reload and evaluate again."""
+    from ..numerics.attach import detach_engine_numerics
     from ..quantization.export import export_checkpoint
+    from ..quantization.swap import convert_model
 
     with configuration_errors():
         trainer, held_out = _build(args)
@@ -97,9 +99,13 @@ def main(args: Namespace) -> None:
         print(_describe_vllm(trainer))
     if steps < args.max_steps:
         print(f"The time budget ended training early; --max_minutes={args.max_minutes:g} sets it.")
-    after = _answer_as_deployed(trainer, held_out)
-
     trainer.save_model(str(output_dir / "masters"))
+    if args.numerics == "engine":
+        detach_engine_numerics(trainer.model)
+    # From here on the model is the deployed one: its linear layers hold frozen low-bit weights instead of the masters.
+    if trainer.swap_report.scheme.is_quantized:
+        convert_model(trainer.model)
+    after = _answer_as_deployed(trainer, held_out)
     low_bit_dir = export_checkpoint(
         trainer.model, output_dir / args.scheme, trainer.processing_class, _engine_dtype(trainer)
     )

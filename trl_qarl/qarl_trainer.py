@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from . import resume
+from .cards import masters_card
 from .checks import PICTURES, check_arguments, check_dropout, check_launch, problems_of_masters
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
@@ -94,6 +95,7 @@ class QaRLTrainer(GRPOTrainer):
             args = QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
         check_arguments(
             model,
+            reward_funcs,
             args,
             train_dataset,
             eval_dataset,
@@ -423,9 +425,32 @@ class QaRLTrainer(GRPOTrainer):
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the masters, as TRL does, and beside them which scheme they were trained for."""
+        """Writes the masters, as TRL does, and beside them which scheme they were trained for, also in words."""
         super()._save(output_dir, state_dict)
-        resume.write_scheme(self.args.output_dir if output_dir is None else output_dir, self._scheme_record())
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        resume.write_scheme(folder, self._scheme_record())
+        self._masters_card().save(folder / "README.md")
+
+    @override
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Says that these are masters, and how to get the policy that was trained."""
+        if self.is_world_process_zero():
+            tags = {tags} if isinstance(tags, str) else set(tags or ())
+            card = self._masters_card(model_name, dataset_name, tags)
+            card.save(Path(self.args.output_dir) / "README.md")
+
+    def _masters_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Iterable[str] = ()):
+        settings = {"objective": self.args.objective, **self._scheme_record()}
+        return masters_card(
+            model_name or Path(self.args.output_dir).name,
+            self.model.name_or_path,
+            self.hub_model_id,
+            {name: value for name, value in settings.items() if value is not None},
+            dataset_name,
+            {*tags, *self._tag_names},
+        )
 
     @override
     def _save_checkpoint(self, model, trial):

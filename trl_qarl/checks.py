@@ -88,7 +88,7 @@ def _problems_of_rewards(reward_funcs) -> Iterator[str]:
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         # TRL says so at the first reward, after the model is loaded and a batch is generated.
         if function in (accuracy_reward, reasoning_accuracy_reward) and find_spec("math_verify") is None:
-            yield f'`{function.__name__}` needs the package math-verify. Install it: `pip install "trl-qarl[math]"`.'
+            yield f"`{function.__name__}` needs the package math-verify. Install it: `pip install math-verify`."
             return
 
 

@@ -18,7 +18,6 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from . import resume
-from .cards import masters_card
 from .checks import PICTURES, check_arguments, check_dropout, check_launch, problems_of_masters
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
@@ -27,6 +26,7 @@ from .objectives.presets import PRESETS
 from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
 from .objectives.weights import mismatch_ratio, sequence_log_ratio, weigh_advantages
 from .qarl_config import QaRLConfig
+from .quantization.cards import masters_card
 from .quantization.schemes import get_scheme
 from .quantization.swap import disable_quantized_forward, prepare_model, quantized_forward, quantized_layers
 from .rollout.engines import server_process

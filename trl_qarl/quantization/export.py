@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..cards import export_card
+from .cards import export_card
 from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
 from .schemes import SCHEMES
 from .swap import quantized_layers

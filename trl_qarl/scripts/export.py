@@ -48,7 +48,7 @@ def main(args: Namespace) -> None:
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from ..cards import folder_size, serve_command
+    from ..quantization.cards import folder_size, serve_command
     from ..quantization.export import export_checkpoint
     from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model

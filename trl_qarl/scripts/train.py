@@ -121,8 +121,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
-    from ..cards import folder_size, serve_command
     from ..qarl_trainer import QaRLTrainer
+    from ..quantization.cards import folder_size, serve_command
     from ..quantization.checkpoint import has_stacked_experts
     from ..quantization.export import export_checkpoint
 

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
-from trl_qarl.cards import export_card, serve_command
 from trl_qarl.cli import main
+from trl_qarl.quantization.cards import export_card, serve_command
 
 
 def front_matter(text):
@@ -84,5 +84,5 @@ def test_reward_without_its_package_is_refused_before_the_model_is_loaded(monkey
     from trl.rewards import accuracy_reward
 
     monkeypatch.setattr("trl_qarl.checks.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'`accuracy_reward` needs .*`pip install "trl-qarl\[math\]"`'):
+    with pytest.raises(ValueError, match=r"`accuracy_reward` needs .*`pip install math-verify`"):
         QaRLTrainer("no/such-model", accuracy_reward, QaRLConfig(str(tmp_path)), make_problems())

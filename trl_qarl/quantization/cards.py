@@ -44,7 +44,7 @@ _MASTERS = """\
 
 {lead}
 
-{origin} It was trained with [QaRL](https://arxiv.org/abs/2604.07853), on top of [TRL](https://github.com/huggingface/trl):
+{origin} It used the trainer of [QaRL](https://arxiv.org/abs/2604.07853) for [TRL](https://github.com/huggingface/trl):
 
 | setting | value |
 |---|---|
@@ -123,14 +123,6 @@ def masters_card(
             Tags on the Hub.
     """
     scheme = settings["scheme"]
-    base = _hub_id(name_or_path)
-    data = ModelCardData(
-        base_model=base,
-        datasets=dataset,
-        library_name="transformers",
-        model_name=title,
-        tags=["generated_from_trainer", *sorted(tags)],
-    )
     text = _MASTERS.format(
         title=title,
         lead=(_BASELINE_LEAD if scheme == "bf16" else _MASTERS_LEAD).format(scheme=scheme),
@@ -142,28 +134,29 @@ def masters_card(
         versions=_versions(),
         citations=_CITATIONS,
     )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+    return _card(text, title, name_or_path, ["generated_from_trainer", *sorted(tags)], dataset)
 
 
 def export_card(title: str, name_or_path: str | None, scheme: str, dtype: str) -> ModelCard:
     """Card of an export: how to serve and load it. `name_or_path` is what it was made of, masters or base model."""
-    base = _hub_id(name_or_path)
-    data = ModelCardData(
-        base_model=base,
-        library_name="transformers",
-        model_name=title,
-        tags=["trl", "qarl", "compressed-tensors", "vllm"],
-    )
-    is_quantized = scheme != "bf16"
     text = _EXPORT.format(
         title=title,
-        what="the low-bit tensors of its rollouts, bit for bit" if is_quantized else "a baseline in high precision",
+        what="a baseline in high precision"
+        if scheme == "bf16"
+        else "the low-bit tensors of its rollouts, bit for bit",
         scheme=scheme,
         dtype=dtype,
         base=_describe(name_or_path),
         serve=serve_command("DIR", dtype),
         versions=_versions(),
         citations=_CITATIONS,
+    )
+    return _card(text, title, name_or_path, ["trl", "qarl", "compressed-tensors", "vllm"])
+
+
+def _card(text: str, title: str, name_or_path: str | None, tags: list[str], dataset: str | None = None) -> ModelCard:
+    data = ModelCardData(
+        base_model=_hub_id(name_or_path), datasets=dataset, library_name="transformers", model_name=title, tags=tags
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 

@@ -192,12 +192,14 @@ def test_without_an_accelerator_only_the_training_process_says_that_it_uses_the_
         ),
         (["--load_in_4bit"], "quantization_config was given"),
         (["--dtype", "bfloat16"], "masters are bfloat16"),
+        (["--output_dir", "run", "--export_dir", "run"], "is where the masters go"),
+        (["--export_dir", "{model}"], "holds other weights"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_configuration_error_of_the_script_is_one_line(train_argv, options, message, capsys):
+def test_configuration_error_of_the_script_is_one_line(train_argv, tiny_model, options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run_training([*train_argv, *options])
+        run_training([*train_argv, *(option.format(model=tiny_model) for option in options)])
     error = capsys.readouterr().err
     assert "trl-qarl: error: " in error
     assert message in error
@@ -307,6 +309,38 @@ def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp
     assert low_bit["model.layers.0.mlp.up_proj.weight_scale"].shape == (256, 2)
     assert "model.layers.0.self_attn.o_proj.weight" in low_bit
     assert (out / "tokenizer.json").is_file()
+
+
+def test_training_ends_with_an_export_of_the_policy(train_argv, tmp_path, capsys):
+    from trl_qarl.quantization.export import is_export
+
+    run_training([*train_argv, "--max_steps", "1", "--bf16", "true"])
+    output, folder = capsys.readouterr().out, tmp_path / "run" / "w4a16"
+    assert is_export(folder) and (folder / "tokenizer.json").is_file()
+    assert re.search(
+        rf"Policy \(w4a16\) exported to {folder} \(\d\.\d MiB\). To serve it: vllm serve {folder}\n", output
+    )
+
+    run_training(
+        [
+            *train_argv,
+            "--max_steps",
+            "1",
+            "--export_dir",
+            str(tmp_path / "policy"),
+            "--scheme",
+            "bf16",
+            "--bf16",
+            "false",
+        ]
+    )
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "float32"
+    assert not (tmp_path / "run" / "bf16").exists()
+
+
+def test_training_exports_nothing_where_told_so(train_argv, tmp_path, capsys):
+    run_training([*train_argv, "--max_steps", "1", "--export_dir", "none"])
+    assert not (tmp_path / "run" / "w4a16").exists() and "exported" not in capsys.readouterr().out
 
 
 def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_argv, capsys):

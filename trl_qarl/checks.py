@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -81,6 +82,16 @@ def problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
         )
 
 
+def _problems_of_rewards(reward_funcs) -> Iterator[str]:
+    from trl.rewards import accuracy_reward, reasoning_accuracy_reward
+
+    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        # TRL says so at the first reward, after the model is loaded and a batch is generated.
+        if function in (accuracy_reward, reasoning_accuracy_reward) and find_spec("math_verify") is None:
+            yield f"`{function.__name__}` needs the package math-verify. Install it: `pip install math-verify`."
+            return
+
+
 def _problems_of_pictures(args: QaRLConfig, datasets: tuple) -> Iterator[str]:
     if not args.use_vllm:
         return
@@ -94,6 +105,7 @@ def _problems_of_pictures(args: QaRLConfig, datasets: tuple) -> Iterator[str]:
 
 def check_arguments(
     model,
+    reward_funcs,
     args,
     train_dataset,
     eval_dataset,
@@ -127,6 +139,7 @@ def check_arguments(
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
+    problems += _problems_of_rewards(reward_funcs)
     problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
     if isinstance(model, nn.Module):
         problems += problems_of_masters(model, args)

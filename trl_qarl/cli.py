@@ -44,6 +44,8 @@ main options (TRL's):
   --reward_funcs FUNC [...]    accuracy_reward, reasoning_accuracy_reward, think_format_reward,
                                get_soft_overlong_punishment, or a dotted import path such as my_rewards.length
   --output_dir DIR             where checkpoints and the trained master weights go
+  --export_dir DIR             where the low-bit policy goes after training, `none` for nowhere; by default
+                               OUTPUT_DIR/SCHEME
   --config FILE                YAML with any of the options; the command line wins
   --resume_from_checkpoint C   a checkpoint directory, or `true` for the last one in the output directory
 

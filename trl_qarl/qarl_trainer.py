@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from .objectives.presets import PRESETS
 from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
 from .objectives.weights import mismatch_ratio, sequence_log_ratio, weigh_advantages
 from .qarl_config import QaRLConfig
+from .quantization.cards import masters_card
 from .quantization.schemes import get_scheme
 from .quantization.swap import disable_quantized_forward, prepare_model, quantized_forward, quantized_layers
 from .rollout.engines import server_process
@@ -96,6 +97,7 @@ class QaRLTrainer(GRPOTrainer):
             args = QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
         check_arguments(
             model,
+            reward_funcs,
             args,
             train_dataset,
             eval_dataset,
@@ -444,9 +446,32 @@ class QaRLTrainer(GRPOTrainer):
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the masters, as TRL does, and beside them which scheme they were trained for."""
+        """Writes the masters, as TRL does, and beside them which scheme they were trained for, also in words."""
         super()._save(output_dir, state_dict)
-        resume.write_scheme(self.args.output_dir if output_dir is None else output_dir, self._scheme_record())
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        resume.write_scheme(folder, self._scheme_record())
+        self._masters_card().save(folder / "README.md")
+
+    @override
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Says that these are masters, and how to get the policy that was trained."""
+        if self.is_world_process_zero():
+            tags = {tags} if isinstance(tags, str) else set(tags or ())
+            card = self._masters_card(model_name, dataset_name, tags)
+            card.save(Path(self.args.output_dir) / "README.md")
+
+    def _masters_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Iterable[str] = ()):
+        settings = {"objective": self.args.objective, **self._scheme_record()}
+        return masters_card(
+            model_name or Path(self.args.output_dir).name,
+            self.model.name_or_path,
+            self.hub_model_id,
+            {name: value for name, value in settings.items() if value is not None},
+            dataset_name,
+            {*tags, *self._tag_names},
+        )
 
     @override
     def _save_checkpoint(self, model, trial):

@@ -15,11 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
+from .cards import export_card
 from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
+from .schemes import SCHEMES
 from .swap import quantized_layers
 
 
-__all__ = ["checkpoint_state_dict", "export_checkpoint", "is_export"]
+__all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is_export"]
 
 # Tells an export, which may be written over, from masters, whatever the scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
@@ -34,7 +36,7 @@ def export_checkpoint(
 ) -> Path:
     """
     Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
-    configuration, and tokenizer or processor.
+    configuration, tokenizer or processor, and a README.md that says how to serve it.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -61,18 +63,14 @@ def export_checkpoint(
     layers, formats = quantized_layers(model), quantized_formats(model)
     if dtype is None:
         dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
+    scheme = next(iter(formats.values()))[0] if formats else SCHEMES["bf16"]
     if formats and has_stacked_experts(model):
-        scheme, _ = next(iter(formats.values()))
         raise ValueError(
             f"{type(model).__name__} has experts in high precision beside layers in {scheme.name!r}. Under one name "
             "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
             "with `save_model`, or train with scheme='bf16'."
         )
-    if any(output_dir.glob("*.safetensors")) and not is_export(output_dir):
-        raise ValueError(
-            f"{str(output_dir)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
-            "what training resumes from."
-        )
+    check_export_dir(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
@@ -88,7 +86,18 @@ def export_checkpoint(
     save_torch_state_dict(
         checkpoint_state_dict(model, dtype), output_dir, max_shard_size=max_shard_size, metadata=metadata
     )
+    card = export_card(output_dir.name, model.name_or_path, scheme.name, str(dtype).removeprefix("torch."))
+    card.save(output_dir / "README.md")
     return output_dir
+
+
+def check_export_dir(folder: str | Path) -> None:
+    """Raises `ValueError` for a folder that holds weights other than an earlier export."""
+    if any(Path(folder).glob("*.safetensors")) and not is_export(Path(folder)):
+        raise ValueError(
+            f"{str(folder)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
+            "what training resumes from."
+        )
 
 
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -48,6 +48,7 @@ def main(args: Namespace) -> None:
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
+    from ..quantization.cards import folder_size, serve_command
     from ..quantization.export import export_checkpoint
     from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model
@@ -80,7 +81,7 @@ def main(args: Namespace) -> None:
         )
         print(report)
         folder = export_checkpoint(model, args.output_dir, processing_class, dtype)
-    print(f"Low-bit checkpoint written to {folder}.")
+    print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). To serve it: {serve_command(folder)}")
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import configuration_errors
@@ -18,19 +20,29 @@ if TYPE_CHECKING:
     from trl import TrlParser
 
 
-__all__ = ["USAGE", "get_reward_funcs", "main", "make_parser", "parse_resume_from_checkpoint"]
+__all__ = ["USAGE", "get_export_dir", "get_reward_funcs", "main", "make_parser", "parse_resume_from_checkpoint"]
 
 USAGE = "trl-qarl train --model_name_or_path MODEL --dataset_name DATASET --reward_funcs FUNC [FUNC ...] [options]"
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
-    """Parser of the options of `trl grpo`, with [`QaRLConfig`] instead of `GRPOConfig`."""
+    """Parser of the options of `trl grpo`, with [`QaRLConfig`] instead of `GRPOConfig`, and of `--export_dir`."""
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
     from trl.scripts.grpo import GRPOScriptArguments
 
     from ..qarl_config import QaRLConfig
 
-    types = (GRPOScriptArguments, QaRLConfig, ModelConfig, DatasetMixtureConfig)
+    @dataclass
+    class ScriptArguments(GRPOScriptArguments):
+        export_dir: str | None = field(
+            default=None,
+            metadata={
+                "help": "Where the low-bit policy is exported to after training, `none` for nowhere. Defaults to a folder "
+                "in `output_dir` that is named after the scheme."
+            },
+        )
+
+    types = (ScriptArguments, QaRLConfig, ModelConfig, DatasetMixtureConfig)
     # A usage line of 300 options would bury the error below it.
     return TrlParser(types, prog=prog, usage=USAGE)
 
@@ -82,20 +94,42 @@ def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = N
     return reward_funcs
 
 
+def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path | None:
+    """
+    Folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for `"none"`.
+
+    Raises:
+        ValueError: for a folder that holds other weights or will, so that no training ends in that error.
+    """
+    from ..quantization.export import check_export_dir
+
+    if export_dir is not None and export_dir.lower() == "none":
+        return None
+    folder = Path(export_dir or Path(output_dir, scheme))
+    if folder.resolve() == Path(output_dir).resolve():
+        raise ValueError(f"--export_dir={export_dir!r} is where the masters go (`--output_dir`). Name another folder.")
+    check_export_dir(folder)
+    return folder
+
+
 def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
     """`"true"` and `"last"` as `True` (the Trainer's last checkpoint), `"false"` as `None`, a path as it is."""
     return {"true": True, "last": True, "false": None}.get(value.lower(), value) if value else None
 
 
 def main(script_args, training_args, model_args, dataset_args) -> None:
-    """Train, and save the master weights."""
+    """Train, save the master weights, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
     from ..qarl_trainer import QaRLTrainer
+    from ..quantization.cards import folder_size, serve_command
+    from ..quantization.checkpoint import has_stacked_experts
+    from ..quantization.export import export_checkpoint
 
     with configuration_errors():
         if not model_args.model_name_or_path:
             raise ValueError("No model: give `--model_name_or_path`.")
+        export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.scheme)
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,
@@ -124,10 +158,15 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     trainer.accelerator.print("Training completed.")
 
     trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(
-        f"Master weights saved to {training_args.output_dir}. `trl-qarl export --model_name_or_path "
-        f"{training_args.output_dir} --output_dir DIR` writes the low-bit checkpoint."
-    )
+    trainer.accelerator.print(f"Master weights saved to {training_args.output_dir}.")
+    if training_args.is_quantized and has_stacked_experts(trainer.model):
+        trainer.accelerator.print("Nothing exported: a mixture of experts has no low-bit checkpoint.")
+    elif export_dir is not None and trainer.is_world_process_zero():
+        export_checkpoint(trainer.model, export_dir, trainer.processing_class, trainer._scale_dtype)
+        print(
+            f"Policy ({training_args.scheme}) exported to {export_dir} ({folder_size(export_dir)}). To serve it: "
+            f"{serve_command(export_dir)}"
+        )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")

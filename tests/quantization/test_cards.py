@@ -1,0 +1,88 @@
+"""What the README of masters and of an export says."""
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_problems, make_tiny_model, make_trainer
+from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
+from trl_qarl.cli import main
+from trl_qarl.quantization.cards import export_card, serve_command
+
+
+def front_matter(text):
+    return yaml.safe_load(text.split("---")[1])
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("base"))
+
+
+def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path / "run", group_size=64)
+    trainer.save_model()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "**These are high-precision master weights, not the policy that was trained.**" in text
+    assert "| `scheme` | w4a16 |" in text and "| `quantize_learner` | True |" in text
+    assert "| `objective` | tbpo |" in text and "| `group_size` | 64 |" in text
+    assert "trl-qarl export --model_name_or_path run --output_dir run-w4a16\nvllm serve run-w4a16" in text
+    assert {"trl", "qarl"} <= set(front_matter(text)["tags"])
+    assert "arXiv:2604.07853" in text and "{{TRL: Transformers Reinforcement Learning}}" in text
+    # A path of this machine is no name on the Hub.
+    assert "a local model, `llama`" in text and str(tmp_path) not in text and "None" not in text
+
+
+def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path / "run")
+    trainer.model.name_or_path, trainer.hub_model_id = "org/base", "me/policy"
+    trainer.create_model_card(model_name="policy", dataset_name="org/data", tags="mine")
+    text = (tmp_path / "run" / "README.md").read_text()
+    data = front_matter(text)
+    assert (data["base_model"], data["datasets"]) == ("org/base", "org/data")
+    assert {"trl", "qarl", "mine"} <= set(data["tags"])
+    assert "trl-qarl export --model_name_or_path me/policy --output_dir policy-w4a16" in text
+
+
+def test_card_of_a_baseline_calls_nothing_low_bit(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path / "run", scheme="bf16")
+    trainer.save_model()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "nothing was quantized" in text and "not the policy" not in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "command"), [("bfloat16", "vllm serve DIR"), ("float32", "vllm serve DIR --dtype float32")]
+)
+def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, command):
+    import torch
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    prepare_model(model, "w8a16")
+    folder = export_checkpoint(model, tmp_path / "export", dtype=getattr(torch, dtype))
+    text = (folder / "README.md").read_text()
+    assert f"```sh\n{command}\n```" in text and f"scheme: `w8a16`, everything else in {dtype}" in text
+    assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text and str(tmp_path) not in text
+    assert serve_command(folder) == command.replace("DIR", str(folder))
+
+
+def test_export_of_masters_names_the_base_model_of_their_card(tmp_path):
+    (tmp_path / "README.md").write_text("---\nbase_model: org/base\n---\n\n# Masters\n")
+    assert front_matter(export_card("x", str(tmp_path), "fp8", "bfloat16").content)["base_model"] == "org/base"
+
+
+def test_serving_an_export_for_training_names_the_command_that_serves_it(tiny_model, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    prepare_model(model, "w4a16")
+    folder = str(export_checkpoint(model, tmp_path / "export"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["vllm-serve", "--model", folder, "--print_command"])
+    assert f"run `vllm serve {folder}`" in capsys.readouterr().err
+
+
+def test_reward_without_its_package_is_refused_before_the_model_is_loaded(monkeypatch, tmp_path):
+    from trl.rewards import accuracy_reward
+
+    monkeypatch.setattr("trl_qarl.checks.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"`accuracy_reward` needs .*`pip install math-verify`"):
+        QaRLTrainer("no/such-model", accuracy_reward, QaRLConfig(str(tmp_path)), make_problems())

@@ -294,3 +294,8 @@ def test_another_thread_installs_no_handler():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(serve.exit_on_sigterm).result()()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_take():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(free_port() < first for _ in range(20))

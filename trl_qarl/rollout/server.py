@@ -8,6 +8,7 @@ import ctypes
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -210,10 +211,15 @@ def build_server_command(
 
 
 def free_port() -> int:
-    """A port on the loopback address that nothing listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """
+    A port on the loopback address that nothing listens on, below those that Linux gives to outgoing connections: one of them
+    could otherwise take it before a server does.
+    """
+    for port in random.SystemRandom().sample(range(15000, 32768), 100):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise OSError("None of 100 ports between 15000 and 32768 is free on 127.0.0.1.")
 
 
 class ServerProcess:

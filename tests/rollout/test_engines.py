@@ -8,10 +8,11 @@ from trl_qarl.rollout.server import cpu_environment
 
 
 def export(directory, scheme, dtype=torch.float32):
+    """A prepared model and its export."""
     path = make_tiny_model(directory, "qwen2")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prepare_model(model, scheme, scale_dtype=dtype)
-    return export_checkpoint(model, directory / scheme, AutoTokenizer.from_pretrained(path), dtype)
+    return model, export_checkpoint(model, directory / scheme, AutoTokenizer.from_pretrained(path), dtype)
 
 
 @pytest.mark.vllm
@@ -24,15 +25,16 @@ def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, schem
     # Set here, so that the test's end takes back what the engine sets.
     for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         monkeypatch.setenv(name, value)
-    folder = export(tmp_path, scheme)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model, folder = export(tmp_path, scheme)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = load_engine(folder, max_model_len=64, max_num_seqs=4)
     prompt, temperature = [5, 6, 7, 8, 9], 0.7
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     (answer,) = engine.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    expected = loaded.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     assert list(answer.outputs[0].token_ids) == expected[0, len(prompt) :].tolist()
-    # Log-probs are those after temperature, in float32 on both sides.
+    # Log-probs are those after temperature, in float32 on both sides. Compared with the model that was exported: transformers
+    # rounds activations by compressed-tensors' rule, in steps of 2/255 of the largest, and vLLM in steps of 1/127.
     sampled = SamplingParams(max_tokens=8, temperature=temperature, logprobs=0, ignore_eos=True)
     (answer,) = engine.generate([{"prompt_token_ids": prompt}], sampled, use_tqdm=False)
     ids = list(answer.outputs[0].token_ids)
@@ -53,4 +55,4 @@ def test_a_folder_that_holds_no_export_is_refused(tmp_path):
 def test_a_scheme_that_vllm_cannot_run_here_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="scheme='w4a8' cannot roll out in vLLM on a CPU"):
-        load_engine(export(tmp_path, "w4a8", torch.bfloat16))
+        load_engine(export(tmp_path, "w4a8", torch.bfloat16)[1])

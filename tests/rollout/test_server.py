@@ -225,6 +225,8 @@ def child_that_sleeps(directory, transfer_dir):
 
 STARTS_A_SERVER = """
     import signal, sys, time
+    # What a shell starts in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from pathlib import Path
     from trl_qarl.rollout.server import ServerProcess, free_port
     {before}

@@ -39,8 +39,10 @@ class TestColocated:
     def test_rollouts_follow_the_learner(self, tmp_path, scheme, arch, options):
         trainer = make_vllm_trainer(tmp_path, arch, scheme=scheme, vllm_mode="colocate", **options)
         trainer.train()
-        # Sampled token by token with a cache, scored at once: in float32 only the order of summation differs.
-        assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+        # Sampled token by token with a cache, scored at once: in float32 only the order of summation differs. That can move an
+        # activation over the edge of its 8-bit step; 7e-4 has been seen, and less than 1e-5 where none is moved.
+        bound = 5e-3 if scheme in ("w8a8", "fp8") else 1e-5
+        assert max(logged(trainer, "mismatch/abs_logp_max")) < bound
         assert logged(trainer, "mismatch/unknown_tokens") == [0, 0]
         assert logged(trainer, "rollout/weight_version") == [0, 2]
         # TRL's losses reject whole completions by their mismatch, TBPO does not.
@@ -136,19 +138,14 @@ class TestColocated:
         assert logged(trainer, "mismatch/probe_top1_agreement") == [1, 1]
 
     def test_a_deep_audit_sees_what_fingerprints_cannot(self, tmp_path):
-        """A kernel that went on with old weights: right in checkpoint format, wrong in what it computes."""
+        """A kernel that goes on with an operand of its own: right in every tensor, wrong in what it computes."""
         trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1)
         generation = trainer.vllm_generation
         generation.sync_weights()
         worker = generation.publisher.transport._worker
         layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.down_proj")
-        method, process = layer.quant_method, layer.quant_method.process_weights_after_loading
-
-        def process_and_spoil(layer):
-            process(layer)
-            layer.weight_scale.data.mul_(1.5)
-
-        method.process_weights_after_loading = process_and_spoil
+        apply = layer.quant_method.apply
+        layer.quant_method.apply = lambda *args, **kwargs: 1.5 * apply(*args, **kwargs)
         generation.publisher.forget()
         assert deep_audit(generation, [list(range(5, 40))]) > 1e-3
 

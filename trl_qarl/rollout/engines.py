@@ -95,6 +95,8 @@ def _in_process_engine(*, on_cpu: bool, **arguments):
     from vllm import LLM
 
     # An engine that nothing refers to any more ends the process group that the next one shares when it is collected.
+    # vLLM exempts all objects that are there when an engine starts from collection: a trainer and its earlier engine, too.
+    gc.unfreeze()
     gc.collect()
     defaults = {
         "logprobs_mode": "processed_logprobs",

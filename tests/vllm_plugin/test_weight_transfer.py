@@ -443,6 +443,28 @@ def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, 
         Publisher(other, dtype, publisher.transport).check_engine()
 
 
+def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
+    monkeypatch.setattr("trl_qarl.rollout.publisher.CHUNK_BYTES", 1)
+    publisher.forget()
+    publisher.publish("chunks")
+    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+
+
+def test_registering_the_plugin_again_changes_nothing(engine_environment):
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
+
+    from trl_qarl.vllm_plugin import register
+
+    register()
+    before = dict(WeightTransferEngineFactory._registry), str(_POSSIBLE_KERNELS), str(_POSSIBLE_INT8_KERNELS)
+    register()
+    assert (dict(WeightTransferEngineFactory._registry), str(_POSSIBLE_KERNELS), str(_POSSIBLE_INT8_KERNELS)) == before
+
+
+# Last: an engine that ends takes the process group with it, which the module's engine shares.
+
+
 def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path):
     """All tensors have the same names and shapes."""
     from trl_qarl.rollout.publisher import Publisher
@@ -493,22 +515,3 @@ def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, mo
         other.check_engine()
     rounded = other.publish("0")["publish/canary_abs_logp"]
     assert right < 1e-2 and rounded > right
-
-
-def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
-    monkeypatch.setattr("trl_qarl.rollout.publisher.CHUNK_BYTES", 1)
-    publisher.forget()
-    publisher.publish("chunks")
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
-
-
-def test_registering_the_plugin_again_changes_nothing(engine_environment):
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
-
-    from trl_qarl.vllm_plugin import register
-
-    register()
-    before = dict(WeightTransferEngineFactory._registry), str(_POSSIBLE_KERNELS), str(_POSSIBLE_INT8_KERNELS)
-    register()
-    assert (dict(WeightTransferEngineFactory._registry), str(_POSSIBLE_KERNELS), str(_POSSIBLE_INT8_KERNELS)) == before

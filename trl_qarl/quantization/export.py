@@ -6,6 +6,10 @@ everything that is not quantized is written in the dtype in which the engine run
 """
 
 import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +29,7 @@ __all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is
 
 # Tells an export, which may be written over, from masters, whatever the scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
+_PARTIAL = ".partial"
 
 
 def export_checkpoint(
@@ -53,7 +58,7 @@ def export_checkpoint(
             Largest size of one shard.
 
     Returns:
-        The folder.
+        The folder. An earlier export in it is replaced once the new one is complete.
 
     Raises:
         ValueError: if `output_dir` holds another model's weights, or if the model has quantized layers beside experts in
@@ -71,24 +76,42 @@ def export_checkpoint(
             "with `save_model`, or train with scheme='bf16'."
         )
     check_export_dir(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     if formats:
         config.quantization_config = quantization_config(model)
-    config.save_pretrained(output_dir)
-    if model.can_generate():
-        model.generation_config.save_pretrained(output_dir)
-    if processing_class is not None:
-        processing_class.save_pretrained(output_dir)
     metadata = {"format": "pt", **_EXPORT_METADATA}
-    save_torch_state_dict(
-        checkpoint_state_dict(model, dtype), output_dir, max_shard_size=max_shard_size, metadata=metadata
-    )
-    card = export_card(output_dir.name, model.name_or_path, scheme.name, str(dtype).removeprefix("torch."))
-    card.save(output_dir / "README.md")
+    with _written_as_a_whole(output_dir) as folder:
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        tensors = checkpoint_state_dict(model, dtype)
+        save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
+        card = export_card(output_dir.name, model.name_or_path, scheme.name, str(dtype).removeprefix("torch."))
+        card.save(folder / "README.md")
     return output_dir
+
+
+@contextmanager
+def _written_as_a_whole(folder: Path) -> Iterator[Path]:
+    """A folder inside `folder`, whose files move there at the end: what fails on the way leaves an earlier export as it is."""
+    partial = folder / _PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        # The number of shards may have changed.
+        for path in folder.glob("*.safetensors*"):
+            path.unlink()
+        for path in partial.iterdir():
+            if path.is_dir():
+                shutil.rmtree(folder / path.name, ignore_errors=True)
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_export_dir(folder: str | Path) -> None:

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-__all__ = ["configuration_errors"]
+__all__ = ["EXIT_PUSH_FAILED", "configuration_errors"]
+
+# Everything is done and saved but for the upload to the Hub.
+EXIT_PUSH_FAILED = 3
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 """`trl-qarl export`: from trained master weights to the low-bit checkpoint that transformers and vLLM load."""
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 from ..quantization.schemes import SCHEMES
-from .errors import configuration_errors
+from ..telemetry.run_files import METRICS_FILE
+from .errors import EXIT_PUSH_FAILED, configuration_errors
 
 
-__all__ = ["main", "make_parser", "merge_with_record", "read_record"]
+__all__ = ["main", "make_parser", "merge_with_record", "read_history", "read_record"]
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -36,19 +38,23 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="dtype in which the engine will run the model: that of the scales and of everything not quantized "
         "(default: the one trained with, else bfloat16)",
     )
+    parser.add_argument("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
+    parser.add_argument("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
+    parser.add_argument("--hub_private_repo", action="store_true", help="make that repository a private one")
     parser.add_argument("--model_revision", default="main", help="revision on the hub")
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     return parser
 
 
-def main(args: Namespace) -> None:
+def main(args: Namespace) -> int:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoProcessor
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from ..quantization.cards import folder_size, serve_command
+    from .. import hub
+    from ..quantization.cards import TrainingFacts, folder_size, save_export_card, serve_command
     from ..quantization.export import export_checkpoint
     from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model
@@ -56,6 +62,7 @@ def main(args: Namespace) -> None:
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
+        repo_id = _check_push(args)
         record_path = cached_file(
             args.model_name_or_path,
             SCHEME_FILE,
@@ -81,7 +88,62 @@ def main(args: Namespace) -> None:
         )
         print(report)
         folder = export_checkpoint(model, args.output_dir, processing_class, dtype)
+    known = {name: settings.get(name) for name in ("objective", "quantize_learner", "group_size", "exclude_modules")}
+    facts = TrainingFacts(
+        {name: value for name, value in known.items() if value is not None},
+        read_history(args.model_name_or_path),
+        str(report),
+    )
+    save_export_card(
+        folder,
+        facts,
+        title=repo_id and repo_id.rpartition("/")[2],
+        name_or_path=args.model_name_or_path,
+        scheme=settings["scheme"],
+        dtype=settings["scale_dtype"],
+        hub_model_id=repo_id,
+    )
     print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). To serve it: {serve_command(folder)}")
+    if repo_id is not None:
+        upload = hub.policy_upload(repo_id, folder)
+        try:
+            hub.push([upload], f"Low-bit checkpoint ({settings['scheme']})", private=args.hub_private_repo or None)
+        except hub.PushFailed as error:
+            print(f"trl-qarl: error: {error}", file=sys.stderr)
+            return EXIT_PUSH_FAILED
+        print(f"Pushed to {repo_id}. To serve it: {serve_command(repo_id, settings['scale_dtype'])}")
+    return 0
+
+
+def _check_push(args: Namespace) -> str | None:
+    """
+    Repository to push to, with its namespace, or `None`. It is made before anything is exported.
+
+    Raises:
+        ValueError: for options that contradict each other or name no repository, and without a token.
+        PushFailed: if the repository cannot be made.
+    """
+    from .. import hub
+
+    if not args.push_to_hub:
+        for option in ("hub_model_id", "hub_private_repo"):
+            if getattr(args, option):
+                raise ValueError(f"--{option} was given without --push_to_hub. Add it, or leave out --{option}.")
+        return None
+    if args.hub_model_id is None:
+        raise ValueError("--push_to_hub needs the repository: give --hub_model_id USER/NAME.")
+    for problem in (hub.problem_of_name(args.hub_model_id, "low-bit"), hub.problem_of_access(None)):
+        if problem:
+            raise ValueError(problem)
+    return hub.create_repositories("low-bit", args.hub_model_id, None, args.hub_private_repo or None)
+
+
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
+    """Rows that a training logged, from its output directory or a checkpoint; none for weights of another origin."""
+    metrics, state = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json")
+    if metrics.is_file():
+        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import configuration_errors
+from .errors import EXIT_PUSH_FAILED, configuration_errors
 
 
 if TYPE_CHECKING:
@@ -121,15 +121,21 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
+    from ..hub import PushFailed, exports_policy
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.cards import folder_size, serve_command
     from ..quantization.checkpoint import has_stacked_experts
-    from ..quantization.export import export_checkpoint
 
     with configuration_errors():
         if not model_args.model_name_or_path:
             raise ValueError("No model: give `--model_name_or_path`.")
         export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.scheme)
+        pushes_policy = training_args.push_to_hub and exports_policy(training_args.hub_export)
+        if export_dir is None and pushes_policy:
+            raise ValueError(
+                f"--export_dir=none with --push_to_hub and --hub_export={training_args.hub_export}: what is pushed is the export. "
+                "Leave `--export_dir` out, or push the masters: `--hub_export master`."
+            )
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,
@@ -152,24 +158,36 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
+        trainer.export_dir = export_dir or trainer.export_dir
         checkpoint = trainer.find_checkpoint(parse_resume_from_checkpoint(training_args.resume_from_checkpoint))
 
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.print("Training completed.")
 
-    trainer.save_model(training_args.output_dir)
+    failure = None
+    if training_args.push_to_hub:
+        # It saves and exports before it uploads.
+        try:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        except PushFailed as error:
+            failure = error
+    else:
+        trainer.save_model(training_args.output_dir)
     trainer.accelerator.print(f"Master weights saved to {training_args.output_dir}.")
     if training_args.is_quantized and has_stacked_experts(trainer.model):
         trainer.accelerator.print("Nothing exported: a mixture of experts has no low-bit checkpoint.")
-    elif export_dir is not None and trainer.is_world_process_zero():
-        export_checkpoint(trainer.model, export_dir, trainer.processing_class, trainer._scale_dtype)
+    elif export_dir is not None and failure is None and trainer.is_world_process_zero():
+        if not pushes_policy:
+            trainer.export_model(dataset_name=script_args.dataset_name)
         print(
             f"Policy ({training_args.scheme}) exported to {export_dir} ({folder_size(export_dir)}). To serve it: "
             f"{serve_command(export_dir)}"
         )
+    if failure is not None:
+        print(f"trl-qarl: error: Training is complete, but not its push.\n{failure}", file=sys.stderr)
+        raise SystemExit(EXIT_PUSH_FAILED) from failure
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
-        trainer.accelerator.print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}.")
+        trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
 
     # Drop the condition once transformers>=5.18, which needs the call to finish trackers and the process group.
     if hasattr(trainer, "end"):

@@ -345,6 +345,30 @@ def test_training_exports_nothing_where_told_so(train_argv, tmp_path, capsys):
     assert not (tmp_path / "run" / "w4a16").exists() and "exported" not in capsys.readouterr().out
 
 
+def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_argv, tmp_path, hub, capsys):
+    from trl_qarl.quantization.export import is_export
+
+    options = ["--max_steps", "1", "--push_to_hub", "true", "--hub_model_id", "policy", "--hub_strategy", "end"]
+    run_training([*train_argv, *options])
+    output = capsys.readouterr().out
+    assert "Pushed to someone/policy.\n" in output and f"exported to {tmp_path / 'run' / 'w4a16'}" in output
+    assert hub.files("someone/policy")["model.safetensors"] == (tmp_path / "run/w4a16/model.safetensors").read_bytes()
+    assert len(hub.repos["someone/policy"].commits) == 2
+
+    hub.fault = lambda method, path: 500 if "/commit/" in path else None
+    with pytest.raises(SystemExit, match="3"):
+        run_training([*train_argv, *options, "--output_dir", str(tmp_path / "other")])
+    output, error = capsys.readouterr()
+    assert f"Training completed.\nMaster weights saved to {tmp_path / 'other'}.\n" in output
+    assert "error: Training is complete, but not its push.\nThe push to someone/policy failed" in error
+    assert f"\n  hf upload someone/policy {tmp_path / 'other' / 'w4a16'} . " in error
+    assert is_export(tmp_path / "other" / "w4a16") and (tmp_path / "other" / "model.safetensors").is_file()
+
+    with pytest.raises(SystemExit, match="2"):
+        run_training([*train_argv, *options, "--export_dir", "none"])
+    assert "--export_dir=none with --push_to_hub and --hub_export=low-bit" in capsys.readouterr().err
+
+
 def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_argv, capsys):
     run_training([*train_argv, "--max_steps", "1"])
     for options, message in (

@@ -3,8 +3,6 @@ import json
 import logging
 import math
 import shutil
-from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 import torch
@@ -380,24 +378,6 @@ def test_excluded_modules_may_be_a_tuple(tiny_model, tmp_path):
     resumed = make(tiny_model, tmp_path, max_steps=2, **options)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
-
-
-def test_checkpoints_pushed_while_training_have_the_scheme_beside_the_masters(tiny_model, tmp_path, monkeypatch):
-    uploaded = []
-
-    class Api:
-        def upload_folder(self, folder_path, **kwargs):
-            uploaded.append({path.name for path in Path(folder_path).iterdir()})
-            job = Future()
-            job.set_result(None)
-            return job
-
-    monkeypatch.setattr("transformers.trainer.hf_api", Api)
-    trainer = make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    trainer.hub_model_id, trainer.push_in_progress = "someone/model", None
-    trainer.train()
-    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
-    assert {"model.safetensors", "qarl.json"} <= uploaded[0]
 
 
 def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, caplog):

@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
 from trl_qarl.cli import main
-from trl_qarl.quantization.cards import export_card, serve_command
+from trl_qarl.hub import cache_card
+from trl_qarl.quantization.cards import TrainingFacts, export_card, save_export_card, serve_command, summarize
 
 
 def front_matter(text):
@@ -34,7 +35,7 @@ def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path)
 
 
 def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path / "run")
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_export="master")
     trainer.model.name_or_path, trainer.hub_model_id = "org/base", "me/policy"
     trainer.create_model_card(model_name="policy", dataset_name="org/data", tags="mine")
     text = (tmp_path / "run" / "README.md").read_text()
@@ -61,7 +62,7 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
     prepare_model(model, "w8a16")
     folder = export_checkpoint(model, tmp_path / "export", dtype=getattr(torch, dtype))
     text = (folder / "README.md").read_text()
-    assert f"```sh\n{command}\n```" in text and f"scheme: `w8a16`, everything else in {dtype}" in text
+    assert f"```sh\n{command}\n```" in text and f"| `scheme` | w8a16 |\n| everything else | {dtype} |\n" in text
     assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text and str(tmp_path) not in text
     assert serve_command(folder) == command.replace("DIR", str(folder))
 
@@ -69,6 +70,44 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
 def test_export_of_masters_names_the_base_model_of_their_card(tmp_path):
     (tmp_path / "README.md").write_text("---\nbase_model: org/base\n---\n\n# Masters\n")
     assert front_matter(export_card("x", str(tmp_path), "fp8", "bfloat16").content)["base_model"] == "org/base"
+
+
+def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path, hub):
+    from huggingface_hub import HfApi
+
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# Base\n")
+    HfApi().create_repo("base")
+    HfApi().upload_file(repo_id="someone/base", path_or_fileobj=tmp_path / "README.md", path_in_repo="README.md")
+    assert "license" not in front_matter(export_card("x", "someone/base", "fp8", "bfloat16").content)
+    cache_card("someone/base")
+    cache_card("someone/nothing")
+    data = front_matter(export_card("x", "someone/base", "fp8", "bfloat16").content)
+    assert (data["license"], data["base_model"]) == ("apache-2.0", "someone/base")
+
+
+HISTORY = [{"step": step, "reward": step / 10, "mismatch/abs_logp_mean": 0.25} for step in range(1, 13)]
+
+
+def test_results_of_a_training_are_means_of_what_was_logged_last():
+    evaluated = [{"step": 6, "eval_reward": 0.5}, {"step": 12, "eval_reward": 0.75}]
+    results = summarize([{"step": 0, "loss": 1.0}, *HISTORY, *evaluated])
+    assert results == {
+        "reward, first logged": "0.1",
+        "reward, mean of the last 10 logged": "0.75",
+        "difference of log-probs between rollout and learner, in nats per token, mean of the last 10 logged": "0.25",
+        "eval_reward, last evaluation": "0.75 (update 12)",
+    }
+    assert summarize([]) == {}
+
+
+def test_card_shows_a_picture_of_the_rewards_where_there_are_some(tmp_path):
+    pytest.importorskip("matplotlib")
+    about = {"name_or_path": "org/base", "scheme": "w4a16", "dtype": "bfloat16"}
+    save_export_card(tmp_path, TrainingFacts(history=HISTORY), **about)
+    assert "](reward.png)" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    save_export_card(tmp_path, TrainingFacts(history=HISTORY[:1]), **about)
+    assert "reward.png" not in (tmp_path / "README.md").read_text() and not (tmp_path / "reward.png").exists()
 
 
 def test_serving_an_export_for_training_names_the_command_that_serves_it(tiny_model, tmp_path, capsys):

@@ -141,9 +141,13 @@ def _check_push(args: Namespace) -> str | None:
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Rows that a training logged, from its output directory or a checkpoint; none for weights of another origin."""
     metrics, state = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json")
-    if metrics.is_file():
-        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
+    try:
+        if metrics.is_file():
+            return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        return json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
+    except ValueError:
+        # The last line of a run that was killed; the card then has no results.
+        return []
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

@@ -98,8 +98,9 @@ def test_export_whose_push_fails_keeps_it_and_ends_with_code_three(trained, tmp_
 
 @pytest.mark.parametrize("hub_export", HUB_EXPORTS)
 def test_plan_is_that_of_the_documentation(hub_export):
-    rows = re.findall(r'^\| `"(\S+)"`.*\| (.*) \| (.*)\|$', PAGE.read_text(), re.MULTILINE)
-    first, second = next((first, second.strip()) for name, first, second in rows if name == hub_export)
+    table = PAGE.read_text().partition("### What goes where")[2].partition("\n\nMasters")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")]
+    first, second = next(row[1:] for row in rows if row[0].startswith(f'`"{hub_export}"`'))
     uploads = plan(hub_export, "USER/NAME", Path("out/w4a16"), Path("out"))
     kinds = {"the policy": Path("out/w4a16"), "masters": Path("out"), "the PEFT adapter": Path("out")}
     expected = [("USER/NAME", kinds[first])] + [("USER/NAME-masters", kinds[second])] * bool(second)
@@ -108,6 +109,7 @@ def test_plan_is_that_of_the_documentation(hub_export):
 
 def test_adapter_is_pushed_without_what_else_lies_there(tiny_model, tmp_path, hub):
     peft = pytest.importorskip("peft")
+    from huggingface_hub import snapshot_download
     from transformers import AutoModelForCausalLM
 
     from trl_qarl.hub import push
@@ -118,4 +120,5 @@ def test_adapter_is_pushed_without_what_else_lies_there(tiny_model, tmp_path, hu
         (tmp_path / "out" / name).write_text("private")
     push(plan("adapter", "someone/adapter", tmp_path / "out" / "w4a16", tmp_path / "out"), "Adapter")
     assert {*pushed_files(hub, "someone/adapter")} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), "someone/adapter")
+    folder = snapshot_download("someone/adapter")
+    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)

@@ -144,7 +144,7 @@ def test_push_replaces_the_shards_and_the_adapter_of_what_was_there(tiny_model, 
 
 def test_push_goes_to_the_branch_that_is_named(tiny_model, tmp_path, hub):
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy", hub_revision="trial")
-    trainer.push_to_hub()
+    assert trainer.push_to_hub(blocking=False).result().oid == hub.repos["someone/policy"].branches["trial"]
     assert pushed_files(hub, revision="trial") == local_files(tmp_path / "run" / "w4a16")
     assert pushed_files(hub) == {}
 

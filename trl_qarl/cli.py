@@ -59,7 +59,7 @@ them, and `--accelerate_config`, go to `accelerate launch`.
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 0, or 2 for a configuration error.
+    Run the command line and return the exit code: 0, 2 for a configuration error, or 3 where only a push to the Hub failed.
 
     Args:
         argv (`list[str]`, *optional*):

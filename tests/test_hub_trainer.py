@@ -1,6 +1,11 @@
 """Pushes of the trainer, by the real client of the Hub to a stand-in for it."""
 
 import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
 import threading
 
 import pytest
@@ -10,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from testing_utils import make_trainer
 from trl_qarl import QaRLConfig
+from trl_qarl.cli import main
 from trl_qarl.hub import PushFailed
 from trl_qarl.quantization.export import is_export
 
@@ -164,11 +170,6 @@ def fails_at(part, how):
     ],
 )
 def test_push_that_fails_loses_nothing_and_its_command_repeats_it(tiny_model, tmp_path, hub, part, how, says):
-    import os
-    import shlex
-    import subprocess
-    import sysconfig
-
     from hub_stand_in import environment
 
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy")
@@ -288,13 +289,11 @@ def test_adapter_is_refused_where_none_is_trained(tiny_model, tmp_path):
 
 
 def test_full_disk_while_exporting_for_a_push_leaves_masters_and_earlier_export(tiny_model, tmp_path, hub):
-    import os
-    import shutil
-    import subprocess
-
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounts a small file system")
-    trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy")
+    trainer = make_trainer(
+        tiny_model, tmp_path / "run", hub_model_id="policy", hub_private_repo=True, hub_revision="trial"
+    )
     small = trainer.export_dir = tmp_path / "small" / "w4a16"
     small.parent.mkdir()
     mounted = subprocess.run(
@@ -310,10 +309,12 @@ def test_full_disk_while_exporting_for_a_push_leaves_masters_and_earlier_export(
         with pytest.raises(PushFailed, match="(?s)No space left.*Nothing is lost.*trl-qarl export") as failure:
             trainer.push_to_hub()
         assert f"--model_name_or_path {tmp_path / 'run'} --output_dir {small} --push_to_hub" in str(failure.value)
+        assert str(failure.value).endswith("--hub_model_id someone/policy --hub_private_repo --hub_revision trial")
         assert local_files(small) == before
         assert (tmp_path / "run" / "model.safetensors").is_file()
         filling.unlink()
-        trainer.push_to_hub()
-        assert pushed_files(hub) == local_files(small)
+        assert main(shlex.split(str(failure.value).splitlines()[-1])[1:]) == 0
+        assert pushed_files(hub, revision="trial") == local_files(small)
+        assert local_files(small)["model.safetensors"] == before["model.safetensors"]
     finally:
         subprocess.run(["umount", str(small.parent)], check=True)

@@ -225,13 +225,16 @@ def push_in_background(*args, **kwargs) -> Future:
 
 
 @contextmanager
-def written_to(policy: Path, masters: Path, name: str) -> Iterator[None]:
+def written_to(
+    policy: Path, masters: Path, name: str, private: bool | None = None, revision: str | None = None
+) -> Iterator[None]:
     """Turns what happens while the policy is written, such as a full disk, into [`PushFailed`]."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         argv = ["trl-qarl", "export", "--model_name_or_path", masters, "--output_dir", policy, "--push_to_hub"]
-        command = shlex.join(map(str, [*argv, "--hub_model_id", name]))
+        argv += ["--hub_model_id", name] + ["--hub_private_repo"] * bool(private)
+        command = shlex.join(map(str, argv + (["--hub_revision", revision] if revision else [])))
         raise PushFailed(
             f"Nothing was pushed to {name}: the low-bit policy could not be written to {policy}: {error}\nNothing is lost: "
             f"the masters are saved in {masters}. Make room, or choose another folder, and repeat:\n  {command}"

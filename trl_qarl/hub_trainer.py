@@ -132,19 +132,20 @@ class HubTrainer(GRPOTrainer):
             self.hub_model_id = hub.full_name(hub.repository_name(args), token)
         hub.cache_card(self.model.name_or_path, token)
         self.create_model_card(**{"model_name": self.hub_model_id.rpartition("/")[2], **kwargs})
-        uploads = self._write_for_hub(Path(args.output_dir), **kwargs)
-        push_arguments = (uploads, commit_message, token, args.hub_private_repo, revision or args.hub_revision)
+        revision = revision or args.hub_revision
+        uploads = self._write_for_hub(Path(args.output_dir), revision, **kwargs)
+        push_arguments = (uploads, commit_message, token, args.hub_private_repo, revision)
         if blocking:
             return hub.push(*push_arguments)
         job = hub.push_in_background(*push_arguments)
         self.push_in_progress = PushInProgress([job])
         return job
 
-    def _write_for_hub(self, masters: Path, **kwargs) -> list[hub.Upload]:
+    def _write_for_hub(self, masters: Path, revision: str | None, **kwargs) -> list[hub.Upload]:
         """Exports the policy if it is pushed; `masters` is where masters are saved."""
         args = self.args
         if hub.exports_policy(args.hub_export):
-            with hub.written_to(self.export_dir, masters, self.hub_model_id):
+            with hub.written_to(self.export_dir, masters, self.hub_model_id, args.hub_private_repo, revision):
                 self.export_model(**{"model_name": self.hub_model_id.rpartition("/")[2], **kwargs})
         return hub.plan(args.hub_export, self.hub_model_id, self.export_dir, masters)
 
@@ -160,7 +161,7 @@ class HubTrainer(GRPOTrainer):
         self._finish_current_push()
         self.callback_handler.on_push_begin(args, self.state, self.control)
         try:
-            uploads = self._write_for_hub(folder)
+            uploads = self._write_for_hub(folder, args.hub_revision)
         except hub.PushFailed as error:
             logger.error("%s", error)
             return

@@ -41,6 +41,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
     parser.add_argument("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
     parser.add_argument("--hub_private_repo", action="store_true", help="make that repository a private one")
+    parser.add_argument("--hub_revision", metavar="BRANCH", help="branch to push to; made if it is missing")
     parser.add_argument("--model_revision", default="main", help="revision on the hub")
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     return parser
@@ -107,7 +108,8 @@ def main(args: Namespace) -> int:
     if repo_id is not None:
         upload = hub.policy_upload(repo_id, folder)
         try:
-            hub.push([upload], f"Low-bit checkpoint ({settings['scheme']})", private=args.hub_private_repo or None)
+            message = f"Low-bit checkpoint ({settings['scheme']})"
+            hub.push([upload], message, private=args.hub_private_repo or None, revision=args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED
@@ -126,7 +128,7 @@ def _check_push(args: Namespace) -> str | None:
     from .. import hub
 
     if not args.push_to_hub:
-        for option in ("hub_model_id", "hub_private_repo"):
+        for option in ("hub_model_id", "hub_private_repo", "hub_revision"):
             if getattr(args, option):
                 raise ValueError(f"--{option} was given without --push_to_hub. Add it, or leave out --{option}.")
         return None

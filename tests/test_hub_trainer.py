@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from testing_utils import make_trainer
+from testing_utils import make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig
 from trl_qarl.cli import main
 from trl_qarl.hub import PushFailed
@@ -318,3 +318,10 @@ def test_full_disk_while_exporting_for_a_push_leaves_masters_and_earlier_export(
         assert local_files(small)["model.safetensors"] == before["model.safetensors"]
     finally:
         subprocess.run(["umount", str(small.parent)], check=True)
+
+
+def test_push_of_experts_that_have_no_export_is_refused_before_training(tmp_path, hub):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    model = make_tiny_model(tmp_path, "qwen3_moe", **experts)
+    with pytest.raises(ValueError, match="hub_export='low-bit': a mixture of experts has no low-bit export"):
+        make_trainer(model, tmp_path / "run", allow_high_precision_experts=True, push_to_hub=True)

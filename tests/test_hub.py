@@ -103,7 +103,7 @@ def test_plan_is_that_of_the_documentation(hub_export):
     first, second = next(row[1:] for row in rows if row[0].startswith(f'`"{hub_export}"`'))
     uploads = plan(hub_export, "USER/NAME", Path("out/w4a16"), Path("out"))
     kinds = {"the policy": Path("out/w4a16"), "masters": Path("out"), "the PEFT adapter": Path("out")}
-    expected = [("USER/NAME", kinds[first])] + [("USER/NAME-masters", kinds[second])] * bool(second)
+    expected = [("USER/NAME", kinds[first])] + [("USER/NAME-masters", kinds[kind]) for kind in [second] if kind]
     assert [(upload.repo_id, upload.folder) for upload in uploads] == expected
 
 

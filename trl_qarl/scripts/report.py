@@ -1,5 +1,5 @@
 """
-`trl-qarl report`: an HTML page about training runs, with its figures as PNGs beside it.
+`trl-qarl report`: an HTML page about training runs.
 
 The page is one file: styles and figures inline, no script, nothing loaded. Whatever the runs wrote is escaped.
 """
@@ -38,12 +38,15 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--output",
         metavar="FILE",
         default="report.html",
-        help="page to write; figures get its name and go beside it; default: %(default)s",
+        help="page to write; default: %(default)s",
+    )
+    parser.add_argument(
+        "--png", action="store_true", help="write each figure as a PNG too, beside the page and under its name"
     )
     parser.add_argument(
         "--follow",
         action="store_true",
-        help="write the page again whenever a run logs, until all are finished or Ctrl-C; without the PNG files",
+        help="write the page again whenever a run logs, until all are finished or Ctrl-C",
     )
     parser.add_argument(
         "--timeout",
@@ -70,10 +73,10 @@ def main(args: Namespace) -> None:
             raise ValueError(f"--timeout={args.timeout:g} must be positive and needs --follow.")
         output.parent.mkdir(parents=True, exist_ok=True)
         if not args.follow:
-            groups = _write(*read_runs(args.run_dirs), output)
+            groups = _write(*read_runs(args.run_dirs), output, with_png=args.png)
     if args.follow:
         try:
-            _follow(args.run_dirs, output, args.timeout)
+            _follow(args.run_dirs, output, args.timeout, args.png)
         except KeyboardInterrupt:
             print("Stopped.")
         return
@@ -90,7 +93,7 @@ def main(args: Namespace) -> None:
 
 
 def _write(
-    runs: list[Run], notes: list[str], output: Path, refresh: int | None = None, with_png: bool = True
+    runs: list[Run], notes: list[str], output: Path, refresh: int | None = None, with_png: bool = False
 ) -> list[Group]:
     groups = make_groups(runs)
     missing = [f"No run has a value of {name}." for name in EVERY_BATCH if not any(run.values(name) for run in runs)]
@@ -102,37 +105,37 @@ def _write(
     return groups
 
 
-def _follow(run_dirs: list[str], output: Path, timeout: float | None) -> None:
+def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: bool) -> None:
     """Writes the page whenever metrics have grown. A run that has not logged yet is waited for."""
     with configuration_errors():
         for path in map(Path, run_dirs):
             if not path.is_dir():
                 raise ValueError(f"{path} is not a directory; give directories that training runs write.")
     print(f"Following: {output.resolve().as_uri()}", flush=True)
-    seen, changed, spent = None, time.monotonic(), 0.0
+    seen, changed = None, time.monotonic()
     while timeout is None or time.monotonic() - changed < timeout:
         state = _sizes(run_dirs)
         if state == seen:
             time.sleep(_POLL_SECONDS)
             continue
         seen, changed = state, time.monotonic()
-        # Training on the same machine keeps four fifths of a core.
-        time.sleep(4 * spent)
         try:
             runs, notes = read_runs(run_dirs)
         except ValueError as error:
             print(f"Waiting: {error}", flush=True)
             continue
         is_finished = not notes and all(run.is_finished for run in runs)
-        start = time.monotonic()
-        groups = _write(runs, notes, output, None if is_finished else _REFRESH_SECONDS, with_png=is_finished)
-        spent = time.monotonic() - start
+        groups = _write(
+            runs, notes, output, None if is_finished else _REFRESH_SECONDS, with_png=with_png and is_finished
+        )
         for group in groups:
             steps = ", ".join(f"{run.last_step} of {run.config.get('max_steps', '?')}" for run in group.runs)
             print(f"{group.label}, step {steps}: {summarize_findings(assess_group(group))}", flush=True)
         if is_finished:
             print("All runs are finished.")
             return
+        # Training on the same machine keeps four fifths of a core.
+        time.sleep(4 * (time.monotonic() - changed))
     print(f"Nothing was logged for {timeout:g} seconds.")
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 
@@ -41,7 +42,9 @@ _SETTINGS = {
 }
 
 
-def to_svg(draw: Callable, name: str, title: str, size: tuple[float, float]) -> str:
+def to_svg(
+    draw: Callable, name: str, title: str, size: tuple[float, float], margins: dict[str, float] | None = None
+) -> str:
     """
     One panel as an `<svg>` element, drawn with variables of the page in place of colours.
 
@@ -54,8 +57,12 @@ def to_svg(draw: Callable, name: str, title: str, size: tuple[float, float]) -> 
             What a screen reader says.
         size (`tuple[float, float]`):
             Width and height in inches.
+        margins (`dict[str, float]`, *optional*):
+            Sides of the axes as shares of the figure. By default they are found by drawing twice.
     """
-    with _axes(size) as (figure, (axes,)):
+    with _axes(size, layout="none" if margins else "constrained") as (figure, (axes,)):
+        if margins:
+            figure.subplots_adjust(**margins)
         draw(axes)
         file = io.StringIO()
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -95,9 +102,11 @@ def to_png(panels: list[tuple[str, Callable]], legend: list[tuple[str, str, str]
 
 
 @contextmanager
-def _axes(size: tuple[float, float], rows: int = 1, columns: int = 1):
+def _axes(
+    size: tuple[float, float], rows: int = 1, columns: int = 1, layout: Literal["constrained", "none"] = "constrained"
+):
     with matplotlib.rc_context(_SETTINGS):
-        figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+        figure, grid = plt.subplots(rows, columns, figsize=size, layout=layout, squeeze=False)
         try:
             yield figure, list(grid.flat)
         finally:

@@ -111,6 +111,9 @@ class Figure:
     caption: str
     panels: list[tuple[str, Callable]]
     height: float = 2.6
+    margins: dict[str, float] | None = field(
+        default_factory=lambda: {"left": 0.14, "right": 0.98, "top": 0.96, "bottom": 0.17}
+    )
     svgs: list[str] = field(default_factory=list)
 
     def __post_init__(self):
@@ -122,7 +125,7 @@ class Figure:
         ]
 
 
-def draw_figures(groups: list[Group], output: Path, with_png: bool = True) -> list[Figure]:
+def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> list[Figure]:
     """The figures of which some run has values, `with_png` also as files beside the page `output`."""
     figures = [figure for heading, metrics in METRICS.items() if (figure := _lines(groups, heading, metrics))]
     figures += [figure for spec in _DISTRIBUTIONS if (figure := _distribution(groups, *spec))]
@@ -133,7 +136,7 @@ def draw_figures(groups: list[Group], output: Path, with_png: bool = True) -> li
         caption = (
             "Means over the logged steps of a run; bars are means over the runs of a group, whiskers their range."
         )
-        figures.append(Figure("Time", "time", caption, panels, 0.6 + 0.32 * len(groups)))
+        figures.append(Figure("Time", "time", caption, panels, 0.6 + 0.32 * len(groups), None))
     if with_png:
         from .canvas import to_png
 
@@ -197,4 +200,5 @@ def _distribution(groups: list[Group], heading: str, name: str, unit: str, xlabe
         for (group, sign, rows), total in zip(signed, totals, strict=True)
     ]
     together = "All logged steps and seeds of a group together, as shares in a bin."
-    return Figure(heading, name, f"{caption} {together} {_SCALE}", panels)
+    margins = {"left": 0.14, "right": 0.98, "top": 0.96, "bottom": 0.3}
+    return Figure(heading, name, f"{caption} {together} {_SCALE}", panels, margins=margins)

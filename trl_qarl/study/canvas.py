@@ -69,11 +69,12 @@ def to_svg(
         figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
     text = text[text.index("<svg") :].strip()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(url\(|href=")#', rf"\1#{name}-", text)
     text = re.sub(r"#[0-9a-f]{6}\b", lambda match: _VARIABLES.get(match[0], match[0]), text)
-    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
+    # Coordinates of a hundredth are enough; labels stay as they are.
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r"font: ([^;\"]*?px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
     # Only the proportions are the figure's, its width is that of its place on the page.
     text = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", text, count=1)

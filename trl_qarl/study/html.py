@@ -46,7 +46,7 @@ nav a:hover { color: var(--text); text-decoration: underline; }
 .bad .level, td.bad b { color: var(--bad); }
 .level { float: right; font-size: .8rem; font-weight: 600; }
 .panels { display: grid; gap: 1rem 1.5rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); }
-.panels figure { margin: 0; min-width: 0; } .panels h3 { font-weight: 500; font-size: .9rem; margin: 0 0 .25rem; }
+figure { margin: 0 0 1rem; } .panels figure { margin: 0; min-width: 0; } .panels h3 { font-weight: 500; font-size: .9rem; margin: 0 0 .25rem; }
 svg { display: block; width: 100%; height: auto; } .result svg { max-width: 40rem; }
 .legend { list-style: none; padding: 0; margin: .5rem 0 1rem; display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; font-size: .875rem; }
 .swatch { display: inline-block; width: 1.5rem; height: 0; border-top: 3px solid; vertical-align: middle; margin-right: .4rem; }

@@ -111,6 +111,7 @@ def _short(heading: str) -> str:
 def _title(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
     models = list(dict.fromkeys(str(group.config.get("model", "model not recorded")) for group in groups))
     schemes = list(dict.fromkeys(str(group.config["scheme"]) for group in groups if "scheme" in group.config))
+    schemes = [scheme for scheme in schemes if scheme != "bf16"] or schemes
     # Of a local model the folder says enough.
     parts = [model.rstrip("/").split("/")[-1] if model.startswith("/") else model for model in models]
     about = ", ".join([*parts, *(scheme for scheme in schemes if scheme not in groups[0].label or len(groups) > 1)])

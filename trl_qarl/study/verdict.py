@@ -62,7 +62,9 @@ def _sentence(groups: list[Group]) -> str:
     found = describe_differences(groups)
     if found["exceeds"]:
         number = len(found["exceeds"])
-        return f"{found['exceeds'][0]}" + (f" So do {number - 1} more." if number > 1 else "")
+        return f"{found['exceeds'][0]}" + (
+            f" {number - 1} more {'do' if number > 2 else 'does'} as well." if number > 1 else ""
+        )
     if found["within"]:
         return "No difference of final reward exceeds the seed noise."
     if found["unknown"]:

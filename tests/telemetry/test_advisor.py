@@ -69,12 +69,14 @@ def test_a_learner_in_high_precision_is_told_to_quantize():
 )
 def test_dropped_share_has_an_aim(share, level, word):
     metrics = {"tbpo/dropped/total": share, "tbpo/ratio/min": 0.99, "tbpo/ratio/max": 1.01}
-    finding = judge("dropped", metrics)
+    finding = judge("dropped", metrics, number=16)
     assert finding.level == level and word in finding.advice and bool(word) == bool(finding.advice)
+    # Too little is said of a few updates.
+    assert (judge("dropped", metrics, number=15) is None) == (word == "Narrow")
 
 
 def test_updates_on_fresh_batches_alone_have_nothing_to_drop():
-    assert judge("dropped", {"tbpo/dropped/total": 0.0, "tbpo/ratio/min": 1.0, "tbpo/ratio/max": 1.0}) is None
+    assert judge("dropped", {"tbpo/dropped/total": 0.0, "tbpo/ratio/min": 1.0, "tbpo/ratio/max": 1.0}, 20) is None
 
 
 def test_codes_that_never_change_are_a_stalled_policy_after_fifty_updates():

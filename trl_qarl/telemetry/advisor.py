@@ -30,7 +30,7 @@ __all__ = [
 LEVELS = ("fine", "watch", "bad")
 """From best to worst."""
 
-DROPPED_AIM, DROPPED_MOST = (0.10, 0.40), 0.70
+DROPPED_AIM, DROPPED_MOST, MIN_UPDATES_OF_LOW_SHARE = (0.10, 0.40), 0.70, 16
 STALLED_FLIP_RATE, STALLED_UPDATES = 1e-6, 50
 EFFECTIVE_FINE, EFFECTIVE_BAD = 0.90, 0.75
 ENTROPY_LEFT, ENTROPY_UP, ENTROPY_FAR_UP = 0.10, 2.0, 4.0
@@ -182,6 +182,9 @@ def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     if len(values) < 4 or (ratios and max(abs(ratio - 1) for ratio in ratios) < 1e-6):
         return None
     share, (low, high) = statistics.fmean(values), DROPPED_AIM
+    # The first batches, under a warm-up, say little of what comes.
+    if share < low and len(_values(rows, "tbpo/dropped/total")) < MIN_UPDATES_OF_LOW_SHARE:
+        return None
     level = "fine" if low <= share <= high else "bad" if share > DROPPED_MOST else "watch"
     advice = ""
     if share > high:

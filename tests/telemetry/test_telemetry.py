@@ -319,6 +319,36 @@ def test_garbled_text_has_bytes_that_are_no_character_before_its_end():
     assert is_garbled("a\ufffdb") and not is_garbled("ab") and not is_garbled("") and not is_garbled("ab\ufffd\ufffd")
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "w8a16", "fp8"])
+def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 40), nn.Linear(128, 24))
+    prepare_model(net, scheme)
+    layers = quantized_layers(net)
+    before = sampled_masters(layers)
+    assert [len(rows) for rows in before.values()] == [20, 24]
+    old = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.weight.add_(1e-4 * torch.randn_like(layer.weight))
+    moved, count = 0.0, 0
+    for name, layer in layers.items():
+        scale = layer.low_bit_weight().scale
+        codes = layer.low_bit_weight().dequantize(torch.float32).double()
+        group = layer.in_features // scale.shape[1]
+        for i in range(0, layer.out_features, 2 if layer.out_features == 40 else 1):
+            for j in range(layer.in_features):
+                s = scale[i, j // group].item()
+                step = s
+                if scheme == "fp8":
+                    # Normal numbers have three bits after the point, below 2^-6 the distance stays.
+                    code = abs(codes[i, j].item()) / s
+                    step = s * 2.0 ** (max(math.floor(math.log2(code)) if code else -6, -6) - 3)
+                moved += abs(layer.weight[i, j].item() - old[name][i, j].item()) / step
+                count += 1
+    assert update_to_step(before, layers) == pytest.approx(moved / count, rel=1e-3)
+
+
 def test_update_of_nothing_is_zero_steps_and_no_layers_are_nan():
     net = nn.Sequential(nn.Linear(128, 32))
     prepare_model(net, "w4a16")

@@ -36,6 +36,7 @@ from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
 from .rollout.scoring import prompt_log_probs
 from .rollout.server import exit_on_sigterm
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
+from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
 
@@ -152,6 +153,8 @@ class QaRLTrainer(HubTrainer):
         }
         self.add_callback(self.recorder)
         self.add_callback(RunLog(args, self.recorder, described))
+        self.add_callback(Advisor(args.to_dict()))
+        show_rows(self)
         if args.sync_ref_model:
             # After TRL's callback that writes to it.
             self.add_callback(_RefreshReference(self.ref_model))

@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import pytest
@@ -98,3 +99,71 @@ def test_configuration_of_another_form_is_one_line(tmp_path, capsys, config):
         report(tmp_path / "report.html", path)
     (line,) = capsys.readouterr().err.splitlines()
     assert "run.json" in line
+
+
+def test_one_run_is_summarized_and_the_address_is_printed(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report(tmp_path / "a b.html", write_run(tmp_path / "run"))
+    first, last = capsys.readouterr().out.splitlines()
+    assert (
+        first.startswith("reward 0.") and "mismatch 0.0" in first and first.endswith("Not fine: Updating (look at it)")
+    )
+    assert last == f"1 run in 1 group: {(tmp_path / 'a b.html').as_uri()}" and "a%20b.html" in last
+
+
+def test_a_run_is_followed_until_it_is_finished(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    rows = [{"step": step, "time": 1e9, "reward": 0.1 * step} for step in range(1, 5)]
+    path = write_run(tmp_path / "run", rows=[], max_steps=4)
+    (path / "distributions.jsonl").unlink()
+    output = tmp_path / "report.html"
+    pages = []
+
+    def train_on(seconds):
+        """A run that logs two rows while the command sleeps, and ends."""
+        pages.append(output.read_text() if output.exists() else None)
+        with open(path / "metrics.jsonl", "a") as file:
+            for row in rows[:2] or [{"step": 4, "train_runtime": 1.0}]:
+                file.write(json.dumps(row) + "\n")
+        del rows[:2]
+
+    monkeypatch.setattr("trl_qarl.scripts.report.time.sleep", train_on)
+    assert report(output, path, "--follow") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"Following: {output.as_uri()}" and "has no complete row" in lines[1]
+    steps = [line.split(", step ")[1].split(":")[0] for line in lines[2:-1]]
+    assert steps == ["2 of 4", "4 of 4", "4 of 4"] and lines[-1] == "All runs are finished."
+    refreshing = ['http-equiv="refresh"' in page for page in pages if page]
+    assert refreshing and all(refreshing) and 'http-equiv="refresh"' not in output.read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "run"]
+
+
+def test_following_ends_with_ctrl_c_or_after_the_timeout(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path / "run", rows=[])
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    assert report(tmp_path / "report.html", path, "--follow", "--timeout", "0.01") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "Nothing was logged for 0.01 seconds."
+    monkeypatch.setattr("trl_qarl.scripts.report.time.sleep", interrupt)
+    assert report(tmp_path / "report.html", path, "--follow") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "Stopped."
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--timeout", "5"], "needs --follow"),
+        (["--follow", "--timeout", "-1"], "must be positive"),
+        (["--follow"], "not a directory"),
+    ],
+)
+def test_following_what_cannot_be_followed_is_one_line(tmp_path, capsys, options, message):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "missing" if options == ["--follow"] else write_run(tmp_path / "run")
+    with pytest.raises(SystemExit, match="2"):
+        report(tmp_path / "report.html", path, *options)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from recorded_runs import write_run
-from trl_qarl.study.page import describe_differences, find_gaps
 from trl_qarl.study.runs import find_holes, read_run, read_runs
+from trl_qarl.study.sentences import describe_differences, find_gaps
 from trl_qarl.study.statistics import make_groups
 
 

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from recorded_runs import CONFIG, rewards_run
-from trl_qarl.study.page import describe_differences
 from trl_qarl.study.runs import Run
+from trl_qarl.study.sentences import describe_differences
 from trl_qarl.study.statistics import STUDENT_95, compare_groups, make_groups, merge_histograms, summarize
 
 
@@ -22,18 +22,18 @@ def test_runs_that_share_everything_but_the_seed_form_a_group():
     )
     groups = make_groups([Run(str(index), {**CONFIG, **config}, {1: {}}) for index, config in enumerate(configs)])
     assert [(group.label, [run.name for run in group.runs]) for group in groups] == [
-        ("QaRL tbpo w4a16 versions.torch=2.13.0", ["0", "1"]),
-        ("QaRL tbpo fp8", ["2"]),
-        ("QaRL tbpo w4a16 versions.torch=2.14.0", ["3"]),
+        ("QaRL, TBPO, w4a16, versions.torch=2.13.0", ["0", "1"]),
+        ("QaRL, TBPO, fp8", ["2"]),
+        ("QaRL, TBPO, w4a16, versions.torch=2.14.0", ["3"]),
     ]
 
 
 @pytest.mark.parametrize(
     ("config", "label"),
     [
-        ({"quantize_learner": True, "objective": "tbpo", "scheme": "w4a16"}, "QaRL tbpo w4a16"),
-        ({"quantize_learner": False, "objective": "grpo", "scheme": "w8a8"}, "rollout-only grpo w8a8"),
-        ({"quantize_learner": True, "objective": "grpo-tis", "scheme": "bf16"}, "bf16 grpo-tis"),
+        ({"quantize_learner": True, "objective": "tbpo", "scheme": "w4a16"}, "QaRL, TBPO"),
+        ({"quantize_learner": False, "objective": "grpo", "scheme": "w8a8"}, "rollout-only, GRPO"),
+        ({"quantize_learner": True, "objective": "grpo-tis", "scheme": "bf16"}, "bf16, GRPO-TIS"),
         ({"scheme": "w4a16"}, "w4a16"),
         ({"scheme": "bf16"}, "bf16"),
         ({}, "runs"),
@@ -48,12 +48,12 @@ def test_label_follows_from_learner_scheme_and_objective(config, label):
 def test_groups_that_their_names_do_not_tell_apart_differ_in_their_labels():
     configs = ({"scheme": "bf16"}, {"scheme": "bf16", "quantize_learner": False})
     groups = make_groups([Run("run", {**CONFIG, **config}, {1: {}}) for config in configs])
-    assert [group.label for group in groups] == [f"bf16 tbpo quantize_learner={value}" for value in (True, False)]
+    assert [group.label for group in groups] == [f"bf16, TBPO, quantize_learner={value}" for value in (True, False)]
 
 
 def test_different_models_are_named_and_not_compared():
     groups = make_groups([rewards_run(seed, [seed], model=model) for model in ("a", "b") for seed in (0, 1)])
-    assert [group.label for group in groups] == ["QaRL tbpo w4a16 a", "QaRL tbpo w4a16 b"]
+    assert [group.label for group in groups] == ["QaRL, TBPO, a", "QaRL, TBPO, b"]
     assert not any(describe_differences(groups).values())
 
 

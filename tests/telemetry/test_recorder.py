@@ -9,7 +9,6 @@ from torch import nn
 
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.telemetry import recorder as module
-from trl_qarl.telemetry.codes import STALLED_UPDATES
 from trl_qarl.telemetry.recorder import Recorder
 from trl_qarl.telemetry.run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, WORST_FILE
 
@@ -176,19 +175,6 @@ def test_an_optimizer_step_is_measured_in_time_codes_and_quantization_steps(monk
     assert logged["step/optimizer_seconds"] == [5, 5]
     assert math.isnan(logged["quant/code_flip_rate"][0]) and logged["quant/code_flip_rate"][1] > 0.5
     assert logged["quant/update_to_step"][0] == 0 and logged["quant/update_to_step"][1] > 1
-
-
-def test_a_stalled_policy_is_warned_about_once(caplog):
-    model = nn.Sequential(nn.Linear(128, 8))
-    prepare_model(model, "w8a8")
-    recorder, _ = make_recorder(model)
-    for step in range(STALLED_UPDATES + 3):
-        recorder.on_pre_optimizer_step(None, None, None)
-        with torch.no_grad():
-            model[0].weight.add_(0.0)
-        recorder.on_optimizer_step(None, None, None)
-        assert len(caplog.records) == (step >= STALLED_UPDATES)
-    assert "stalled: no code changes" in caplog.text and "(1e-09 here)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,7 @@ from torch import nn
 
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.telemetry.codes import (
-    STALLED_FLIP_RATE,
-    STALLED_UPDATES,
     code_flip_rate,
-    is_stalled,
     sampled_masters,
     sqnr,
     update_to_step,
@@ -320,12 +317,6 @@ def test_loops_equal_a_naive_search():
 
 def test_garbled_text_has_bytes_that_are_no_character_before_its_end():
     assert is_garbled("a\ufffdb") and not is_garbled("ab") and not is_garbled("") and not is_garbled("ab\ufffd\ufffd")
-
-
-def test_policy_is_stalled_where_no_code_flips_for_long():
-    quiet = [math.nan] + [0.0] * (STALLED_UPDATES - 1)
-    assert not is_stalled(quiet) and is_stalled([*quiet, STALLED_FLIP_RATE / 2])
-    assert not is_stalled([*quiet, STALLED_FLIP_RATE]) and is_stalled([1.0] + [0.0] * STALLED_UPDATES)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "w8a16", "fp8"])

@@ -1,24 +1,33 @@
 """
-`trl-qarl report`: an HTML page that compares training runs, with its figures as PNGs beside it.
+`trl-qarl report`: an HTML page about training runs.
 
-The page is one file: styles inline, figures as data, no script, nothing loaded. Whatever the runs wrote is escaped.
+The page is one file: styles and figures inline, no script, nothing loaded. Whatever the runs wrote is escaped.
 """
 
+import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..study.figures import draw_figures
-from ..study.page import count_of, describe_differences, make_page
-from ..study.runs import read_runs
-from ..study.statistics import make_groups
+from ..study.page import make_page
+from ..study.runs import EVERY_BATCH, Run, read_runs
+from ..study.sentences import count_of, describe_differences
+from ..study.statistics import Group, make_groups
+from ..study.verdict import assess_group, summarize_findings
+from ..telemetry.run_files import METRICS_FILE
 from .errors import configuration_errors
 
 
 __all__ = ["main", "make_parser"]
 
+_POLL_SECONDS, _REFRESH_SECONDS = 1.0, 10
+
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
-    parser = ArgumentParser(prog=prog, description="Write an HTML page that compares training runs, and its figures.")
+    parser = ArgumentParser(
+        prog=prog, description="Write an HTML page about training runs, their health and their differences."
+    )
     parser.add_argument(
         "run_dirs",
         metavar="RUN_DIR",
@@ -29,35 +38,112 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--output",
         metavar="FILE",
         default="report.html",
-        help="page to write; figures get its name and go beside it; default: %(default)s",
+        help="page to write; default: %(default)s",
+    )
+    parser.add_argument(
+        "--png", action="store_true", help="write each figure as a PNG too, beside the page and under its name"
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="write the page again whenever a run logs, until all are finished or Ctrl-C",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        help="with --follow: end when no run has logged for so long; default: never",
     )
     return parser
 
 
 def main(args: Namespace) -> None:
-    """Read the runs, draw the figures, write the page."""
+    """Read the runs, draw the figures, write the page; with `--follow` again and again."""
     from importlib.util import find_spec
 
+    output = Path(args.output)
     with configuration_errors():
         if find_spec("matplotlib") is None:
             raise ValueError(
                 '`trl-qarl report` needs matplotlib, which is not installed. Run `pip install "trl-qarl[report]"`.'
             )
-        output = Path(args.output)
         if output.is_dir() or output.suffix != ".html":
             raise ValueError(f"--output={args.output!r} must name a file that ends in .html, such as report.html.")
-        runs, notes = read_runs(args.run_dirs)
+        if args.timeout is not None and not (args.follow and args.timeout > 0):
+            raise ValueError(f"--timeout={args.timeout:g} must be positive and needs --follow.")
         output.parent.mkdir(parents=True, exist_ok=True)
-        groups = make_groups(runs)
-        figures, missing = draw_figures(groups, output)
-        page = make_page(groups, figures, notes + missing)
-        output.write_text(page, encoding="utf-8")
-    found = describe_differences(groups)
-    print(
-        f"{count_of(len(found['exceeds']), 'difference')} of final reward above the seed noise, "
-        f"{len(found['within'])} within it, {len(found['unknown'])} that cannot be judged"
-    )
-    print(
-        f"{output}: {count_of(len(runs), 'run')} in {count_of(len(groups), 'group')}, "
-        f"{count_of(len(figures), 'figure')}"
-    )
+        if not args.follow:
+            groups = _write(*read_runs(args.run_dirs), output, with_png=args.png)
+    if args.follow:
+        try:
+            _follow(args.run_dirs, output, args.timeout, args.png)
+        except KeyboardInterrupt:
+            print("Stopped.")
+        return
+    if len(groups) == 1:
+        print(summarize_findings(assess_group(groups[0])))
+    else:
+        found = describe_differences(groups)
+        print(
+            f"{count_of(len(found['exceeds']), 'difference')} of final reward above the seed noise, "
+            f"{len(found['within'])} within it, {len(found['unknown'])} that cannot be judged"
+        )
+    runs = [run for group in groups for run in group.runs]
+    print(f"{count_of(len(runs), 'run')} in {count_of(len(groups), 'group')}: {output.resolve().as_uri()}")
+
+
+def _write(
+    runs: list[Run], notes: list[str], output: Path, refresh: int | None = None, with_png: bool = False
+) -> list[Group]:
+    groups = make_groups(runs)
+    missing = [f"No run has a value of {name}." for name in EVERY_BATCH if not any(run.values(name) for run in runs)]
+    page = make_page(groups, draw_figures(groups, output, with_png), notes + missing, refresh)
+    # A browser must not read half a page.
+    draft = output.with_name(f".{output.name}.part")
+    draft.write_text(page, encoding="utf-8")
+    draft.replace(output)
+    return groups
+
+
+def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: bool) -> None:
+    """Writes the page whenever metrics have grown. A run that has not logged yet is waited for."""
+    with configuration_errors():
+        for path in map(Path, run_dirs):
+            if not path.is_dir():
+                raise ValueError(f"{path} is not a directory; give directories that training runs write.")
+    print(f"Following: {output.resolve().as_uri()}", flush=True)
+    seen, changed = None, time.monotonic()
+    while timeout is None or time.monotonic() - changed < timeout:
+        state = _sizes(run_dirs)
+        if state == seen:
+            time.sleep(_POLL_SECONDS)
+            continue
+        seen, changed = state, time.monotonic()
+        try:
+            runs, notes = read_runs(run_dirs)
+        except ValueError as error:
+            print(f"Waiting: {error}", flush=True)
+            continue
+        is_finished = not notes and all(run.is_finished for run in runs)
+        groups = _write(
+            runs, notes, output, None if is_finished else _REFRESH_SECONDS, with_png=with_png and is_finished
+        )
+        for group in groups:
+            steps = ", ".join(f"{run.last_step} of {run.config.get('max_steps', '?')}" for run in group.runs)
+            print(f"{group.label}, step {steps}: {summarize_findings(assess_group(group))}", flush=True)
+        if is_finished:
+            print("All runs are finished.")
+            return
+        # Training on the same machine keeps four fifths of a core.
+        time.sleep(4 * (time.monotonic() - changed))
+    print(f"Nothing was logged for {timeout:g} seconds.")
+
+
+def _sizes(run_dirs: Iterable[str]) -> dict[Path, int]:
+    """Size of each file of metrics, by which growth is noticed."""
+    paths = [
+        file
+        for folder in map(Path, run_dirs)
+        for file in (*folder.glob(METRICS_FILE), *folder.glob(f"*/{METRICS_FILE}"))
+    ]
+    return {path: path.stat().st_size for path in paths}

@@ -161,6 +161,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         trainer.export_dir = export_dir or trainer.export_dir
         checkpoint = trainer.find_checkpoint(parse_resume_from_checkpoint(training_args.resume_from_checkpoint))
 
+    trainer.accelerator.print(f"\n{trainer.swap_report}\n")
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.print("Training completed.")
 

@@ -1,127 +1,183 @@
-"""Figures of `trl-qarl report`: one colour per group of runs, bands over seeds, nothing left out without a mark."""
+"""
+What the figures of `trl-qarl report` draw, one panel at a time: one colour per group of runs, bands over seeds, nothing left out
+without a mark.
+"""
 
 import itertools
 import math
 import statistics
 import textwrap
-from pathlib import Path
+from typing import Any, NamedTuple
 
-from .runs import EVERY_BATCH, find_holes, printable
+from .names import COLORS
+from .runs import EVERY_BATCH, Run, find_holes, printable
 from .statistics import Group, merge_histograms
 
 
-__all__ = ["plot_bars", "plot_distribution", "plot_lines", "scale_around_one", "ticks_around_one"]
+__all__ = [
+    "LEVEL_COLORS",
+    "Metric",
+    "draw_bars",
+    "draw_distribution",
+    "draw_finals",
+    "draw_metric",
+    "has_values",
+    "scale_around_one",
+    "share_axis",
+    "ticks_around_one",
+]
 
-# Okabe and Ito's palette without its yellow, which is pale on white; distinguishable with every kind of colour vision.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", "-.", ":")
+LEVEL_COLORS = {"fine": "#2da44e", "watch": "#bf8700", "bad": "#cf222e"}
 
 
-def plot_lines(groups: list[Group], panels: list[tuple[str, str, bool]], path: Path) -> list[str]:
+class Metric(NamedTuple):
     """
-    Metrics over steps: mean over the seeds of each group, and a band from the smallest to the largest.
+    A metric over updates.
 
     Args:
-        groups (`list[Group]`):
-            Groups of runs.
-        panels (`list[tuple[str, str, bool]]`):
-            Metric, label of its axis, and whether the axis is logarithmic. Panels without a value are left out.
-        path (`Path`):
-            PNG to write, unless no panel has a value.
-
-    Returns:
-        The metrics that were drawn.
+        name (`str`):
+            Its name in `metrics.jsonl`.
+        title (`str`):
+            What it is, with its unit.
+        scale (`str`, *optional*, defaults to `"linear"`):
+            `"linear"`, `"log"`, or `"share"`, which always goes from 0 to 1.
+        limits (`tuple[float, float]`, *optional*):
+            What the axis shows in every report; values beyond widen it.
+        bands (`tuple[tuple[float, float, str], ...]`, *optional*, defaults to `()`):
+            Shaded ranges with their level.
     """
-    plt = _pyplot()
-    panels = [panel for panel in panels if any(run.values(panel[0]) for group in groups for run in group.runs)]
-    if not panels:
-        return []
-    columns = 2 if len(panels) == 4 else 1
-    rows = len(panels) // columns
-    size = (8.5, 1.1 + (4.2 if rows == 1 else 2.7 * rows) + 0.2 * len(groups))
-    figure, grid = plt.subplots(rows, columns, figsize=size, sharex=True, layout="constrained", squeeze=False)
-    has_gaps = has_zeros = False
-    for axes, (metric, ylabel, is_log) in zip(grid.flat, panels, strict=True):
-        marked = 0
-        for index, group in enumerate(groups):
-            gaps, zeros = _draw(axes, index, group, metric, is_log, marked)
-            marked += gaps or zeros
-            has_gaps |= gaps
-            has_zeros |= zeros
-        axes.set(ylabel=ylabel)
-        if is_log:
-            axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in grid[-1]:
-        axes.set_xlabel("update")
-    handles = [
-        plt.Line2D([], [], **_style(index), label=_plain(group.title) + ", mean and range" * (len(group.seeds) > 1))
-        for index, group in enumerate(groups)
-    ]
-    if has_gaps:
-        handles.append(plt.Line2D([], [], color="black", marker="x", ls="", label="a value that is not finite"))
-    if has_zeros:
-        handles.append(plt.Line2D([], [], color="black", marker="v", ls="", label="a value of 0 or below"))
-    _save(figure, handles, path)
-    return [metric for metric, _, _ in panels]
+
+    name: str
+    title: str
+    scale: str = "linear"
+    limits: tuple[float, float] | None = None
+    bands: tuple[tuple[float, float, str], ...] = ()
 
 
-def plot_distribution(groups: list[Group], name: str, unit: str, xlabel: str, path: Path) -> bool:
+def has_values(groups: list[Group], metric: str) -> bool:
+    return any(run.values(metric) for group in groups for run in group.runs)
+
+
+def draw_metric(axes, groups: list[Group], metric: Metric) -> None:
     """
-    Distribution of `name` over the tokens or sequences (`unit`) by sign of the advantage, all steps and seeds
+    A metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest. A cross marks a
+    value that is not finite, a triangle one of 0 or below on a logarithmic axis.
+    """
+    marked = 0
+    for group in groups:
+        marked += _draw_group(axes, group, metric, marked)
+    if metric.scale == "share":
+        axes.set_ylim(-0.03, 1.03)
+    if metric.scale == "log":
+        axes.set_yscale("log")
+    if metric.limits is not None:
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, metric.limits[0]), max(high, metric.limits[1]))
+    if metric.scale == "log":
+        _tick_logarithmic(axes)
+    low, high = axes.get_ylim()
+    for start, end, level in metric.bands:
+        start, end = max(start, low), min(end, high)
+        if start < end:
+            axes.axhspan(start, end, color=LEVEL_COLORS[level], alpha=0.10, lw=0, zorder=0)
+    axes.set_ylim(low, high)
+    axes.grid(alpha=0.4)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("update")
+
+
+def _draw_group(axes, group: Group, metric: Metric, marked: int) -> bool:
+    """Draws one group, its marks above those of the `marked` groups that have some already. Returns whether it has marks."""
+    values: dict[float, list[float]] = {}
+    for run in group.runs:
+        for step, value in run.values(metric.name).items():
+            values.setdefault(step, []).append(value)
+    is_log = metric.scale == "log"
+    gaps = {step for run in group.runs for step in run.gaps(metric.name)}
+    zeros = {step for step, seeds in values.items() if is_log and min(seeds) <= 0}
+    steps = sorted(values.keys() | gaps)
+    # A line across steps that were not logged would pass for their values.
+    if metric.name in EVERY_BATCH:
+        steps = sorted([*steps, *((a + b) / 2 for a, b in find_holes(steps))])
+    nan = float("nan")
+
+    def series(reduce) -> list[float]:
+        reduced = [reduce(values[step]) if step in values else nan for step in steps]
+        return [nan if is_log and not value > 0 else value for value in reduced]
+
+    color = COLORS[group.color][0]
+    # A point between two gaps is no line.
+    marker = {"marker": "o", "markersize": 3} if len(steps) <= 30 or gaps or zeros else {}
+    axes.plot(steps, series(statistics.fmean), color=color, ls=group.line, lw=1.6, **marker)
+    if len(group.runs) > 1:
+        axes.fill_between(steps, series(min), series(max), color=color, alpha=0.2, lw=0)
+    height = 0.04 + 0.04 * (marked % 8)
+    for marks, symbol in ((gaps, "x"), (zeros, "v")):
+        place = {"transform": axes.get_xaxis_transform(), "color": color, "marker": symbol, "markersize": 5, "ls": ""}
+        axes.plot(sorted(marks), [height] * len(marks), **place)
+    return bool(gaps or zeros)
+
+
+def _tick_logarithmic(axes) -> None:
+    """At least two ticks, also where the values lie within a decade."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = axes.get_ylim()
+    if high / low < 10:
+        middle = math.sqrt(low * high)
+        low, high = min(low, middle / 4), max(high, middle * 4)
+        axes.set_ylim(low, high)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=12))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+
+
+def draw_distribution(axes, group: Group, rows: list[dict[str, Any]], xlabel: str, shared: dict[str, Any]) -> None:
+    """
+    Distribution of one quantity over the tokens or sequences of a group with one sign of the advantage, all steps and seeds
     together, with the clip bounds of the last step.
 
-    Returns whether there was anything to draw.
+    Args:
+        axes:
+            Where to draw.
+        group (`Group`):
+            Whose colour it has.
+        rows (`list[dict]`):
+            Rows of `distributions.jsonl`.
+        xlabel (`str`):
+            Label of the axis.
+        shared (`dict`):
+            `{"scale", "low", "high", "floor"}` of [`share_axis`], equal in all panels of a figure.
     """
-    plt = _pyplot()
-    groups_rows = [
-        (group, [row for run in group.runs for row in run.distributions if row["name"] == name]) for group in groups
-    ]
-    groups_rows = [(group, rows) for group, rows in groups_rows if any(sum(row["counts"]) for row in rows)]
-    if not groups_rows:
-        return False
-    size = (8.5, 1.2 + 2.1 * len(groups_rows))
-    figure, grid = plt.subplots(
-        len(groups_rows), 2, figsize=size, sharex=True, sharey=True, layout="constrained", squeeze=False
-    )
-    limits, largest = [], 1
-    scale = scale_around_one([row for _, rows in groups_rows for row in rows])
-    for axes_row, (group, rows) in zip(grid, groups_rows, strict=True):
-        color = COLORS[groups.index(group) % len(COLORS)]
-        for axes, sign, title in zip(axes_row, ("positive", "negative"), ("A > 0", "A < 0"), strict=True):
-            signed = [row for row in rows if row["sign"] == sign]
-            total = sum(sum(row["counts"]) for row in signed)
-            label = textwrap.fill(_plain(group.label), 54)
-            axes.set_title(f"{label}\n{title}: {total:,.0f} {unit}", fontsize="small")
-            axes.grid(alpha=0.3)
-            if not total:
-                continue
-            edges, counts = merge_histograms(signed)
-            shares = [count / total for count in counts]
-            axes.stairs(shares, edges, fill=True, color=color, alpha=0.6)
-            axes.set_yscale("log")
-            largest = max(largest, total)
-            filled = [index for index, count in enumerate(counts) if count]
-            limits += [edges[filled[0]], edges[filled[-1] + 1]]
-            for bound in max(signed, key=lambda row: row["step"])["bounds"]:
-                if bound is not None:
-                    axes.axvline(bound, color="black", ls="--", lw=1)
-                    limits.append(bound)
-        axes_row[0].set_ylabel(f"share of {unit}\nin a bin")
+    total = sum(sum(row["counts"]) for row in rows)
+    if total:
+        edges, counts = merge_histograms(rows)
+        axes.stairs([count / total for count in counts], edges, fill=True, color=COLORS[group.color][0], alpha=0.7)
+        for bound in max(rows, key=lambda row: row["step"])["bounds"]:
+            if bound is not None:
+                axes.axvline(bound, color=axes.xaxis.label.get_color(), ls="--", lw=1)
+    axes.set_yscale("log")
+    axes.set_ylim(shared["floor"], 1.5)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.4)
+    axes.set_xscale("function", functions=shared["scale"])
+    axes.set_xlim(shared["low"], shared["high"])
+    ticks = ticks_around_one(shared["low"], shared["high"], shared["scale"][0])
+    axes.set_xticks(ticks, [f"{tick:.10g}" for tick in ticks], rotation=45, ha="right")
+    axes.minorticks_off()
+    axes.set_xlabel(xlabel)
+
+
+def share_axis(rows: list[dict[str, Any]], largest: float) -> dict[str, Any]:
+    """What the panels of a figure of distributions have in common; the `largest` of them counts that many."""
+    limits = []
+    for row in rows:
+        filled = [index for index, count in enumerate(row["counts"]) if count]
+        if filled:
+            limits += [row["edges"][filled[0]], row["edges"][filled[-1] + 1]]
+            limits += [bound for bound in row["bounds"] if bound is not None]
     # A redistributed histogram has bins with a fraction of a sequence.
-    grid[0, 0].set_ylim(bottom=0.5 / largest)
-    low, high = min(limits), max(limits)
-    grid[0, 0].set_xscale("function", functions=scale)
-    grid[0, 0].set_xlim(low, high)
-    ticks = ticks_around_one(low, high, scale[0])
-    for axes in grid[-1]:
-        axes.set_xlabel(xlabel)
-        axes.set_xticks(ticks, [f"{tick:.10g}" for tick in ticks], rotation=45, ha="right", fontsize="small")
-        axes.minorticks_off()
-    handles = [plt.Line2D([], [], color="black", ls="--", lw=1, label="clip bound")]
-    _save(figure, handles, path)
-    return True
+    return {"scale": scale_around_one(rows), "low": min(limits), "high": max(limits), "floor": 0.5 / largest}
 
 
 def scale_around_one(rows: list[dict]):
@@ -175,104 +231,43 @@ def ticks_around_one(low: float, high: float, forward) -> list[float]:
     return sorted(ticks)
 
 
-def plot_bars(groups: list[Group], panels: list[tuple[str, str]], path: Path) -> list[str]:
-    """
-    Mean over steps of each metric: bars are means over the runs of a group, whiskers go from smallest to largest.
-
-    Returns the metrics that were drawn.
-    """
-    plt = _pyplot()
-    panels = [panel for panel in panels if any(run.values(panel[0]) for group in groups for run in group.runs)]
-    if not panels:
-        return []
-    size = (8.5, (0.8 + 0.32 * len(groups)) * len(panels))
-    figure, grid = plt.subplots(len(panels), 1, figsize=size, layout="constrained", squeeze=False)
-    for axes, (metric, xlabel) in zip(grid.flat, panels, strict=True):
-        for index, group in enumerate(groups):
-            means = [statistics.fmean(values.values()) for run in group.runs if (values := run.values(metric))]
-            if not means:
-                axes.text(0, index, " not logged", va="center", fontsize="small")
-                continue
-            mean = statistics.fmean(means)
-            whisker = [[mean - min(means)], [max(means) - mean]] if len(means) > 1 else None
-            axes.barh(index, mean, color=COLORS[index % len(COLORS)], alpha=0.7, xerr=whisker, capsize=3)
-            axes.text(
-                max(means), index, f"  {mean:,.0f}" if mean >= 100 else f"  {mean:.3g}", va="center", fontsize="small"
-            )
-        axes.set(xlabel=xlabel, yticks=range(len(groups)), yticklabels=[_plain(group.label) for group in groups])
-        axes.set_ylim(len(groups) - 0.5, -0.5)
-        axes.set_xlim(0, axes.get_xlim()[1] * 1.08)
-        axes.tick_params(axis="y", labelsize="small")
-        axes.grid(alpha=0.3, axis="x")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return [metric for metric, _ in panels]
+def draw_bars(axes, groups: list[Group], metric: str) -> None:
+    """Mean of a metric over steps: bars are means over the runs of a group, whiskers go from smallest to largest."""
+    for index, group in enumerate(groups):
+        means = _means(group.runs, metric)
+        if not means:
+            axes.text(0, index, " not logged", va="center")
+            continue
+        mean = statistics.fmean(means)
+        whisker = [[mean - min(means)], [max(means) - mean]] if len(means) > 1 else None
+        axes.barh(index, mean, color=COLORS[group.color][0], alpha=0.75, xerr=whisker, capsize=3, height=0.6)
+        text = f"  {mean:,.0f}" if mean >= 100 else f"  {mean:.3g}"
+        axes.text(max(means), index, text, va="center")
+    _name_rows(axes, groups)
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.2)
 
 
-def _draw(axes, index: int, group: Group, metric: str, is_log: bool, marked: int) -> tuple[bool, bool]:
-    """
-    Draw one group, its marks above those of the `marked` groups that have some already. Returns whether it has values
-    that are not finite, and values that a logarithmic axis cannot show.
-    """
-    values: dict[float, list[float]] = {}
-    for run in group.runs:
-        for step, value in run.values(metric).items():
-            values.setdefault(step, []).append(value)
-    gaps = {step for run in group.runs for step in run.gaps(metric)}
-    zeros = {step for step, seeds in values.items() if is_log and min(seeds) <= 0}
-    steps = sorted(values.keys() | gaps)
-    # A line across steps that were not logged would pass for their values.
-    if metric in EVERY_BATCH:
-        steps = sorted([*steps, *((a + b) / 2 for a, b in find_holes(steps))])
-    nan = float("nan")
-
-    def series(reduce) -> list[float]:
-        reduced = [reduce(values[step]) if step in values else nan for step in steps]
-        return [nan if is_log and not value > 0 else value for value in reduced]
-
-    means = series(statistics.fmean)
-    style = _style(index)
-    # A point between two gaps is no line.
-    marker = {"marker": "o", "markersize": 3} if len(steps) <= 60 or gaps or zeros else {}
-    axes.plot(steps, means, **style, **marker)
-    if len(group.runs) > 1:
-        axes.fill_between(steps, series(min), series(max), color=style["color"], alpha=0.2, lw=0)
-    height = 0.03 + 0.03 * (marked % 8)
-    for marks, symbol in ((gaps, "x"), (zeros, "v")):
-        axes.plot(
-            sorted(marks),
-            [height] * len(marks),
-            transform=axes.get_xaxis_transform(),
-            color=style["color"],
-            marker=symbol,
-            markersize=5,
-            ls="",
-        )
-    return bool(gaps), bool(zeros)
+def draw_finals(axes, groups: list[Group], summaries: list[dict[str, Any]], xlabel: str) -> None:
+    """Final results by group: a dot for the mean, a whisker from the smallest to the largest seed, a ring for each seed."""
+    for index, (group, summary) in enumerate(zip(groups, summaries, strict=True)):
+        color = COLORS[group.color][0]
+        if summary["mean"] is None:
+            continue
+        axes.plot([summary["min"], summary["max"]], [index, index], color=color, lw=2)
+        seeds = list(summary["by_seed"].values())
+        axes.plot(seeds, [index] * len(seeds), color=color, marker="o", markerfacecolor="none", markersize=5, ls="")
+        axes.plot(summary["mean"], index, color=color, marker="o", markersize=8)
+    _name_rows(axes, groups)
+    axes.margins(x=0.08)
+    axes.set_xlabel(xlabel)
 
 
-def _style(index: int) -> dict[str, str]:
-    return {"color": COLORS[index % len(COLORS)], "ls": STYLES[index // len(COLORS) % len(STYLES)]}
+def _name_rows(axes, groups: list[Group]) -> None:
+    labels = [textwrap.fill(printable(group.label).replace("$", r"\$"), 24) for group in groups]
+    axes.set(yticks=range(len(groups)), yticklabels=labels if len(groups) > 1 else [""])
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.grid(alpha=0.4, axis="x")
 
 
-def _pyplot():
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _plain(text: str) -> str:
-    """Without what a font cannot draw; a `$` in a name would start a formula."""
-    return printable(text).replace("$", r"\$")
-
-
-def _save(figure, handles, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    columns = 1 if max(len(handle.get_label()) for handle in handles) > 56 else 2
-    figure.legend(handles=handles, loc="outside upper left", fontsize="small", ncols=columns, frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def _means(runs: list[Run], metric: str) -> list[float]:
+    return [statistics.fmean(values.values()) for run in runs if (values := run.values(metric))]

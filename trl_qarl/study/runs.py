@@ -25,7 +25,10 @@ EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
 
 @dataclass
 class Run:
-    """One training run. `rows` maps each step to its metrics, where `None` stands for a value that is not finite."""
+    """
+    One training run. `rows` maps each step to its metrics, where `None` stands for a value that is not finite. `times` are those
+    of the first and the last row, in seconds since the epoch.
+    """
 
     name: str
     config: dict[str, Any]
@@ -34,6 +37,13 @@ class Run:
     evaluation: dict[str, dict[str, int]] = field(default_factory=dict)
     worst: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    path: Path = Path()
+    times: tuple[float, float] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training has ended in order: transformers logs its duration last."""
+        return "train_runtime" in self.rows[self.last_step]
 
     @property
     def last_step(self) -> int:
@@ -122,7 +132,7 @@ def read_run(path: str | Path) -> Run:
     if not (path / METRICS_FILE).is_file():
         raise ValueError(f"{path} has no {METRICS_FILE}: no step of it was logged.")
     config = _read_config(path / RUN_FILE)
-    run = Run(path.resolve().name, config, {})
+    run = Run(path.resolve().name, config, {}, path=path.resolve())
 
     rows, broken = _read_jsonl(path / METRICS_FILE, _is_metrics_row)
     run.notes += _describe_broken(METRICS_FILE, broken)
@@ -140,6 +150,8 @@ def read_run(path: str | Path) -> Run:
         last = step
         run.rows.setdefault(step, {}).update(_metrics(row))
     run.rows = dict(sorted(run.rows.items()))
+    times = [row["time"] for row in rows if _is_finite(row.get("time"))]
+    run.times = (times[0], times[-1]) if times else None
     if not run.rows:
         raise ValueError(f"{path / METRICS_FILE} has no complete row: no step was logged.")
     if repeated:

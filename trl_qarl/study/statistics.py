@@ -7,10 +7,11 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from .runs import Run, label_parts
+from .names import choose_colors, name_parts
+from .runs import Run
 
 
-__all__ = ["STUDENT_95", "Group", "compare_groups", "make_groups", "merge_histograms", "summarize"]
+__all__ = ["STUDENT_95", "Group", "compare_groups", "flatten", "make_groups", "merge_histograms", "summarize"]
 
 # Two-sided 95 % quantiles of Student's distribution with 1, 2, ... degrees of freedom. Beyond the table its last entry
 # holds, which is larger than the true one, 1.96 in the limit.
@@ -22,11 +23,13 @@ STUDENT_95 = (
 
 @dataclass
 class Group:
-    """Runs that share everything but the seed, under a label that no other group of the report has."""
+    """Runs that share everything but the seed, under a label and a colour that no other group of the report has."""
 
     label: str
     config: dict[str, Any]
     runs: list[Run]
+    color: str = "blue"
+    line: str = "-"
 
     @property
     def seeds(self) -> list[Any]:
@@ -45,19 +48,22 @@ def make_groups(runs: list[Run]) -> list[Group]:
         group = groups.setdefault(json.dumps(config, sort_keys=True), Group("", config, []))
         group.runs.append(run)
     ordered = list(groups.values())
-    configs = [_flatten(group.config) for group in ordered]
+    configs = [flatten(group.config) for group in ordered]
     names = list(dict.fromkeys(name for config in configs for name in config))
-    parts = [label_parts(group.config) for group in ordered]
-    if len({config.get("model") for config in configs}) > 1:
-        parts = [
-            [*part, config["model"]] if "model" in config else part
-            for part, config in zip(parts, configs, strict=True)
-        ]
+    parts = [name_parts(group.config) for group in ordered]
+    quantized = {str(group.config.get("scheme")) for group in ordered} - {"bf16", "None"}
+    for name in ("scheme",) * (len(quantized) > 1) + ("model",) * (len({c.get("model") for c in configs}) > 1):
+        for part, config in zip(parts, configs, strict=True):
+            value = config.get(name)
+            if value is not None and value not in part and (name, value) != ("scheme", "bf16"):
+                part.append(value)
     for group, config, part in zip(ordered, configs, parts, strict=True):
         rivals = [other for other, theirs in zip(configs, parts, strict=True) if theirs == part]
         differing = [name for name in names if len({other.get(name) for other in rivals}) > 1]
         extra = [f"{name}={config.get(name, 'not recorded')}" for name in differing]
-        group.label = " ".join(part + extra) or "runs"
+        group.label = ", ".join(part + extra) or "runs"
+    for group, (color, line) in zip(ordered, choose_colors(group.config for group in ordered), strict=True):
+        group.color, group.line = color, line
     for group in ordered:
         seeds = [run.config.get("seed") for run in group.runs]
         for seed in dict.fromkeys(seeds):
@@ -194,11 +200,12 @@ def _cumulative(edges: list[float], counts: list[float], x: float) -> float:
     return sum(counts[:index]) + counts[index] * (x - edges[index]) / (edges[index + 1] - edges[index])
 
 
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Settings by dotted name, as text."""
     flat = {}
     for name, value in config.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = str(value)
     return flat

@@ -1,7 +1,7 @@
 """What is measured about the low-bit weights (`quant/*`): code flips, updates against a quantization step, quantization error."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -9,17 +9,11 @@ from ..quantization.linear import QuantizedLinear
 
 
 __all__ = [
-    "STALLED_FLIP_RATE",
-    "STALLED_UPDATES",
     "code_flip_rate",
-    "is_stalled",
     "sampled_masters",
     "sqnr",
     "update_to_step",
 ]
-
-STALLED_FLIP_RATE, STALLED_UPDATES = 1e-6, 50
-"""Code-flip rate below which, over that many updates in a row, the low-bit policy is called stalled."""
 
 _NUM_SAMPLED_ROWS = 32
 
@@ -38,12 +32,6 @@ def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
             flipped += layer.num_flipped_codes.item()
             total += layer.weight.numel()
     return flipped / total if total else math.nan
-
-
-def is_stalled(code_flip_rates: Sequence[float]) -> bool:
-    """Whether the last [`STALLED_UPDATES`] rates of [`code_flip_rate`] are all below [`STALLED_FLIP_RATE`]; NaN is no rate."""
-    last = [rate for rate in code_flip_rates if not math.isnan(rate)][-STALLED_UPDATES:]
-    return len(last) == STALLED_UPDATES and max(last) < STALLED_FLIP_RATE
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,15 +17,7 @@ from ..objectives.presets import rejects, rejects_by_product
 from ..objectives.weights import mismatch_weight, sequence_log_ratio
 from ..quantization.swap import quantized_forward, quantized_layers
 from .bounds import histogram_bounds, sequence_bounds
-from .codes import (
-    STALLED_FLIP_RATE,
-    STALLED_UPDATES,
-    code_flip_rate,
-    is_stalled,
-    sampled_masters,
-    sqnr,
-    update_to_step,
-)
+from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
 from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, split_metrics, split_sums, weight_metrics
 from .probe import (
     MAX_SCORED,
@@ -85,8 +77,6 @@ class Recorder(TrainerCallback):
         self._seconds_inside = 0.0
         self._step_start = 0.0
         self._masters: dict[str, torch.Tensor] = {}
-        self._flip_rates: deque[float] = deque(maxlen=STALLED_UPDATES)
-        self._has_warned = False
 
     def log(self, values: Mapping[str, float]) -> None:
         """Adds values to the metrics of training, or of evaluation while the model is in that mode."""
@@ -265,29 +255,14 @@ class Recorder(TrainerCallback):
 
     @override
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """Quantizes the masters, measures how many codes changed, and warns once where none do for long."""
+        """Quantizes the masters and measures how many codes changed."""
         layers = quantized_layers(self.model)
         rate = code_flip_rate(layers.values())
         self.synchronize()
         self.log({"step/optimizer_seconds": time.perf_counter() - self._step_start})
         if not layers:
             return
-        relative = update_to_step(self._masters, layers)
-        self.log({"quant/code_flip_rate": rate, "quant/update_to_step": relative})
-        self._flip_rates.append(rate)
-        if self._has_warned or not is_stalled(self._flip_rates):
-            return
-        self._has_warned = True
-        logger.warning(
-            "The low-bit policy is stalled: no code changes. In each of the last %d updates less than %g of its codes "
-            "changed, and the last one moved the masters by %.1e quantization steps on average. Raise `learning_rate` "
-            "(%g here) and keep the masters in float32 (they are %s).",
-            STALLED_UPDATES,
-            STALLED_FLIP_RATE,
-            relative,
-            self.args.learning_rate,
-            str(next(iter(layers.values())).weight.dtype).removeprefix("torch."),
-        )
+        self.log({"quant/code_flip_rate": rate, "quant/update_to_step": update_to_step(self._masters, layers)})
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """

@@ -1,0 +1,319 @@
+"""
+Rules about the health of a run: what is held against which threshold, and the next step where it is passed.
+
+The same rules write to the log while a run trains and colour the cards of `trl-qarl report`. They read the rows of
+`metrics.jsonl` and the settings of `run.json`, and they say nothing where a metric is missing. docs/health.md has the
+source of every threshold. Needs no torch.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from ..quantization.schemes import SCHEMES
+
+
+__all__ = [
+    "DROPPED_AIM",
+    "LEVELS",
+    "RULES",
+    "STALLED_FLIP_RATE",
+    "STALLED_UPDATES",
+    "Finding",
+    "advise",
+    "assess",
+    "mismatch_bands",
+]
+
+LEVELS = ("fine", "watch", "bad")
+"""From best to worst."""
+
+DROPPED_AIM, DROPPED_MOST, MIN_UPDATES_OF_LOW_SHARE = (0.10, 0.40), 0.70, 16
+STALLED_FLIP_RATE, STALLED_UPDATES = 1e-6, 50
+EFFECTIVE_FINE, EFFECTIVE_BAD = 0.90, 0.75
+ENTROPY_LEFT, ENTROPY_UP, ENTROPY_FAR_UP = 0.10, 2.0, 4.0
+UNSOUND_WATCH, UNSOUND_BAD = 0.05, 0.20
+ZERO_SPREAD_WATCH, ZERO_SPREAD_BAD = 0.50, 0.90
+
+Rows = Iterable[Mapping[str, float | None]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    What one rule says of a run.
+
+    Args:
+        rule (`str`):
+            Name of the rule.
+        card (`str`):
+            Card of the report that it is on.
+        level (`str`):
+            One of [`LEVELS`].
+        value (`str`):
+            What was measured.
+        threshold (`str`):
+            What it is held against.
+        advice (`str`, *optional*, defaults to `""`):
+            The next step. Only findings with one are logged.
+    """
+
+    rule: str
+    card: str
+    level: str
+    value: str
+    threshold: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.card}: {self.value}; {self.threshold}. {self.advice}".strip()
+
+
+def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
+    """
+    What the rules say of a run.
+
+    Args:
+        rows (`Iterable[Mapping[str, float | None]]`):
+            Logged metrics in their order with their `step`, `None` for what is not finite.
+        config (`Mapping[str, Any]`):
+            Content of `run.json`: `scheme`, `quantize_learner`, `objective`, `learning_rate`, and `options` for what differs
+            from the defaults.
+    """
+    rows, settings = list(rows), {**config.get("options", {}), **config}
+    return [finding for rule in RULES if (finding := rule(rows, settings)) is not None]
+
+
+def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding], frozenset[str]]:
+    """
+    The findings to log, one per episode: a rule speaks again only after it was fine in between.
+
+    Args:
+        findings (`Iterable[Finding]`):
+            Of [`assess`].
+        ongoing (`Set[str]`):
+            Rules that have spoken and were not fine since.
+
+    Returns:
+        What to log now, and the rules that are ongoing from here.
+    """
+    findings = list(findings)
+    fine = {finding.rule for finding in findings if not finding.advice}
+    new = [finding for finding in findings if finding.advice and finding.rule not in ongoing]
+    return new, frozenset(ongoing - fine | {finding.rule for finding in new})
+
+
+def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
+    """
+    Mean difference of log-probs (nats per token) up to which it is rounding, and above which learner and sampler are two policies.
+
+    `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do not.
+    """
+    if settings.get("numerics") == "engine":
+        return 0.0, 0.0
+    scheme = SCHEMES.get(str(settings.get("scheme")))
+    return (0.3, 0.6) if scheme is not None and scheme.activation_type is not None else (0.06, 0.3)
+
+
+def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+    rewards = _values(rows, "reward")
+    if len(rewards) < 8:
+        return None
+    first, last = _ends(rewards)
+    change = statistics.fmean(last) - statistics.fmean(first)
+    noise = 2 * math.sqrt(statistics.variance(first) / len(first) + statistics.variance(last) / len(last))
+    value = f"reward {statistics.fmean(first):.3g} → {statistics.fmean(last):.3g}"
+    evaluated = _values(rows, "eval_reward")
+    if evaluated:
+        value += f", eval {' → '.join(f'{x:.3g}' for x in dict.fromkeys((evaluated[0], evaluated[-1])))}"
+    threshold = f"first and last quarter, noise {noise:.2g}"
+    if change > noise:
+        return Finding("learning", "Learning", "fine", value, threshold)
+    if change >= -noise:
+        return Finding("learning", "Learning", "watch", value, threshold)
+    advice = (
+        "The reward falls. Lower `learning_rate`, look at the entropy and at the worst completions, and go back to a checkpoint "
+        "from before."
+    )
+    return Finding("learning", "Learning", "bad", value, threshold, advice)
+
+
+def _mismatch(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+    values = _recent(rows, "mismatch/abs_logp_mean")
+    if not values:
+        return None
+    mean, (fine, bad) = statistics.fmean(values), mismatch_bands(settings)
+    level = _rising(mean, fine, bad)
+    threshold = (
+        f"rounding up to {fine:g} nats per token, two policies above {bad:g}" if bad else "0 with these numerics"
+    )
+    return Finding(
+        "mismatch",
+        "Aligned",
+        level,
+        f"mismatch {_short(mean)}",
+        threshold,
+        _realign(settings) if level != "fine" else "",
+    )
+
+
+def _realign(settings: Mapping[str, Any]) -> str:
+    if settings.get("numerics") == "engine":
+        return "Set exact='require': it names the first token and layer that differ."
+    if settings.get("quantize_learner") is False and settings.get("scheme") != "bf16":
+        return "The learner differentiates another policy than the one that samples. Set `quantize_learner=True`."
+    if settings.get("objective") != "tbpo":
+        return (
+            "Use an objective that corrects the mismatch (`tbpo`, `grpo-tis`), and compare with the table of your scheme on the "
+            "page about alignment."
+        )
+    return (
+        "Compare with the table of your scheme on the page about alignment, look at the worst completions, and take a scheme "
+        "without 8-bit activations or, on a CPU, numerics='engine'."
+    )
+
+
+def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+    values = _recent(rows, "tbpo/dropped/total")
+    ratios = _recent(rows, "tbpo/ratio/min") + _recent(rows, "tbpo/ratio/max")
+    # Updates on fresh batches alone have a ratio of 1, and nothing to drop.
+    if len(values) < 4 or (ratios and max(abs(ratio - 1) for ratio in ratios) < 1e-6):
+        return None
+    share, (low, high) = statistics.fmean(values), DROPPED_AIM
+    # The first batches, under a warm-up, say little of what comes.
+    if share < low and len(_values(rows, "tbpo/dropped/total")) < MIN_UPDATES_OF_LOW_SHARE:
+        return None
+    level = "fine" if low <= share <= high else "bad" if share > DROPPED_MOST else "watch"
+    advice = ""
+    if share > high:
+        advice = (
+            "Most of the batch is outside the trust band and teaches nothing. Lower `learning_rate`, take fewer updates per batch "
+            "(`steps_per_generation`), or widen `positive_epsilon_high` and `negative_epsilon_low/high`."
+        )
+    elif share < low:
+        advice = (
+            "The trust band hardly ever binds. Narrow `positive_epsilon_high` and `negative_epsilon_low/high`, or raise "
+            "`learning_rate`, if the reward rises too slowly."
+        )
+    return Finding("dropped", "Updating", level, f"dropped {share:.0%}", f"aim {low:.0%} to {high:.0%}", advice)
+
+
+def _flips(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+    logged = [row for row in rows if _values([row], "quant/code_flip_rate")]
+    if len(logged) < 4:
+        return None
+    first, last = (int(row["step"]) for row in (logged[0], logged[-1]))
+    values = _values([row for row in logged if row["step"] > last - STALLED_UPDATES], "quant/code_flip_rate")
+    value, threshold = f"code flips {_short(statistics.fmean(values))}", f"stalled below {STALLED_FLIP_RATE:g}"
+    if max(values) >= STALLED_FLIP_RATE:
+        return Finding("flips", "Updating", "fine", value, threshold)
+    if last - first < STALLED_UPDATES - 1:
+        return Finding("flips", "Updating", "watch", value, threshold)
+    moved = _recent(rows, "quant/update_to_step")
+    by = f"; an update moves a master by {_short(moved[-1])} quantization steps" if moved else ""
+    advice = (
+        f"The low-bit policy is stalled: no code changes{by}. Raise `learning_rate` ({settings.get('learning_rate', 'unknown')} "
+        "here), and keep the masters in float32."
+    )
+    return Finding("flips", "Updating", "bad", value, threshold, advice)
+
+
+def _effective(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+    values = _recent(rows, "mismatch/effective_sample_size")
+    if not values:
+        return None
+    share = statistics.fmean(values)
+    level = "fine" if share >= EFFECTIVE_FINE else "watch" if share >= EFFECTIVE_BAD else "bad"
+    advice = (
+        "" if level == "fine" else "A few completions carry the batch. Lower the mismatch first, then `mismatch_cap`."
+    )
+    threshold = f"at least {EFFECTIVE_FINE:.0%}"
+    return Finding("effective", "Effective samples", level, f"{share:.0%} of the batch", threshold, advice)
+
+
+def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+    values = _values(rows, "entropy")
+    if len(values) < 8:
+        return None
+    first, last = (statistics.fmean(part) for part in _ends(values))
+    if first <= 0:
+        return None
+    value, threshold = f"{first:.3g} → {last:.3g}", f"{ENTROPY_LEFT:g} to {ENTROPY_UP:g} times that of the start"
+    if last > ENTROPY_UP * first:
+        level = "bad" if last > ENTROPY_FAR_UP * first else "watch"
+        advice = (
+            "The text falls apart. Look at the worst completions and at the repetition, and lower `learning_rate`."
+        )
+        return Finding("entropy", "Entropy", level, value, threshold, advice)
+    if last < ENTROPY_LEFT * first:
+        advice = (
+            "Completions become copies of each other. If the reward has stopped below what is possible, raise `temperature` or "
+            "`positive_epsilon_high`."
+        )
+        return Finding("entropy", "Entropy", "watch", value, threshold, advice)
+    return Finding("entropy", "Entropy", "fine", value, threshold)
+
+
+def _text(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+    shares = {
+        name: statistics.fmean(values)
+        for name, metric in (("repetitive", "rollout/repetition_share"), ("garbled", "rollout/garbled_share"))
+        if (values := _recent(rows, metric))
+    }
+    if not shares:
+        return None
+    level = _rising(max(shares.values()), UNSOUND_WATCH, UNSOUND_BAD)
+    value = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
+    advice = (
+        ""
+        if level == "fine"
+        else "Read the worst completions. Lower `learning_rate` or `max_completion_length`, and check that the reward does not "
+        "pay for length."
+    )
+    return Finding("text", "Sound text", level, value, f"up to {UNSOUND_WATCH:.0%}", advice)
+
+
+def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
+    values = _recent(rows, "frac_reward_zero_std")
+    if len(values) < 4:
+        return None
+    share = statistics.fmean(values)
+    level = _rising(share, ZERO_SPREAD_WATCH, ZERO_SPREAD_BAD)
+    advice = (
+        ""
+        if level == "fine"
+        else "All completions of such a prompt earn the same, so it teaches nothing. Take problems of another difficulty, a finer "
+        "reward, or a larger `num_generations`."
+    )
+    value, threshold = f"{share:.0%} of the prompts without any", f"up to {ZERO_SPREAD_WATCH:.0%}"
+    return Finding("zero_spread", "Reward spread", level, value, threshold, advice)
+
+
+RULES = (_learning, _mismatch, _dropped, _flips, _effective, _entropy, _text, _zero_spread)
+
+
+def _values(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:
+    return [value for row in rows if (value := row.get(metric)) is not None and math.isfinite(value)]
+
+
+def _recent(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:
+    """The last quarter of the values, at least four where there are as many."""
+    values = _values(rows, metric)
+    return values[-max(4, len(values) // 4) :]
+
+
+def _ends(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """First and last quarter of at least eight values."""
+    quarter = len(values) // 4
+    return values[:quarter], values[-quarter:]
+
+
+def _rising(value: float, fine: float, bad: float) -> str:
+    return "fine" if value <= fine else "watch" if value <= bad else "bad"
+
+
+def _short(value: float) -> str:
+    """Two digits, small values by their exponent."""
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.2g}"

@@ -1,0 +1,144 @@
+"""
+What a run says while it trains: one short row per logged step, and the advice of [`trl_qarl.telemetry.advisor`].
+
+Everything that is logged still goes to `metrics.jsonl` and to the trackers.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from typing_extensions import override
+
+from .advisor import advise, assess
+
+
+__all__ = ["Advisor", "RowPrinter", "RowProgress", "format_row", "show_rows"]
+
+logger = logging.getLogger(__name__)
+
+# Name on the console, metrics of which the first that was logged is shown, and format.
+_COLUMNS = (
+    ("reward", ("reward",), "{:.3g}"),
+    ("reward_std", ("reward_std",), "{:.2g}"),
+    ("length", ("completions/mean_length", "rollout/mean_length"), "{:.0f}"),
+    ("entropy", ("entropy",), "{:.2g}"),
+    ("dropped", ("tbpo/dropped/total",), "{:.0%}"),
+    ("clipped", ("clip_ratio/region_mean", "cispo_clip_ratio"), "{:.1%}"),
+    ("mismatch", ("mismatch/abs_logp_mean",), "{:.1e}"),
+    ("flips", ("quant/code_flip_rate",), "{:.1e}"),
+    ("tok/s", ("rollout/tokens_per_second",), "{:.0f}"),
+)
+
+
+def format_row(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None) -> str:
+    """
+    One line of about ten values; what a row lacks is left out.
+
+    Example:
+
+    ```python
+    >>> format_row({"reward": 0.51, "tbpo/dropped/total": 0.2}, 12, 40, seconds_left=192)
+    'step 12/40 | reward 0.51 | dropped 20% | eta 0:03:12'
+    ```
+    """
+    prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
+    parts = [f"{'eval at ' * bool(prefix)}step {step}/{max_steps}"]
+    for label, metrics, form in _COLUMNS:
+        values = (logs.get(prefix + metric) for metric in metrics)
+        value = next((value for value in values if isinstance(value, int | float)), None)
+        # The first update has no codes to compare with.
+        if value is not None and not (label == "flips" and math.isnan(value)):
+            parts.append(f"{label} {form.format(value)}")
+    if "train_runtime" in logs:
+        return f"trained {step} of {max_steps} updates in {_clock(logs['train_runtime'])}"
+    if len(parts) == 1:
+        parts += [
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in logs.items()
+        ]
+    if seconds_left is not None and not prefix:
+        parts.append(f"eta {_clock(seconds_left)}")
+    return " | ".join(parts)
+
+
+class RowProgress(ProgressCallback):
+    """transformers' progress bar with short rows."""
+
+    _start: tuple[float, int] | None = None
+
+    @override
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self._start = (time.monotonic(), state.global_step)
+
+    @override
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None and logs:
+            self.training_bar.write(_row(logs, state, self._start))
+
+
+class RowPrinter(PrinterCallback):
+    """The same without a bar, for `disable_tqdm=True`."""
+
+    _start: tuple[float, int] | None = None
+
+    @override
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start = (time.monotonic(), state.global_step)
+
+    @override
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and logs:
+            print(_row(logs, state, self._start), flush=True)
+
+
+def show_rows(trainer) -> None:
+    """Short rows in place of transformers' full ones. A callback of another kind, such as a notebook's table, stays."""
+    for theirs, ours in ((ProgressCallback, RowProgress), (PrinterCallback, RowPrinter)):
+        if any(type(callback) is theirs for callback in trainer.callback_handler.callbacks):
+            trainer.remove_callback(theirs)
+            trainer.add_callback(ours())
+
+
+class Advisor(TrainerCallback):
+    """
+    Logs one sentence with the next step where a threshold is passed, once per episode.
+
+    Args:
+        config (`Mapping[str, Any]`):
+            Settings of the run, as in [`~trl_qarl.telemetry.advisor.assess`].
+        memory (`int`, *optional*, defaults to `1000`):
+            Number of rows that the rules see.
+    """
+
+    def __init__(self, config: Mapping[str, Any], memory: int = 1000):
+        self.config = config
+        self._rows: deque[dict[str, float | None]] = deque(maxlen=memory)
+        self._ongoing: frozenset[str] = frozenset()
+
+    @override
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        self._rows.append({**numbers, "step": state.global_step})
+        findings, self._ongoing = advise(assess(self._rows, self.config), self._ongoing)
+        for finding in findings:
+            logger.warning("Step %d: %s", state.global_step, finding)
+
+
+def _row(logs: Mapping[str, Any], state, start: tuple[float, int] | None) -> str:
+    seconds_left = None
+    if start is not None and state.global_step > start[1]:
+        seconds = time.monotonic() - start[0]
+        seconds_left = seconds / (state.global_step - start[1]) * (state.max_steps - state.global_step)
+    return format_row(logs, state.global_step, state.max_steps, seconds_left)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

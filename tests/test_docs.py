@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import os
 import re
 import runpy
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 
@@ -59,6 +61,26 @@ def test_tables_of_options_are_those_of_the_code():
     fill = runpy.run_path(str(ROOT / "docs/tables.py"))["fill"]
     page = (ROOT / "docs/options.md").read_text()
     assert fill(page) == page, "run `python docs/tables.py`"
+
+
+def test_headline_picture_has_the_numbers_of_the_study():
+    headline = runpy.run_path(str(ROOT / "docs/headline.py"))
+    scores = headline["read_scores"](headline["STUDY"].read_text())
+    assert repr(scores).encode() in headline["PICTURE"].read_bytes(), "run `python docs/headline.py`"
+    alt = re.search(r"!\[(.*)\]\(docs/headline.png\)", (ROOT / "README.md").read_text())[1]
+    numbers = [score for task in scores.values() for score in task.values() if score is not None]
+    assert [int(number) for number in re.findall(r"(\d+) %", alt)] == numbers
+
+
+def test_only_the_named_lines_differ_between_the_grpo_script_and_ours():
+    theirs, ours = (block.splitlines() for block in blocks(ROOT / "examples/from_grpo.md", "python"))
+    assert [line for line in theirs if line not in ours] == [
+        "from trl import GRPOConfig, GRPOTrainer",
+        "args = GRPOConfig(",
+        "trainer = GRPOTrainer(",
+        "trainer.save_model()",
+    ]
+    assert len(ours) == len(theirs) + 2
 
 
 def blocks(page, language):
@@ -174,7 +196,9 @@ CHECKS_OF_PROGRAMS = {
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name)
-def test_yaml_of_the_documentation_is_what_its_command_reads(page, tmp_path):
+def test_yaml_of_the_documentation_is_what_its_command_reads(page, tmp_path, monkeypatch):
+    # `compare` looks its programs up.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for text in blocks(page, "yaml"):
         path = tmp_path / "example.yaml"
         path.write_text(text)

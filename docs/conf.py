@@ -2,6 +2,9 @@
 
 import re
 
+import latex2mathml.converter
+from docutils import nodes
+
 import trl_qarl
 
 
@@ -10,8 +13,8 @@ author = "The trl_qarl authors"
 copyright = "2026, The trl_qarl authors"
 version = release = trl_qarl.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
-myst_enable_extensions = ["dollarmath"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+myst_enable_extensions = ["alert", "dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 nitpicky = True
@@ -27,6 +30,7 @@ autodoc_typehints = "none"
 
 html_theme = "furo"
 html_title = f"trl_qarl {release}"
+html_math_renderer = "mathml"
 
 
 def translate_docstring(app, what, name, obj, options, lines):
@@ -47,6 +51,15 @@ def shorten_signature(app, what, name, obj, options, signature, return_annotatio
         return "(**options)", None
 
 
+def visit_math(self, node):
+    """Formulas as MathML, which browsers draw without a script and without a network."""
+    is_block = isinstance(node, nodes.math_block)
+    formula = latex2mathml.converter.convert(node.astext().strip(), display="block" if is_block else "inline")
+    self.body.append(f'<div class="math">{formula}</div>' if is_block else formula)
+    raise nodes.SkipNode
+
+
 def setup(app):
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.connect("autodoc-process-docstring", translate_docstring)
     app.connect("autodoc-process-signature", shorten_signature)

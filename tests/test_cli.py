@@ -102,11 +102,24 @@ def test_options_unknown_to_the_script_go_to_accelerate(launched, train_argv):
     assert args.training_script_args == train_argv
 
 
-def test_option_known_to_nobody_ends_in_accelerates_error(launched, train_argv, capsys):
+def test_option_known_to_nobody_is_refused(launched, train_argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train", *train_argv, "--no_such_option", "3"])
-    assert "unrecognized arguments: --no_such_option" in capsys.readouterr().err
+    assert "Unknown option `--no_such_option`." in capsys.readouterr().err
     assert launched == []
+
+
+def test_options_of_train_may_have_dashes(launched, tmp_path, train_argv):
+    config = tmp_path / "config.yaml"
+    config.write_text("num_processes: 3\n")
+    kebab = [word.replace("_", "-") if word.startswith("--") else word for word in train_argv]
+    assert main(["train", *kebab, "--num-machines", "1", f"--config={config}", "--export-dir", "none"]) == 0
+    (args,) = launched
+    assert (args.num_processes, args.num_machines) == (3, 1)
+    script_args, training_args, _, _ = train.make_parser().parse_args_and_config(
+        args.training_script_args, fail_with_unknown_args=False
+    )
+    assert (script_args.export_dir, training_args.max_completion_length) == ("none", 4)
 
 
 def test_yaml_feeds_script_and_accelerate(launched, tmp_path, train_argv):
@@ -184,6 +197,9 @@ def test_without_an_accelerator_only_the_training_process_says_that_it_uses_the_
     [
         (["--reward_funcs", "no_such_reward"], "Unknown reward function 'no_such_reward'"),
         (["--dataset_name", "no/such/folder"], "no/such/folder"),
+        (["--dataset_name", "no_such.parquet"], "there is no such file"),
+        (["--dataset_name", "{model}/config.json", "--dataset_config", "en"], "a file has no configurations"),
+        (["--dataset_name", "{model}/model.safetensors"], "ends in none of"),
         (["--dataset_train_split", "training"], "no split 'training', only ['train', 'test']"),
         (["--model_name_or_path", "./no_such_model"], "no_such_model"),
         (["--exclude_modules", "no_such_layer"], "'no_such_layer' matches none of the 15 linear layers"),
@@ -367,6 +383,18 @@ def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_a
     with pytest.raises(SystemExit, match="2"):
         run_training([*train_argv, *options, "--export_dir", "none"])
     assert "--export_dir=none with --push_to_hub and --hub_export=low-bit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+def test_dataset_may_be_a_file(tiny_dataset, tmp_path, ending):
+    from datasets import load_dataset
+
+    problems = load_dataset(tiny_dataset, split="train")
+    path = str(tmp_path / f"problems.{ending}")
+    {"parquet": problems.to_parquet, "jsonl": problems.to_json, "csv": problems.to_csv}[ending](path)
+    options = Namespace(dataset_name=path, dataset_config=None, dataset_streaming=False)
+    loaded = train._load_dataset(options, Namespace(datasets=None))
+    assert loaded["train"]["prompt"] == problems["prompt"]
 
 
 def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_argv, capsys):

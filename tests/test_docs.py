@@ -1,16 +1,34 @@
 """Pages that name what the code has."""
 
+import importlib
 import json
+import os
 import re
 import runpy
+import shlex
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from test_imports import by_folder, import_graph
+
+from trl_qarl import cli
+from trl_qarl.scripts import train
+from trl_qarl.scripts.options import check, check_yaml, options_of, options_of_train, spell
+from trl_qarl.study.grid import expand_grid, load_grid
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
+]
+# Fences whose content is checked below, and those that show output or belong to another program.
+CHECKED, OTHER = {"python", "sh", "yaml"}, {"text", "diff", "{toctree}", "{eval-rst}", "{include}"}
 
 
 def modules_of_architecture():
@@ -45,8 +63,153 @@ def test_tables_of_options_are_those_of_the_code():
     assert fill(page) == page, "run `python docs/tables.py`"
 
 
+def test_headline_picture_has_the_numbers_of_the_study():
+    headline = runpy.run_path(str(ROOT / "docs/headline.py"))
+    scores = headline["read_scores"](headline["STUDY"].read_text())
+    assert repr(scores).encode() in headline["PICTURE"].read_bytes(), "run `python docs/headline.py`"
+    alt = re.search(r"!\[(.*)\]\(docs/headline.png\)", (ROOT / "README.md").read_text())[1]
+    numbers = [score for task in scores.values() for score in task.values() if score is not None]
+    assert [int(number) for number in re.findall(r"(\d+) %", alt)] == numbers
+
+
+def test_only_the_named_lines_differ_between_the_grpo_script_and_ours():
+    theirs, ours = (block.splitlines() for block in blocks(ROOT / "examples/from_grpo.md", "python"))
+    assert [line for line in theirs if line not in ours] == [
+        "from trl import GRPOConfig, GRPOTrainer",
+        "args = GRPOConfig(",
+        "trainer = GRPOTrainer(",
+        "trainer.save_model()",
+    ]
+    assert len(ours) == len(theirs) + 2
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
 def python_blocks(page):
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return blocks(page, "python")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_has_a_language_that_is_checked_or_shows_output(page):
+    assert {*re.findall(r"^```(\S*).*\n(?:.*\n)*?```$", page.read_text(), re.MULTILINE)} <= CHECKED | OTHER
+
+
+def shell_commands(page):
+    """Words of each command in the page's `sh` fences, without prompts, comments and variables set for it."""
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = re.sub(r"^[\w-]*\$ ", "", line)
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"[A-Z_0-9]+=", words[0]):
+                del words[0]
+            if words:
+                yield [word for word in words if word != "..."]
+
+
+COMMANDS_OF_PAGES = [
+    pytest.param(words, id=f"{page.stem}: {' '.join(words)[:60]}") for page in PAGES for words in shell_commands(page)
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS_OF_PAGES)
+def test_command_of_the_documentation_is_one(words, tmp_path):
+    program, *arguments = words
+    if "run.yaml" in arguments:
+        # The page on the command line shows it.
+        path = tmp_path / "run.yaml"
+        path.write_text(blocks(ROOT / "docs/cli.md", "yaml")[0])
+        arguments[arguments.index("run.yaml")] = str(path)
+    CHECKS_OF_PROGRAMS[program](arguments)
+
+
+def check_trl_qarl(arguments):
+    """The command's own parser takes the arguments."""
+    command, *argv = arguments
+    assert command in cli.COMMANDS
+    if command == "train":
+        options = options_of_train()
+        check(argv, options)
+        train.make_parser().parse_args_and_config(spell(argv, options), fail_with_unknown_args=False)
+        return
+    module = importlib.import_module(f"trl_qarl.scripts.{command.replace('-', '_')}")
+    parser = module.make_parser(command)
+    options = options_of(parser, argv)
+    check(argv, options, passes_unknown=command == "vllm-serve")
+    if command == "vllm-serve":
+        parser.parse_known_args(spell(argv, options))
+    else:
+        parser.parse_args(spell(argv, options))
+
+
+def check_install(arguments):
+    """Extras of this package exist; another package is named as itself."""
+    assert "install" in arguments
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for word in arguments:
+        if match := re.match(r"(?:\.|trl-qarl)\[(.*)\]", word):
+            assert {*match[1].split(",")} <= {*project["optional-dependencies"]}
+
+
+def check_make(arguments):
+    assert arguments[0] in re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for argument in arguments[1:]:
+        name, _, value = argument.partition("=")
+        assert name in ("ARGS", "QUICKSTART_EXTRAS", "TEST_EXTRAS")
+        if arguments[0] == "quickstart" and name == "ARGS" and value != "--help":
+            check_trl_qarl(["quickstart", *shlex.split(value)])
+
+
+def check_python(arguments):
+    assert arguments[:2] == ["-m", "vllm.entrypoints.openai.api_server"] or (ROOT / arguments[0]).is_file()
+
+
+def check_curl(arguments):
+    assert arguments[0].startswith("http://localhost:8000/v1/")
+    assert {"model", "prompt"} <= json.loads(arguments[arguments.index("-d") + 1]).keys()
+
+
+def check_first_word(*allowed):
+    def check_it(arguments):
+        assert arguments[0] in allowed
+
+    return check_it
+
+
+def anything(arguments):
+    assert arguments
+
+
+CHECKS_OF_PROGRAMS = {
+    "trl-qarl": check_trl_qarl,
+    "pip": check_install,
+    "uv": check_install,
+    "make": check_make,
+    "python": check_python,
+    "curl": check_curl,
+    "vllm": check_first_word("serve"),
+    "hf": check_first_word("auth", "upload"),
+    "trl": check_first_word("grpo"),
+    "accelerate": check_first_word("launch"),
+    "docker": check_first_word("build", "run"),
+    "git": check_first_word("clone"),
+    "cd": anything,
+    "scp": anything,
+}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name)
+def test_yaml_of_the_documentation_is_what_its_command_reads(page, tmp_path, monkeypatch):
+    # `compare` looks its programs up.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for text in blocks(page, "yaml"):
+        path = tmp_path / "example.yaml"
+        path.write_text(text)
+        if yaml.safe_load(text).keys() & {"grid", "cells"}:
+            assert expand_grid(load_grid(str(path)))
+        else:
+            check_yaml(str(path), options_of_train())
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)

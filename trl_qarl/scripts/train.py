@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["USAGE", "get_export_dir", "get_reward_funcs", "main", "make_parser", "parse_resume_from_checkpoint"]
 
 USAGE = "trl-qarl train --model_name_or_path MODEL --dataset_name DATASET --reward_funcs FUNC [FUNC ...] [options]"
+# Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
+DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
@@ -205,6 +207,19 @@ def _load_dataset(script_args, dataset_args):
         return get_dataset(dataset_args)
     if not script_args.dataset_name:
         raise ValueError("No dataset: give `--dataset_name`, or `datasets` in the YAML file.")
+    path = Path(script_args.dataset_name)
+    if path.suffix in DATA_FILES and not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"--dataset_name={script_args.dataset_name!r}: there is no such file.")
+        if script_args.dataset_config is not None:
+            raise ValueError(
+                f"--dataset_config={script_args.dataset_config!r}: a file has no configurations. Remove it."
+            )
+        return load_dataset(DATA_FILES[path.suffix], data_files=str(path), streaming=script_args.dataset_streaming)
+    if path.is_file():
+        raise ValueError(
+            f"--dataset_name={script_args.dataset_name!r} is a file that ends in none of {[*DATA_FILES]}."
+        )
     return load_dataset(
         script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
     )

@@ -1,5 +1,5 @@
 """
-The modes of `trl-qarl bench` that need vLLM: `alignment`, `publish` and `rollout`, on a real model.
+The modes of `trl-qarl bench` that need vLLM: `alignment`, `numerics`, `publish` and `rollout`, on a real model.
 
 `alignment` samples at temperature 1 from an engine that was given the learner's tensors. It compares log-probs with
 two learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
@@ -7,7 +7,7 @@ two learners: the quantized one, whose forward uses the same tensors, with `nume
 difference of a learner from *itself* when its embeddings are rounded once more: two programs that round differently
 anywhere cannot be expected closer than that. `publish` times the weight sync with a server in another process.
 `rollout` times decoding and the parts of one training step. Its engines run side by side in one process, and repeats
-alternate between them.
+alternate between them. `numerics` is [`trl_qarl.bench.numerics`].
 """
 
 import os
@@ -19,6 +19,8 @@ from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from .numerics import measure_numerics
 
 
 __all__ = ["MODES", "measure_alignment", "measure_publish", "measure_rollout", "run"]
@@ -218,7 +220,16 @@ def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     return list(rows.values())
 
 
-MODES = {"alignment": measure_alignment, "publish": measure_publish, "rollout": measure_rollout}
+def _measure_numerics(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    return measure_numerics(path, _chats(len(_TOPICS)), schemes, args)
+
+
+MODES = {
+    "alignment": measure_alignment,
+    "numerics": _measure_numerics,
+    "publish": measure_publish,
+    "rollout": measure_rollout,
+}
 
 
 def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
@@ -388,11 +399,15 @@ def _prompts(path: str, count: int) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    texts = [f"Explain {_TOPICS[i % len(_TOPICS)]} in a few sentences." for i in range(count)]
+    chats = _chats(count)
     if tokenizer.chat_template is None:
-        return [tokenizer(text)["input_ids"] for text in texts]
-    chats = [[{"role": "user", "content": text}] for text in texts]
+        return [tokenizer(chat[0]["content"])["input_ids"] for chat in chats]
     return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+
+
+def _chats(count: int) -> list[list[dict[str, str]]]:
+    texts = [f"Explain {_TOPICS[i % len(_TOPICS)]} in a few sentences." for i in range(count)]
+    return [[{"role": "user", "content": text}] for text in texts]
 
 
 def _padded(pairs, device):

@@ -29,6 +29,7 @@ LEARNER_MODES = {
 }
 VLLM_MODES = {
     "alignment": "log-probs of learner against engine (needs vLLM)",
+    "numerics": "training steps with engine numerics against fast ones (needs vLLM)",
     "publish": "bytes, seconds and memory of a weight sync (needs vLLM)",
     "rollout": "tokens per second of the engine (needs vLLM)",
 }
@@ -108,12 +109,20 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             "--tokens", type=int, metavar="N", default=3000, help="least number to sample; default: %(default)s"
         )
         return
-    parser.add_argument(
-        "--dtype", choices=dtypes, default="bfloat16", help="dtype of the engine; default: %(default)s"
-    )
+    if mode == "numerics":
+        parser.add_argument(
+            "--rollout",
+            choices=["transformers", "colocate", "server"],
+            default="colocate",
+            help="who samples: the learner, or vLLM in this process or in a server; default: %(default)s",
+        )
+    else:
+        parser.add_argument(
+            "--dtype", choices=dtypes, default="bfloat16", help="dtype of the engine; default: %(default)s"
+        )
     parser.add_argument("--repeats", type=int, metavar="N", default=5, help="timed repeats; default: %(default)s")
-    if mode == "rollout":
-        rows = [1, 8, 32]
+    if mode in ("numerics", "rollout"):
+        rows = [16] if mode == "numerics" else [1, 8, 32]
         parser.add_argument(
             "--tokens",
             nargs="+",

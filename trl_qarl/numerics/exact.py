@@ -1,14 +1,41 @@
 """The check that learner and sampler give every sampled token the same log-prob, and the search for where they part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from .kernels import describe_arithmetic
 
-__all__ = ["describe_difference", "first_difference", "largest_difference"]
+
+__all__ = ["check_arithmetic", "describe_difference", "first_difference", "largest_difference"]
+
+
+def check_arithmetic(engine: Mapping[str, Any]) -> None:
+    """
+    Raise unless the engine of that description computes with the kernels that this process has.
+
+    Args:
+        engine (`Mapping[str, Any]`):
+            What the engine says of itself, with [`~trl_qarl.numerics.kernels.describe_arithmetic`] under `"arithmetic"`.
+
+    Raises:
+        ValueError: naming both values of everything that differs.
+    """
+    # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
+    ours, theirs = describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}, engine.get("arithmetic") or {}
+    lines = [
+        f"{name}: learner {ours[name]}, engine {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if lines:
+        raise ValueError(
+            "numerics='engine': the engine's arithmetic is not the learner's:\n  "
+            + "\n  ".join(lines)
+            + "\nStart the server with `trl-qarl vllm-serve`, with the same release of vLLM on the same kind of processor, or use "
+            "numerics='fast' or exact='warn'."
+        )
 
 
 def largest_difference(

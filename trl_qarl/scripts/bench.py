@@ -96,6 +96,16 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         default=schemes,
         help=f"default: {' '.join(schemes)}",
     )
+    if mode in ("alignment", "numerics"):
+        samplers = ["colocate", "server"] + ["transformers"] * (mode == "numerics")
+        parser.add_argument(
+            "--rollout",
+            choices=samplers,
+            default="colocate",
+            help="who samples: vLLM in this process, vLLM in a server"
+            + (", or the learner" if "transformers" in samplers else "")
+            + "; default: %(default)s",
+        )
     if mode == "alignment":
         parser.add_argument(
             "--dtypes",
@@ -109,14 +119,7 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             "--tokens", type=int, metavar="N", default=3000, help="least number to sample; default: %(default)s"
         )
         return
-    if mode == "numerics":
-        parser.add_argument(
-            "--rollout",
-            choices=["transformers", "colocate", "server"],
-            default="colocate",
-            help="who samples: the learner, or vLLM in this process or in a server; default: %(default)s",
-        )
-    else:
+    if mode != "numerics":
         parser.add_argument(
             "--dtype", choices=dtypes, default="bfloat16", help="dtype of the engine; default: %(default)s"
         )

@@ -319,7 +319,10 @@ class QaRLTrainer(GRPOTrainer):
         if overall == 0.0 or self._exact == "known":
             return
         llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
-        where = describe_difference(output, mask, self.accelerator.unwrap_model(self.model), llm)
+        # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
+        can_ask = self.use_vllm and llm is None and self.accelerator.is_main_process
+        score = partial(prompt_log_probs, self.vllm_generation) if can_ask else None
+        where = describe_difference(output, mask, self.accelerator.unwrap_model(self.model), llm, score)
         message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
         if self._exact == "require":
             raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")

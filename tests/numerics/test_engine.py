@@ -248,7 +248,7 @@ def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tm
     with pytest.raises(
         ValueError, match=r"A sequence has \d+ tokens. With head_dim=\d+, .* up to 8 alike .* exact='warn'"
     ):
-        make_trainer(tmp_path).train()
+        make_trainer(tmp_path, use_vllm=False, vllm_mode="server").train()
 
 
 @pytest.mark.parametrize(

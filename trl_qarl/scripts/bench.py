@@ -147,6 +147,10 @@ def main(args: Namespace) -> None:
                 raise ValueError(f"`--{name}` must be at least 1.")
         if args.mode in VLLM_MODES:
             _check_vllm(args.mode)
+        if args.mode == "numerics" and any(number % 4 for number in args.tokens):
+            raise ValueError(
+                f"`--tokens {args.tokens}` of `bench numerics`: groups have 4 sequences; give multiples of 4."
+            )
     if args.mode in VLLM_MODES:
         from ..bench.vllm import run
 

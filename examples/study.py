@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--quantize_learner", choices=["true", "false"], default="true")
     parser.add_argument("--objective", default="tbpo")
     parser.add_argument("--scheme", default="w4a16")
+    parser.add_argument("--numerics", choices=["fast", "engine"], default="fast")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max_steps", type=int, default=40, help="updates, two per generation batch")
     args = parser.parse_args()
@@ -107,6 +108,7 @@ def train(args: Namespace) -> None:
         quantize_learner=args.quantize_learner == "true",
         objective=args.objective,
         scheme=args.scheme,
+        numerics=args.numerics,
         seed=args.seed,
         max_steps=args.max_steps,
         **(task.bands if args.objective == "tbpo" else {}),

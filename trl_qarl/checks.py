@@ -4,16 +4,18 @@ import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from .config_checks import low_precision_masters, raise_problems
+from .config_checks import contradicts_engine_numerics, low_precision_masters, raise_problems
 from .hub import exports_policy
+from .numerics.attach import check_engine_numerics
 from .qarl_config import QaRLConfig
 from .quantization.checkpoint import stacked_experts
 
 
-__all__ = ["PICTURES", "check_arguments", "check_dropout", "check_launch", "problems_of_masters"]
+__all__ = ["PICTURES", "check_arguments", "check_dropout", "check_launch", "choose_numerics", "problems_of_masters"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,28 @@ def check_dropout(model: nn.Module, args: QaRLConfig) -> None:
             f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
             "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
         )
+
+
+def choose_numerics(model: nn.Module, args: QaRLConfig, dtype: torch.dtype, num_processes: int) -> tuple[str, str]:
+    """
+    `args.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
+
+    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be gained
+    or nobody has looked: without vLLM, and on several processes.
+    """
+    if args.numerics is not None:
+        return args.numerics, "as configured"
+    if not args.use_vllm:
+        return "fast", "rollouts are the learner's own"
+    if num_processes > 1:
+        return "fast", "engine numerics have not been compared on several processes"
+    for option, reason in contradicts_engine_numerics(args):
+        return "fast", f"engine numerics contradict {option}: {reason.partition('. ')[0]}"
+    try:
+        check_engine_numerics(model, dtype)
+    except ValueError as error:
+        return "fast", str(error).removesuffix(" Use the fast numerics.")
+    return "engine", "everything it needs is here"
 
 
 def problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:

@@ -41,6 +41,7 @@ __all__ = [
     "check_ratios",
     "check_scheme",
     "check_vllm",
+    "contradicts_engine_numerics",
     "default",
     "low_precision_masters",
     "raise_problems",
@@ -72,10 +73,15 @@ def check_scheme(config) -> Iterator[str]:
 
 def check_numerics(config) -> Iterator[str]:
     for name, known in (("numerics", NUMERICS), ("exact", EXACT)):
-        if getattr(config, name) not in known:
+        if getattr(config, name) not in (*known, None):
             yield f"{name}={getattr(config, name)!r} is unknown. Choose one of {list(known)}."
-    if config.numerics != "engine":
-        return
+    if config.numerics == "engine":
+        for option, reason in contradicts_engine_numerics(config):
+            yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."
+
+
+def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
+    """Options with which a learner cannot compute as the engine does, as `name=value`, and why."""
     for is_met, option, reason in (
         (
             config.use_cpu,
@@ -110,7 +116,7 @@ def check_numerics(config) -> Iterator[str]:
         ),
     ):
         if not is_met:
-            yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."
+            yield option, reason
 
 
 def check_precision(config) -> Iterator[str]:

@@ -66,14 +66,15 @@ class QaRLConfig(GRPOConfig):
             QaRL. With `False` they run the high-precision master weights: quantized rollout training.
         exclude_modules (`list[str]` or `str`, *optional*):
             Linear layers to keep in high precision, as in PEFT: names or last components, or a regular expression.
-        numerics (`str`, *optional*, defaults to `"fast"`):
+        numerics (`str`, *optional*):
             How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels for
             every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with AVX512,
-            bf16, vLLM 0.31; Llama, Qwen2 and Qwen3). `"fast"`: as transformers does, with rounding of its own.
-        exact (`str`, *optional*, defaults to `"require"`):
+            bf16, vLLM 0.31; Llama, Qwen2 and Qwen3). `"fast"`: as transformers does, with rounding of its own. By default
+            `"engine"` for rollouts in vLLM where all of that is given, else `"fast"`; the log says which, and why.
+        exact (`str`, *optional*):
             With `numerics="engine"`, what happens where the log-prob of any sampled token is not the learner's:
             `"require"` raises and names the token, and with `vllm_mode="colocate"` the first layer that differs; `"warn"`
-            logs the same.
+            logs the same. Defaults to `"require"` if `numerics` is given; else the first such batch is logged.
         objective (`str`, *optional*, defaults to `"tbpo"`):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
             `"on-policy"`, `"dual-clip"`, which set TRL's options; one that others use against the mismatch, `"icepop"`,
@@ -161,19 +162,20 @@ class QaRLConfig(GRPOConfig):
             "is a regular expression over the whole name)."
         },
     )
-    numerics: str = field(
-        default="fast",
+    numerics: str | None = field(
+        default=None,
         metadata={
             "help": "How the learner computes: 'engine' (vLLM's own kernels for every operation, so that rollout and learner "
-            "give a token the same log-prob, bit for bit; on CPUs) or 'fast'.",
+            "give a token the same log-prob, bit for bit; on CPUs) or 'fast'. By default 'engine' for rollouts in vLLM where "
+            "it can be, else 'fast'.",
             "choices": list(NUMERICS),
         },
     )
-    exact: str = field(
-        default="require",
+    exact: str | None = field(
+        default=None,
         metadata={
             "help": "With numerics='engine', what happens where a sampled token's log-prob is not the learner's: 'require' "
-            "raises, 'warn' logs.",
+            "raises, 'warn' logs. Defaults to 'require' if `numerics` is given; else the first such batch is logged.",
             "choices": list(EXACT),
         },
     )

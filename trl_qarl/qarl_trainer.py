@@ -16,13 +16,13 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from . import resume
-from .checks import PICTURES, check_arguments, check_dropout, check_launch, problems_of_masters
+from .checks import PICTURES, check_arguments, check_dropout, check_launch, choose_numerics, problems_of_masters
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
 from .hub_trainer import HubTrainer
 from .muon import create_muon_adamw
 from .numerics.attach import attach_engine_numerics
-from .numerics.exact import describe_difference, largest_difference
+from .numerics.exact import check_arithmetic, describe_difference, largest_difference
 from .objectives.presets import PRESETS
 from .objectives.tbpo import reduce_metrics
 from .objectives.token_losses import OWN_LOSSES, own_loss
@@ -67,6 +67,8 @@ class QaRLTrainer(HubTrainer):
             named after the scheme.
         swap_report ([`SwapReport`]):
             Which layers were quantized, how, and which were not.
+        numerics (`str`):
+            How the learner computes, as configured or chosen: `"engine"` or `"fast"`.
         recorder ([`~trl_qarl.telemetry.recorder.Recorder`]):
             What is measured.
     """
@@ -129,6 +131,13 @@ class QaRLTrainer(HubTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        if (
+            args.use_vllm
+            and self.numerics == "engine"
+            and self._exact == "require"
+            and self.accelerator.is_main_process
+        ):
+            check_arithmetic(self.vllm_generation.engine)
         if rollout_func is not None:
             self.rollout_func = all_or_none(self.accelerator)(rollout_func)
         if not args.use_vllm:
@@ -143,11 +152,12 @@ class QaRLTrainer(HubTrainer):
             prepare_model(
                 self.accelerator.unwrap_model(self.ref_model), self.swap_report.scheme, **self._swap_arguments
             )
-        if self.ref_model is not None and args.numerics == "engine":
-            attach_engine_numerics(self.accelerator.unwrap_model(self.ref_model), self._scale_dtype, args.temperature)
+        if self.ref_model is not None:
+            self._attach_numerics(self.accelerator.unwrap_model(self.ref_model))
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
         described = {
             "model": self.model.name_or_path,
+            "numerics": self.numerics,
             "reward_funcs": self.reward_func_names,
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
         }
@@ -173,9 +183,15 @@ class QaRLTrainer(HubTrainer):
         self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
-        if args.numerics == "engine":
-            attach_engine_numerics(self.model, self._scale_dtype, args.temperature)
-        logger.info("quantize_learner=%s, numerics=%s, %s", args.quantize_learner, args.numerics, self.swap_report)
+        self.numerics, reason = choose_numerics(self.model, args, self._scale_dtype, self.accelerator.num_processes)
+        self._exact = args.exact or ("warn" if args.numerics is None else "require")
+        self._attach_numerics(self.model)
+        logger.info("numerics=%r: %s", self.numerics, reason)
+        logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
+
+    def _attach_numerics(self, model) -> None:
+        if self.numerics == "engine":
+            attach_engine_numerics(model, self._scale_dtype, self.args.temperature, allow_longer=self._exact == "warn")
 
     def _make_generation(self, **kwargs):
         """The rollout engine, made in the middle of TRL's constructor; it needs to know which layers are quantized."""
@@ -268,7 +284,7 @@ class QaRLTrainer(HubTrainer):
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
             self.recorder.observe_rollout(output, publication, is_scored=not self._is_scored_by_sampler)
-            if self.args.numerics == "engine":
+            if self.numerics == "engine":
                 self._check_exact(output)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
             self.recorder.probe(output, self.state.global_step, engine)
@@ -305,14 +321,20 @@ class QaRLTrainer(HubTrainer):
         mask = loss_mask(output)
         largest, *_ = largest_difference(output["old_per_token_logps"], output["sampling_per_token_logps"], mask)
         overall = self.accelerator.gather(torch.tensor([largest], device=self.accelerator.device)).max().item()
-        if overall == 0.0:
+        if overall == 0.0 or self._exact == "known":
             return
         llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
-        where = describe_difference(output, mask, self.accelerator.unwrap_model(self.model), llm)
+        # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
+        can_ask = self.use_vllm and llm is None and self.accelerator.is_main_process
+        score = partial(prompt_log_probs, self.vllm_generation) if can_ask else None
+        where = describe_difference(output, mask, self.accelerator.unwrap_model(self.model), llm, score)
         message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
-        if self.args.exact == "require":
+        if self._exact == "require":
             raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")
         logger.warning(message)
+        if self.args.exact is None:
+            # Nobody asked for it.
+            self._exact = "known"
 
     def _publish_what_changed(self) -> None:
         """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""

@@ -96,3 +96,22 @@ def test_mode_has_only_the_options_that_it_uses(capsys, mode, options, message):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", mode, *options])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+def test_bench_numerics_times_both_on_alternate_batches(tiny_model, tmp_path, capsys):
+    kernels = pytest.importorskip("trl_qarl.numerics.kernels")
+    if not kernels.has_engine_kernels():
+        pytest.skip("needs vLLM's CPU kernels")
+    path = tmp_path / "bench.json"
+    argv = ["--model_name_or_path", tiny_model, "--rollout", "transformers", "--schemes", "w4a16", "--repeats", "1"]
+    assert main(["bench", "numerics", *argv, "--tokens", "8", "--new_tokens", "4", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["sequences"] == 8
+    for part in ("whole", "rollout", "scoring", "forward and backward"):
+        assert row[f"{part}, fast s"] > 0 and row[f"{part}, engine / fast"] > 0
+        assert len(row[f"{part}, least and most"]) == 2
+    assert "publish, fast s" not in row
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "numerics", "--tokens", "6"])
+    assert "give multiples of 4" in capsys.readouterr().err

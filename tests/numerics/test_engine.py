@@ -1,16 +1,22 @@
 """Learner with engine numerics and sampler give every token the same log-prob, bit for bit."""
 
+import json
+import re
+from functools import partial
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import logged, make_tiny_model, make_vllm_trainer
 from trl_qarl import prepare_model
 from trl_qarl.numerics import kernels, ops
 from trl_qarl.numerics.attach import attach_engine_numerics
+from trl_qarl.numerics.exact import check_arithmetic, describe_difference, largest_difference
 from trl_qarl.rollout.engines import make_engine
 from trl_qarl.rollout.publisher import Publisher
-from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.scoring import prompt_log_probs
+from trl_qarl.rollout.server import cpu_environment, free_port
 from trl_qarl.rollout.transports import DirectTransport
 
 
@@ -119,6 +125,17 @@ def test_a_server_in_another_process_agrees_too(tmp_path):
     assert min(logged(trainer, "rollout/mean_length")) > 20
 
 
+class ChangeArithmetic(TrainerCallback):
+    """From update `step` on the learner's last layer computes something else."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.01)
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_transformers_decoding_with_a_cache_agrees_with_scoring(tmp_path, scheme):
     trainer = make_trainer(tmp_path, scheme=scheme, use_vllm=False, vllm_mode="server", temperature=0.7)
@@ -160,6 +177,117 @@ def test_the_first_update_of_a_batch_is_exactly_on_policy(tmp_path, monkeypatch,
     assert dropped[::2] == [0.0, 0.0]
 
 
+def test_a_step_on_the_first_half_of_a_batch_is_the_plain_policy_gradient(tmp_path):
+    """Every ratio and weight is 1, nothing is dropped, and the gradient is that of advantages times log-probs."""
+    trainer = make_trainer(tmp_path, scheme="w8a8", max_steps=2, max_grad_norm=0.0, gradient_checkpointing=False)
+    inputs, losses, compute = [], [], trainer._compute_loss
+    trainer._compute_loss = lambda model, batch: (
+        inputs.append(batch) or losses.append(compute(model, batch)) or losses[-1]
+    )
+    keep = KeepGradients()
+    trainer.add_callback(keep)
+    trainer.train()
+    assert len(inputs) == 2
+    for name in ("tbpo/ratio/mean", "tbpo/ratio/min", "tbpo/ratio/max", "mismatch/weight_mean"):
+        assert logged(trainer, name)[0] == 1.0, name
+    assert logged(trainer, "tbpo/dropped/total")[0] == 0.0 < logged(trainer, "tbpo/dropped/total")[1]
+    model, batch, mask = trainer.model, inputs[0], inputs[0]["completion_mask"].bool()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(keep.weights[name])
+    model.zero_grad()
+    for i, advantage in enumerate(batch["advantages"]):
+        prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()]
+        ids = torch.cat([prompt, batch["completion_ids"][i][mask[i]]])[None]
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logps = ops.token_log_probs(logits, ids[0, len(prompt) :])
+        assert torch.equal(logps.detach(), batch["sampling_per_token_logps"][i][mask[i]])
+        (-advantage * logps.mean() / len(mask)).backward()
+    assert batch["advantages"].abs().sum() > 0
+    for name, parameter in model.named_parameters():
+        difference = (parameter.grad - keep.gradients[name]).norm() / keep.gradients[name].norm()
+        # Rounding of backward to bfloat16, in other batches.
+        assert difference < 2**-6, (name, difference)
+
+
+class KeepGradients(TrainerCallback):
+    """Weights and gradients of the first update."""
+
+    gradients = weights = None
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.gradients is None:
+            self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tmp_path, caplog, monkeypatch):
+    """A sequence that is too long for equal bits, and arithmetic that differs, are no errors then."""
+    monkeypatch.setattr(kernels, "max_exact_length", lambda head_dim: 8)
+    trainer = make_trainer(tmp_path, numerics=None, callbacks=[ChangeArithmetic(step=2)], max_steps=8)
+    assert trainer.numerics == "engine"
+    trainer.train()
+    first, *others = logged(trainer, "mismatch/abs_logp_max")
+    assert first == 0.0 and min(others) > 0 and len(others) == 3
+    assert json.loads((tmp_path / "output" / "run.json").read_text())["numerics"] == "engine"
+    assert sum("the largest mismatch is" in record.message for record in caplog.records) == 1
+    with pytest.raises(
+        ValueError, match=r"A sequence has \d+ tokens. With head_dim=\d+, .* up to 8 alike .* exact='warn'"
+    ):
+        make_trainer(tmp_path, use_vllm=False, vllm_mode="server").train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"use_vllm": False, "vllm_mode": "server"}, "rollouts are the learner's own"),
+        ({"bf16": False}, "engine numerics contradict bf16=False: they exist in bfloat16"),
+        ({"scheme": "w8a16"}, "engine numerics contradict scheme='w8a16'"),
+        ({"arch": "mistral"}, "the operations of MistralForCausalLM are not known"),
+    ],
+    ids=["transformers", "float32", "scheme", "model"],
+)
+def test_fast_numerics_are_chosen_with_a_reason(tmp_path, caplog, monkeypatch, arguments, reason):
+    # No engine is needed to choose.
+    monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", lambda **kwargs: None)
+    with caplog.at_level("INFO", "trl_qarl.qarl_trainer"):
+        trainer = make_trainer(tmp_path, **({"numerics": None} | arguments))
+    assert trainer.numerics == "fast"
+    (message,) = [record.message for record in caplog.records if record.message.startswith("numerics=")]
+    assert message.startswith("numerics='fast': ") and reason in message
+
+
+def test_an_engine_that_splits_the_sums_of_attention_is_refused(tmp_path, monkeypatch):
+    settings = cpu_environment() | {"VLLM_CPU_ATTN_SPLIT_KV": "1"}
+    monkeypatch.setattr("trl_qarl.rollout.engines.cpu_environment", lambda: settings)
+    with pytest.raises(ValueError, match=r"is not the learner's:\n  VLLM_CPU_ATTN_SPLIT_KV: learner 0, engine 1\n"):
+        make_trainer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("amx", None, r"amx: learner (True|False), engine None"),
+        ("l2_cache_size", 1, r"l2_cache_size: learner \d+, engine 1"),
+        ("vllm", "0.31.1", r"vllm: learner 0.31.0, engine 0.31.1"),
+    ],
+)
+def test_an_engine_on_another_processor_is_refused(key, value, message):
+    theirs = kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    check_arithmetic({"arithmetic": theirs})
+    with pytest.raises(ValueError, match=message):
+        check_arithmetic({"arithmetic": theirs | {key: value}})
+
+
+def test_a_log_prob_that_is_not_known_does_not_pass_for_equal():
+    old, sampling = torch.zeros(2, 3), torch.zeros(2, 3)
+    sampling[1, 1] = torch.nan
+    mask = torch.ones(2, 3)
+    assert largest_difference(old, sampling, mask) == (torch.inf, 1, 1)
+    mask[1, 1] = 0
+    assert largest_difference(old, sampling, mask)[0] == 0.0
+
+
 def hf_add(x, residual):
     return (x + residual).float()
 
@@ -183,8 +311,22 @@ def test_other_arithmetic_in_the_learner_is_found_and_its_layer_named(tmp_path, 
 
 
 def test_the_first_layer_that_differs_is_named_and_a_warning_lets_training_go_on(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, exact="warn", max_steps=2)
-    trainer.model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.01)
+    trainer = make_trainer(tmp_path, exact="warn", max_steps=2, learning_rate=0.0)
+    batches = record_batches(trainer)
+    hook = trainer.model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.01)
     trainer.train()
     assert trainer.state.global_step == 2
     assert "'layers.1' is the first layer whose output differs" in caplog.text
+    # An engine whose layers are out of reach, as those of a server, is asked for log-probs.
+    (batch,) = batches
+    score = partial(prompt_log_probs, trainer.vllm_generation)
+    text = describe_difference(batch, batch["completion_mask"], trainer.model, score=score)
+    assert re.search(
+        r"learner and sampler give token \d+ of completion \d+ \(id \d+\) log-probs .*; over the same tokens at once, at "
+        r"temperature 1, \d+ of \d+ differ, the first is token 1 of the prompt \(learner -[\d.]+, engine -[\d.]+\); "
+        r"vllm_mode='colocate' would name the layer",
+        text,
+    )
+    hook.remove()
+    text = describe_difference(batch, batch["completion_mask"], trainer.model, score=score)
+    assert text.endswith("it agrees on all, so its decoding differs from its prefill")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config, make_tiny_model
-from trl_qarl import prepare_model
+from trl_qarl import convert_model, prepare_model
 from trl_qarl.numerics import kernels, ops
 from trl_qarl.numerics.attach import (
     COVERED_CLASSES,
@@ -156,8 +156,20 @@ def test_attention_has_the_gradient_of_exact_attention():
         torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+@torch.no_grad()
+def test_a_converted_model_computes_with_its_own_arithmetic_again(tmp_path, scheme):
+    model = make_model(tmp_path, scheme=scheme)
+    expected, ids = copy.deepcopy(model), torch.arange(4, 40)[None]
+    attach_engine_numerics(model)
+    assert not torch.equal(model(ids).logits.float(), expected(ids).logits)
+    assert convert_model(model) == convert_model(expected)
+    assert not has_engine_numerics(model)
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_is_the_same_in_chunks_up_to_its_limit_and_refused_beyond(head_dim):
+def test_attention_is_the_same_in_chunks_up_to_its_limit(head_dim):
     length, generator = kernels.max_exact_length(head_dim), torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(length + 1, heads, head_dim, generator=generator).bfloat16() for heads in (8, 2, 2)
@@ -169,10 +181,19 @@ def test_attention_is_the_same_in_chunks_up_to_its_limit_and_refused_beyond(head
     whole = attend(0, length)
     for start, end in ((length - 1, length), (length - 1 - length // 3, length), (length // 2, length // 2 + 1)):
         assert torch.equal(attend(start, end), whole[start:end])
-    with pytest.raises(
-        ValueError, match=rf"has {length + 1} tokens. With head_dim={head_dim}, .* up to {length} alike"
-    ):
-        attend(0, length + 1)
+
+
+@pytest.mark.parametrize(
+    ("has_amx", "l2_cache", "limits"),
+    [(True, 2 << 20, (1376, 736)), (False, 1 << 20, (640, 320))],
+    ids=["amx", "avx512"],
+)
+def test_the_limit_of_attention_is_that_of_the_kernels_tile(monkeypatch, has_amx, l2_cache, limits):
+    """Numbers by hand from `calcu_default_tile_size` and `calcu_tile_size_with_constant_q` of vLLM 0.31."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"l2_cache_size": l2_cache})
+    limit = kernels.max_exact_length.__wrapped__
+    assert (limit(64), limit(128)) == limits
 
 
 def test_rotation_has_the_gradient_of_exact_rotation():

@@ -1,5 +1,5 @@
 """
-The modes of `trl-qarl bench` that need vLLM: `alignment`, `publish` and `rollout`, on a real model.
+The modes of `trl-qarl bench` that need vLLM: `alignment`, `numerics`, `publish` and `rollout`, on a real model.
 
 `alignment` samples at temperature 1 from an engine that was given the learner's tensors. It compares log-probs with
 two learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
@@ -7,7 +7,7 @@ two learners: the quantized one, whose forward uses the same tensors, with `nume
 difference of a learner from *itself* when its embeddings are rounded once more: two programs that round differently
 anywhere cannot be expected closer than that. `publish` times the weight sync with a server in another process.
 `rollout` times decoding and the parts of one training step. Its engines run side by side in one process, and repeats
-alternate between them.
+alternate between them. `numerics` is [`trl_qarl.bench.numerics`].
 """
 
 import os
@@ -19,6 +19,8 @@ from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from .numerics import measure_numerics
 
 
 __all__ = ["MODES", "measure_alignment", "measure_publish", "measure_rollout", "run"]
@@ -69,9 +71,11 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
         dtype, floor = getattr(torch, dtype_name), None
         for scheme in schemes:
             model = _load_learner(path, scheme, dtype)
-            with _engine(model, dtype, max_num_seqs=len(_TOPICS)) as (llm, publisher):
+            with (
+                _server(model, dtype) if args.rollout == "server" else _engine(model, dtype, max_num_seqs=len(_TOPICS))
+            ) as (sampler, publisher, *_):
                 publisher.publish("0")
-                samples = _sample(llm, path, args.tokens)
+                samples = _sample(sampler, path, args.tokens)
                 engine_kernels = publisher.transport.describe()["kernels"]
             learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
             if _can_use_engine_numerics(model, dtype):
@@ -96,7 +100,7 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
                 row["engine kernels"] = _names(engine_kernels)
                 rows.append(row)
                 print({key: value for key, value in row.items() if "kernels" not in key}, flush=True)
-            if scheme == "w4a16":
+            if scheme == "w4a16" and args.rollout == "colocate":
                 rows.append(_same_weights_unquantized(path, scheme, dtype, args.tokens, floor))
                 print(rows[-1], flush=True)
     return rows
@@ -137,44 +141,21 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     import torch
 
     from ..quantization.swap import quantized_layers
-    from ..rollout.client import QaRLClient
-    from ..rollout.publisher import Publisher
-    from ..rollout.server import ServerProcess, build_server_command, free_port
-    from ..rollout.transports import FileTransport
 
     dtype, rows = getattr(torch, args.dtype), []
     for scheme in schemes:
         model = _load_learner(path, scheme, dtype)
-        port = free_port()
-        argv, environment = build_server_command(
-            path,
-            _config_of(model),
-            dtype=args.dtype,
-            port=port,
-            on_cpu=True,
-            vllm_args=["--max-model-len", "512"],
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            server = ServerProcess(argv, environment, Path(folder) / "server.log")
-            server.start()
-            try:
-                server.wait(f"http://127.0.0.1:{port}", 600)
-                client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
-                publisher = Publisher(model, dtype, FileTransport(client))
-                publisher.check_engine()
-                publisher.publish("warm-up")
-                processes = [psutil.Process(), *psutil.Process(server._process.pid).children(recursive=True)]
-                before = [_reset_peak(process.pid) for process in processes]
-                results = []
-                for repeat in range(args.repeats):
-                    for layer in quantized_layers(model).values():
-                        layer.invalidate()
-                    publisher.forget()
-                    results.append(publisher.publish(str(repeat)))
-                growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
-                client.close_session()
-            finally:
-                server.stop()
+        with _server(model, dtype) as (client, publisher, pid):
+            publisher.publish("warm-up")
+            processes = [psutil.Process(), *psutil.Process(pid).children(recursive=True)]
+            before = [_reset_peak(process.pid) for process in processes]
+            results = []
+            for repeat in range(args.repeats):
+                for layer in quantized_layers(model).values():
+                    layer.invalidate()
+                publisher.forget()
+                results.append(publisher.publish(str(repeat)))
+            growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
         rows.append({"scheme": scheme} | _publish_row(model, dtype, results, growth))
         print(rows[-1], flush=True)
     for row in rows:
@@ -218,7 +199,16 @@ def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     return list(rows.values())
 
 
-MODES = {"alignment": measure_alignment, "publish": measure_publish, "rollout": measure_rollout}
+def _measure_numerics(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    return measure_numerics(path, _chats(len(_TOPICS)), schemes, args)
+
+
+MODES = {
+    "alignment": measure_alignment,
+    "numerics": _measure_numerics,
+    "publish": measure_publish,
+    "rollout": measure_rollout,
+}
 
 
 def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
@@ -254,23 +244,34 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in parts.items()}
 
 
-def _sample(llm, path: str, num_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
-    from vllm import SamplingParams
-
-    samples, total, seed = [], 0, 0
-    while total < num_tokens:
-        parameters = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0, seed=seed)
-        outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in _prompts(path, len(_TOPICS))], parameters, use_tqdm=False
-        )
-        for output in outputs:
-            completion = output.outputs[0]
-            tokens = list(completion.token_ids)
-            logps = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)]
-            samples.append((list(output.prompt_token_ids), tokens, logps))
-            total += len(tokens)
+def _sample(sampler, path: str, num_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompts, completions and their log-probs from `sampler`, an engine or the client of a server."""
+    samples: list[tuple[list[int], list[int], list[float]]] = []
+    prompts = _prompts(path, len(_TOPICS))
+    generate = _generate_in_process if hasattr(sampler, "llm_engine") else _generate_in_server
+    seed = 0
+    while sum(len(tokens) for _, tokens, _ in samples) < num_tokens:
+        samples += zip(prompts, *generate(sampler, prompts, seed), strict=True)
         seed += 1
     return samples
+
+
+def _generate_in_process(llm, prompts, seed: int) -> tuple[list[list[int]], list[list[float]]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0, seed=seed)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    tokens = [list(completion.token_ids) for completion in completions]
+    return tokens, [
+        [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)]
+        for completion, ids in zip(completions, tokens, strict=True)
+    ]
+
+
+def _generate_in_server(client, prompts, seed: int) -> tuple[list[list[int]], list[list[float]]]:
+    output = client.generate(prompts, max_tokens=128, generation_kwargs={"seed": seed})
+    return output["completion_ids"], [[entry[0] for entry in row] for row in output["logprobs"]]
 
 
 def _learner_logps(model, samples, dtype) -> list[float]:
@@ -384,15 +385,50 @@ def _engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
         gc.collect()
 
 
+@contextmanager
+def _server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
+    """A server in another process: its client, the publisher to it, and the number of its process."""
+    from ..rollout.client import QaRLClient
+    from ..rollout.publisher import Publisher
+    from ..rollout.server import ServerProcess, build_server_command, free_port
+    from ..rollout.transports import FileTransport
+
+    port = free_port()
+    argv, environment = build_server_command(
+        model.name_or_path,
+        _config_of(model),
+        dtype=str(dtype).removeprefix("torch."),
+        port=port,
+        on_cpu=True,
+        vllm_args=["--max-model-len", "512"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess(argv, environment, Path(folder) / "server.log")
+        server.start()
+        try:
+            server.wait(f"http://127.0.0.1:{port}", 600)
+            client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
+            publisher = Publisher(model, dtype, FileTransport(client))
+            publisher.check_engine()
+            yield client, publisher, server._process.pid
+            client.close_session()
+        finally:
+            server.stop()
+
+
 def _prompts(path: str, count: int) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    texts = [f"Explain {_TOPICS[i % len(_TOPICS)]} in a few sentences." for i in range(count)]
+    chats = _chats(count)
     if tokenizer.chat_template is None:
-        return [tokenizer(text)["input_ids"] for text in texts]
-    chats = [[{"role": "user", "content": text}] for text in texts]
+        return [tokenizer(chat[0]["content"])["input_ids"] for chat in chats]
     return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+
+
+def _chats(count: int) -> list[list[dict[str, str]]]:
+    texts = [f"Explain {_TOPICS[i % len(_TOPICS)]} in a few sentences." for i in range(count)]
+    return [[{"role": "user", "content": text}] for text in texts]
 
 
 def _padded(pairs, device):

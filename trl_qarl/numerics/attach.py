@@ -9,7 +9,7 @@ engine's rounding ([`~trl_qarl.numerics.ops.add`]), so each layer stays one unit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import MethodType
 
 import torch
@@ -23,7 +23,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.utils import ModelOutput
 
-from ..quantization.linear import QuantizedLinear, _weight_version
+from ..quantization.linear import QuantizedLinear, weight_version
 from . import kernels, ops
 
 
@@ -56,7 +56,10 @@ def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16)
 
 
 def attach_engine_numerics(
-    model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16, temperature: float = 1.0
+    model: PreTrainedModel,
+    dtype: torch.dtype = torch.bfloat16,
+    temperature: float = 1.0,
+    allow_longer: bool = False,
 ) -> None:
     """
     Have `model` compute every log-prob as the engine does, bit for bit; with gradients.
@@ -72,6 +75,9 @@ def attach_engine_numerics(
             Dtype in which the engine runs the model.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, for calls with `fused_lm_head=True`.
+        allow_longer (`bool`, *optional*, defaults to `False`):
+            Whether sequences may be longer than [`~trl_qarl.numerics.kernels.max_exact_length`], whose attention the engine
+            rounds otherwise in decoding. By default they raise.
 
     Raises:
         ValueError: from [`check_engine_numerics`], or if they are attached already.
@@ -83,6 +89,7 @@ def attach_engine_numerics(
         for original, engine in _ENGINE_MODULES.items():
             if type(module) is original:
                 module.engine_dtype = dtype
+                module.allow_longer = allow_longer
                 module.__class__ = _engine_class(engine, original)
                 module._attach()
                 break
@@ -92,6 +99,7 @@ def attach_engine_numerics(
     model._fast_attention = model.config._attn_implementation
     model.config._attn_implementation = ATTENTION
     model._position_hook = model.base_model.register_forward_pre_hook(_true_positions, with_kwargs=True)
+    model._detach_numerics = partial(detach_engine_numerics, model)
 
 
 def detach_engine_numerics(model: PreTrainedModel) -> None:
@@ -99,7 +107,7 @@ def detach_engine_numerics(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, _EngineModule):
             module._detach()
-            del module.engine_dtype
+            del module.engine_dtype, module.allow_longer
             module.__class__ = module.original_class
     model.config._attn_implementation = model._fast_attention
     model._position_hook.remove()
@@ -108,6 +116,7 @@ def detach_engine_numerics(model: PreTrainedModel) -> None:
     else:
         model.forward = model._fast_forward
     del model._fast_attention, model._position_hook, model._fast_forward, model._engine_temperature
+    del model._detach_numerics
 
 
 def has_engine_numerics(model: nn.Module) -> bool:
@@ -222,6 +231,7 @@ class _EngineModule:
     """Base of the classes a module changes to; `original_class` is the one it changes back to."""
 
     engine_dtype: torch.dtype
+    allow_longer: bool
     original_class: type
 
     def _attach(self) -> None:
@@ -259,8 +269,8 @@ class _Linear(_EngineModule):
         del self._product, self._product_version
 
     def product(self) -> kernels.PackedLinear:
-        version = _weight_version(self.weight)
-        if version != self._product_version:
+        version = weight_version(self.weight)
+        if version is None or version != self._product_version:
             self._product = kernels.PackedLinear(self.weight.detach().to(self.engine_dtype))
             self._product_version = version
         return self._product
@@ -371,7 +381,7 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
     Returns:
         `(B, T, heads, head_dim)`, 0 where there is no token, and `None` for the weights.
     """
-    batch, _, length, _ = query.shape
+    batch, _, length, head_dim = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if attention_mask is None:
         key_lengths = query_lengths = None
@@ -382,6 +392,7 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
             key_lengths = query_lengths = tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True))
         else:
             query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
+        _check_length(module, max(key_lengths), head_dim)
         packed = (x.flatten(0, 1) for x in (query, key, value))
         output = ops.attention(*packed, query_lengths, key_lengths, scaling)
         return output.view(query.shape), None
@@ -390,8 +401,19 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
     query_lengths, key_lengths = (tuple(mask.sum(dim=1).tolist()) for mask in (queries, present))
     if 0 in query_lengths:
         raise ValueError("A sequence of the batch has no token: its attention mask is 0 everywhere.")
+    _check_length(module, max(key_lengths), head_dim)
     output = ops.attention(query[queries], key[present], value[present], query_lengths, key_lengths, scaling)
     return torch.zeros_like(query).masked_scatter(queries[..., None, None], output), None
+
+
+def _check_length(module: _Attention, longest: int, head_dim: int) -> None:
+    limit = kernels.max_exact_length(head_dim)
+    if longest > limit and not module.allow_longer:
+        raise ValueError(
+            f"A sequence has {longest} tokens. With head_dim={head_dim}, vLLM's attention computes a token of up to {limit} "
+            "alike in prefill and decode on this processor (they fill half its L2 cache), and differently beyond. Shorten "
+            "prompts or completions, or use numerics='fast' or exact='warn'."
+        )
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -1,28 +1,67 @@
 """The check that learner and sampler give every sampled token the same log-prob, and the search for where they part."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from .kernels import describe_arithmetic
+from .ops import token_log_probs
 
-__all__ = ["describe_difference", "first_difference", "largest_difference"]
+
+__all__ = ["check_arithmetic", "describe_difference", "first_difference", "largest_difference"]
+
+
+def check_arithmetic(engine: Mapping[str, Any]) -> None:
+    """
+    Raise unless the engine of that description computes with the kernels that this process has.
+
+    Args:
+        engine (`Mapping[str, Any]`):
+            What the engine says of itself, with [`~trl_qarl.numerics.kernels.describe_arithmetic`] under `"arithmetic"`.
+
+    Raises:
+        ValueError: naming both values of everything that differs.
+    """
+    # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
+    ours, theirs = describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}, engine.get("arithmetic") or {}
+    lines = [
+        f"{name}: learner {ours[name]}, engine {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if lines:
+        raise ValueError(
+            "numerics='engine': the engine's arithmetic is not the learner's:\n  "
+            + "\n  ".join(lines)
+            + "\nStart the server with `trl-qarl vllm-serve`, with the same release of vLLM on the same kind of processor, or use "
+            "numerics='fast' or exact='warn'."
+        )
 
 
 def largest_difference(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> tuple[float, int, int]:
-    """The largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column; NaN counts as 0."""
-    difference = (old_per_token_logps - sampling_per_token_logps).abs().nan_to_num(nan=0.0) * mask.bool()
+    """
+    The largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column. NaN, a log-prob that is not
+    known, counts as infinite.
+    """
+    difference = (old_per_token_logps - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
+    difference = difference.masked_fill(~mask.bool(), 0.0)
     index = int(difference.argmax())
     return difference.flatten()[index].item(), *divmod(index, difference.shape[1])
 
 
-def describe_difference(output: dict[str, Any], mask: torch.Tensor, model: nn.Module, llm: Any | None) -> str:
+def describe_difference(
+    output: dict[str, Any],
+    mask: torch.Tensor,
+    model: nn.Module,
+    llm: Any | None = None,
+    score: Callable[[list[list[int]]], list[list[dict[int, float]]]] | None = None,
+) -> str:
     """
-    Which token of a generation batch differs most, and the first layer that differs where the engine can be asked.
+    Which token of a generation batch differs most, and the first layer, or else the first token, that differs when the engine is
+    given the whole sequence.
 
     Args:
         output (`dict[str, Any]`):
@@ -33,6 +72,9 @@ def describe_difference(output: dict[str, Any], mask: torch.Tensor, model: nn.Mo
             The learner.
         llm (`vllm.LLM`, *optional*):
             The engine, if it runs in this process.
+        score (`Callable`, *optional*):
+            Asks another engine for the log-probs of sequences at temperature 1, as
+            [`~trl_qarl.rollout.scoring.prompt_log_probs`] does.
     """
     old, sampling = output["old_per_token_logps"], output["sampling_per_token_logps"]
     largest, row, column = largest_difference(old, sampling, mask)
@@ -40,15 +82,37 @@ def describe_difference(output: dict[str, Any], mask: torch.Tensor, model: nn.Mo
         f"learner and sampler give token {column} of completion {row} (id {output['completion_ids'][row, column].item()}) "
         f"log-probs {old[row, column].item():.6f} and {sampling[row, column].item():.6f}"
     )
-    if llm is None or largest == 0:
+    if largest == 0:
         return text
     prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
-    layer = first_difference(model, llm, prompt + output["completion_ids"][row, :column].tolist())
+    completion = output["completion_ids"][row, : column + 1].tolist()
+    if llm is None:
+        return text if score is None else f"{text}; {_ask_again(model, score, prompt + completion, len(prompt))}"
+    layer = first_difference(model, llm, prompt + completion[:-1])
     if layer is None:
         return (
             f"{text}; over the same tokens at once all layers agree, so the engine's decoding differs from its prefill"
         )
     return f"{text}; {layer!r} is the first layer whose output differs"
+
+
+@torch.no_grad()
+def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
+    """What an engine out of reach says when it computes a sequence at once."""
+    device = next(model.parameters()).device
+    tokens = torch.tensor([ids], device=device)
+    logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
+    ours = token_log_probs(logits, tokens[0, 1:]).tolist()
+    theirs = [entry[token] for entry, token in zip(score([ids])[0], ids[1:], strict=True)]
+    differing = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a != b]
+    if not differing:
+        return "over the same tokens at once, at temperature 1, it agrees on all, so its decoding differs from its prefill"
+    index = differing[0]
+    place = f"token {index} of the prompt" if index < num_prompt else f"token {index - num_prompt} of the completion"
+    return (
+        f"over the same tokens at once, at temperature 1, {len(differing)} of {len(ours)} differ, the first is {place} (learner "
+        f"{ours[index - 1]:.6f}, engine {theirs[index - 1]:.6f}); vllm_mode='colocate' would name the layer"
+    )
 
 
 @torch.no_grad()

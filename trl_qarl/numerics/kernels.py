@@ -21,6 +21,7 @@ log-probs need kernels whose result for a row does not depend on the number of r
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ __all__ = [
     "PackedInt4Linear",
     "PackedLinear",
     "attention",
+    "describe_arithmetic",
     "has_engine_kernels",
     "max_exact_length",
     "rotate",
@@ -68,6 +70,18 @@ def has_engine_kernels() -> bool:
         # A process must ask Linux for the tile registers; whoever uses them unasked is killed (SIGILL).
         torch.cpu._init_amx()
     return True
+
+
+def describe_arithmetic() -> dict[str, Any]:
+    """What decides which bits the kernels of this process compute, beside their inputs."""
+    from vllm import envs
+
+    return {
+        "vllm": _vllm_version(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
+        "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
+    }
 
 
 def _vllm_version() -> str:
@@ -189,20 +203,11 @@ def attention(
         scale (`float`): factor of the scores.
 
     Returns:
-        `(sum(query_lengths), heads, head_dim)`.
-
-    Raises:
-        ValueError: for a sequence longer than [`max_exact_length`].
+        `(sum(query_lengths), heads, head_dim)`; its bits are those of any other number of queries up to [`max_exact_length`].
     """
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]
-    if (longest := max(key_lengths)) > max_exact_length(head_dim):
-        raise ValueError(
-            f"A sequence has {longest} tokens. With head_dim={head_dim}, vLLM's attention computes a token of up to "
-            f"{max_exact_length(head_dim)} alike in prefill and decode on this processor (they fill half its L2 cache), and "
-            "differently beyond. Shorten prompts or completions, or use numerics='fast'."
-        )
     num_key_heads = key.shape[1]
     layout = _layout(
         query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, torch.get_num_threads()

@@ -24,7 +24,7 @@ from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
 
 
-__all__ = ["QuantizedLinear"]
+__all__ = ["QuantizedLinear", "weight_version"]
 
 
 class QuantizedLinear(nn.Linear):
@@ -131,7 +131,7 @@ class QuantizedLinear(nn.Linear):
         """
         # Read once: a parametrization computes a new tensor each time.
         weight = self.weight
-        version = _weight_version(weight)
+        version = weight_version(weight)
         if version is not None and version == self._low_bit_version:
             return self._low_bit
         # Tensors made in inference mode could not be saved for backward later.
@@ -201,7 +201,7 @@ _num_optimizer_steps = 0
 
 # A tracer cannot follow weak references.
 @torch.compiler.disable
-def _weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
+def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
     """
     Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not kept.
 

@@ -209,6 +209,7 @@ def prepare_model(
 
 def restore_model(model: nn.Module) -> int:
     """Turn every [`QuantizedLinear`] of `model` back into `nn.Linear`, in place, and return how many there were."""
+    _detach_numerics(model)
     layers = quantized_layers(model)
     for layer in layers.values():
         layer.to_linear()
@@ -233,9 +234,16 @@ def convert_model(model: nn.Module) -> int:
         raise ValueError(
             f"{type(model).__name__} has no prepared layer to convert. Call `prepare_model(model, scheme)` first."
         )
+    _detach_numerics(model)
     for layer in layers.values():
         layer.convert()
     return len(layers)
+
+
+def _detach_numerics(model: nn.Module) -> None:
+    """Take out [engine numerics][trl_qarl.numerics.attach], which compute with prepared layers."""
+    if detach := getattr(model, "_detach_numerics", None):
+        detach()
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:

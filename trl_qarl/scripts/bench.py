@@ -29,6 +29,7 @@ LEARNER_MODES = {
 }
 VLLM_MODES = {
     "alignment": "log-probs of learner against engine (needs vLLM)",
+    "numerics": "training steps with engine numerics against fast ones (needs vLLM)",
     "publish": "bytes, seconds and memory of a weight sync (needs vLLM)",
     "rollout": "tokens per second of the engine (needs vLLM)",
 }
@@ -95,6 +96,16 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         default=schemes,
         help=f"default: {' '.join(schemes)}",
     )
+    if mode in ("alignment", "numerics"):
+        samplers = ["colocate", "server"] + ["transformers"] * (mode == "numerics")
+        parser.add_argument(
+            "--rollout",
+            choices=samplers,
+            default="colocate",
+            help="who samples: vLLM in this process, vLLM in a server"
+            + (", or the learner" if "transformers" in samplers else "")
+            + "; default: %(default)s",
+        )
     if mode == "alignment":
         parser.add_argument(
             "--dtypes",
@@ -108,12 +119,13 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             "--tokens", type=int, metavar="N", default=3000, help="least number to sample; default: %(default)s"
         )
         return
-    parser.add_argument(
-        "--dtype", choices=dtypes, default="bfloat16", help="dtype of the engine; default: %(default)s"
-    )
+    if mode != "numerics":
+        parser.add_argument(
+            "--dtype", choices=dtypes, default="bfloat16", help="dtype of the engine; default: %(default)s"
+        )
     parser.add_argument("--repeats", type=int, metavar="N", default=5, help="timed repeats; default: %(default)s")
-    if mode == "rollout":
-        rows = [1, 8, 32]
+    if mode in ("numerics", "rollout"):
+        rows = [16] if mode == "numerics" else [1, 8, 32]
         parser.add_argument(
             "--tokens",
             nargs="+",
@@ -135,6 +147,10 @@ def main(args: Namespace) -> None:
                 raise ValueError(f"`--{name}` must be at least 1.")
         if args.mode in VLLM_MODES:
             _check_vllm(args.mode)
+        if args.mode == "numerics" and any(number % 4 for number in args.tokens):
+            raise ValueError(
+                f"`--tokens {args.tokens}` of `bench numerics`: groups have 4 sequences; give multiples of 4."
+            )
     if args.mode in VLLM_MODES:
         from ..bench.vllm import run
 

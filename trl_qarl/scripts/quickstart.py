@@ -43,8 +43,9 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument(
         "--numerics",
         choices=["fast", "engine"],
-        default="fast",
-        help="how the learner computes; engine: as vLLM does, bit for bit (CPUs, needs vLLM)",
+        default=None,
+        help="how the learner computes; engine: as vLLM does, bit for bit (CPUs, needs vLLM); by default engine with --vllm "
+        "where it can be",
     )
     parser.add_argument("--output_dir", default="outputs/quickstart", help="where everything is written")
     parser.add_argument("--max_steps", type=int, default=40, help="updates; two per generation batch")
@@ -79,7 +80,7 @@ def exact_sum(completions: list[str], answer: list[str], **kwargs) -> list[float
 
 def main(args: Namespace) -> None:
     """Train, evaluate before and after, export, reload and evaluate again."""
-    from ..numerics.attach import detach_engine_numerics
+    from ..numerics.attach import detach_engine_numerics, has_engine_numerics
     from ..quantization.export import export_checkpoint
     from ..quantization.swap import convert_model
 
@@ -100,7 +101,7 @@ def main(args: Namespace) -> None:
     if steps < args.max_steps:
         print(f"The time budget ended training early; --max_minutes={args.max_minutes:g} sets it.")
     trainer.save_model(str(output_dir / "masters"))
-    if args.numerics == "engine":
+    if has_engine_numerics(trainer.model):
         detach_engine_numerics(trainer.model)
     # From here on the model is the deployed one: its linear layers hold frozen low-bit weights instead of the masters.
     if trainer.swap_report.scheme.is_quantized:

@@ -102,61 +102,69 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
         return y.view(*x.shape[:-1], -1)
 
 
-class QaRLInt8Kernel(Int8ScaledMMLinearKernel):
+class _QaRLScaledMMKernel:
+    """What the kernels of low-bit weights with low-bit activations share; vLLM's base class comes after it."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c) -> tuple[bool, str | None]:
+        if not _is_our_engine():
+            return False, "weights do not come from trl_qarl"
+        reason = cls._reason_against(c)
+        return reason is None, reason
+
+    @classmethod
+    def _reason_against(cls, c) -> str | None:
+        """Why layers of the configuration `c` cannot run here, or `None`."""
+        raise NotImplementedError
+
+    def _make_low_bit(self, layer: torch.nn.Module) -> LowBitTensor:
+        """The layer's weight, made of tensors as they arrived."""
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to repack."""
+        self._low_bit = None
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self._low_bit is None:
+            self._low_bit = self._make_low_bit(layer)
+        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias)
+        return y.view(*x.shape[:-1], -1)
+
+
+class QaRLInt8Kernel(_QaRLScaledMMKernel, Int8ScaledMMLinearKernel):
     """INT8 weights with dynamic per-token INT8 activations."""
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return True, None
-
-    @classmethod
-    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        if not _is_our_engine():
-            return False, "weights do not come from trl_qarl"
+    def _reason_against(cls, c: Int8ScaledMMLinearLayerConfig) -> str | None:
         if not c.is_channelwise or c.is_static_input_scheme or not c.input_symmetric:
-            return False, "not symmetric with a scale per output channel and per token"
-        return True, None
+            return "not symmetric with a scale per output channel and per token"
+        return None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack."""
-        self._low_bit = None
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._low_bit is None:
-            weight, scale, *_ = self._get_layer_params(layer)
-            self._low_bit = LowBitTensor(weight.data, scale.data, get_scheme("w8a8"), scale.dtype)
-        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias)
-        return y.view(*x.shape[:-1], -1)
+    def _make_low_bit(self, layer):
+        weight, scale, *_ = self._get_layer_params(layer)
+        return LowBitTensor(weight.data, scale.data, get_scheme("w8a8"), scale.dtype)
 
 
-class QaRLFp8Kernel(FP8ScaledMMLinearKernel):
+class QaRLFp8Kernel(_QaRLScaledMMKernel, FP8ScaledMMLinearKernel):
     """FP8 weights with dynamic per-token FP8 activations."""
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return True, None
-
-    @classmethod
-    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        if not _is_our_engine():
-            return False, "weights do not come from trl_qarl"
+    def _reason_against(cls, c: FP8ScaledMMLinearLayerConfig) -> str | None:
         if not c.weight_quant_key.scale.group_shape.is_per_channel():
-            return False, "not a scale per output channel"
+            return "not a scale per output channel"
         if not c.activation_quant_key.scale.group_shape.is_per_token():
-            return False, "not a scale per token"
-        return True, None
+            return "not a scale per token"
+        return None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack."""
-        self._low_bit = None
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._low_bit is None:
-            weight, scale, *_ = self._get_layer_params(layer)
-            # vLLM holds FP8 weights transposed.
-            self._low_bit = LowBitTensor(weight.data.t(), scale.data, get_scheme("fp8"), scale.dtype)
-        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias)
-        return y.view(*x.shape[:-1], -1)
+    def _make_low_bit(self, layer):
+        weight, scale, *_ = self._get_layer_params(layer)
+        # vLLM holds FP8 weights transposed.
+        return LowBitTensor(weight.data.t(), scale.data, get_scheme("fp8"), scale.dtype)
 
     def apply_scaled_mm(self, **arguments) -> torch.Tensor:
         raise NotImplementedError("apply_weights does not use it")

@@ -43,6 +43,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from ..numerics.kernels import describe_arithmetic
 from ..rollout.fingerprint import describe_model, describe_tokenizer, fingerprint, fingerprint_differences
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE
 from ..rollout.transfer_dir import confined_path
@@ -381,6 +382,7 @@ class WorkerExtension:
             "data_parallel_size": config.parallel_config.data_parallel_size,
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
             "is_speculative": config.speculative_config is not None,
+            "arithmetic": describe_arithmetic() if self.device.type == "cpu" else None,
             "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
         }
 

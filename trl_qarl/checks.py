@@ -2,10 +2,13 @@
 
 import logging
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 
+from packaging.version import Version
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from transformers import Trainer
 
 from .config_checks import low_precision_masters, raise_problems
 from .qarl_config import QaRLConfig
@@ -15,6 +18,9 @@ from .quantization.checkpoint import stacked_experts
 __all__ = ["PICTURES", "check_arguments", "check_dropout", "check_launch", "problems_of_masters"]
 
 logger = logging.getLogger(__name__)
+
+BITSANDBYTES_ON_CPU = "0.50"
+"""First release of bitsandbytes whose optimizers run on a CPU."""
 
 PICTURES = (
     "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
@@ -82,6 +88,28 @@ def problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
         )
 
 
+def problems_of_optimizer(args: QaRLConfig) -> Iterator[str]:
+    """An optimizer that cannot be made here; transformers makes it when training starts, after the model and the engine."""
+    if args.optim == "muon":
+        return
+    try:
+        optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        yield f"optim={args.optim!r} cannot be made: {error}"
+        return
+    except ValueError:
+        # GaLore, APOLLO and LOMO ask for the model, which is not loaded yet.
+        return
+    if not args.use_cpu or not optimizer_class.__module__.startswith("bitsandbytes"):
+        return
+    installed = version("bitsandbytes")
+    if Version(installed) < Version(BITSANDBYTES_ON_CPU):
+        yield (
+            f"optim={args.optim!r} with use_cpu=True: bitsandbytes {installed} has its optimizers on GPUs only. Install "
+            f"bitsandbytes>={BITSANDBYTES_ON_CPU}, or use 'adamw_torch_8bit', which is torchao's."
+        )
+
+
 def _problems_of_rewards(reward_funcs) -> Iterator[str]:
     from trl.rewards import accuracy_reward, reasoning_accuracy_reward
 
@@ -139,6 +167,8 @@ def check_arguments(
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
+    if optimizers[0] is None:
+        problems += problems_of_optimizer(args)
     problems += _problems_of_rewards(reward_funcs)
     problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
     if isinstance(model, nn.Module):

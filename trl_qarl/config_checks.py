@@ -307,6 +307,11 @@ def check_inherited(config) -> Iterator[str]:
             "the recorded sampling log-probs would be wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` "
             "and `repetition_penalty` are options of their own."
         )
+    if config.optim in ("lomo", "adalomo"):
+        yield (
+            f"optim={str(config.optim)!r} is not supported: it writes to the weights during the backward pass, while low-bit "
+            "weights of the old values are in use. Use 'adamw_8bit' or 'adamw_torch_4bit', whose state is small too."
+        )
     if config.optim == "muon" and config.optim_args:
         yield (
             f"optim_args={config.optim_args!r} is not honoured by optim='muon', which has the options `learning_rate`, "

@@ -1,15 +1,15 @@
 """Every kind of optimizer through the trainer: the low-bit weights follow what it writes, however it writes."""
 
+import sys
 from collections import OrderedDict
-from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from testing_utils import make_trainer
-from trl_qarl import QaRLConfig
+from testing_utils import TRAINING, make_problems, make_trainer, spread
+from trl_qarl import QaRLConfig, QaRLTrainer, checks
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -32,8 +32,15 @@ OPTIMIZERS = [
     "adamw_torch_4bit",
     *(pytest.param(name, marks=needs_bitsandbytes) for name in OF_BITSANDBYTES),
 ]
-# What writes without raising the version of the tensor.
-SILENT = {"adamw_torch_fused", *OF_BITSANDBYTES}
+NUM_STATE_BITS = {
+    "adamw_torch": 32,
+    "adamw_torch_8bit": 8,
+    "adamw_torch_4bit": 4,
+    "adamw_8bit": 8,
+    "paged_adamw_8bit": 8,
+    "paged_adamw_32bit": 32,
+    "lion_8bit": 8,
+}
 
 
 class Compare(TrainerCallback):
@@ -71,23 +78,52 @@ def updates_with(optim, model, output_dir):
     return trainer, compare
 
 
+def num_state_bits(optimizer, parameter) -> int:
+    """Bits of an element of the first moment."""
+    state = optimizer.state[parameter]
+    moment = state["state1"] if "state1" in state else state["exp_avg"]
+    # Two 4-bit codes of torchao's lie in a byte.
+    codes = getattr(moment, "codes", moment)
+    return 8 * codes.nbytes // parameter.numel()
+
+
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_after_every_update_the_low_bit_weight_is_that_of_the_master(tiny_model, tmp_path, optim):
     trainer, compare = updates_with(optim, tiny_model, tmp_path)
     assert compare.stale == [set()] * 3
-    layers = set(quantized_layers(trainer.model))
-    assert compare.moved == [set(), layers, layers]
+    layers = quantized_layers(trainer.model)
+    assert compare.moved == [set(), set(layers), set(layers)]
+    if optim in NUM_STATE_BITS:
+        optimizer = trainer.optimizer.optimizer
+        assert {num_state_bits(optimizer, layer.weight) for layer in layers.values()} == {NUM_STATE_BITS[optim]}
 
 
+# The writers that do not raise the version of a tensor.
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", pytest.param("adamw_8bit", marks=needs_bitsandbytes)])
-def test_without_the_count_of_steps_a_silent_write_would_be_missed(tiny_model, tmp_path, monkeypatch, optim):
-    monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_post_hooks", OrderedDict())
+def test_without_the_count_of_steps_a_silent_write_is_missed(tiny_model, tmp_path, monkeypatch, optim):
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
     trainer, compare = updates_with(optim, tiny_model, tmp_path)
     assert compare.stale[-1] == set(quantized_layers(trainer.model))
 
 
-@pytest.mark.parametrize(
-    ("optim", "num_bits"), [("adamw_torch_8bit", 8), ("adamw_torch_4bit", 4), pytest.param("adamw_8bit", 8, marks=needs_bitsandbytes)]
-)
-def test_the_state_of_an_8_bit_optimizer_has_8_bits(tiny_model, tmp_path, optim, num_bits):
-    trainer, _ = updates_with(optim, tiny_model, tmp_path)
+def make(tmp_path, model="no such model", **arguments):
+    return QaRLTrainer(model, spread, QaRLConfig(str(tmp_path), **(TRAINING | arguments)), make_problems())
+
+
+def test_an_optimizer_whose_package_is_missing_is_refused_before_the_model_is_loaded(tmp_path):
+    assert find_spec("galore_torch") is None
+    with pytest.raises(ValueError, match=r"optim='galore_adamw' cannot be made.*pip install galore_torch"):
+        make(tmp_path, optim="galore_adamw", optim_target_modules=["q_proj"])
+
+
+@needs_bitsandbytes
+def test_a_bitsandbytes_without_optimizers_for_a_cpu_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "version", lambda name: "0.49.2")
+    with pytest.raises(ValueError, match=r"bitsandbytes 0\.49\.2 has its optimizers on GPUs only.*>=0\.50"):
+        make(tmp_path, optim="adamw_8bit")
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo"])
+def test_an_optimizer_that_writes_during_the_backward_pass_is_refused(tmp_path, optim):
+    with pytest.raises(ValueError, match=rf"optim='{optim}' is not supported: it writes .* during the backward pass"):
+        QaRLConfig(str(tmp_path), **TRAINING, optim=optim)

@@ -177,6 +177,11 @@ class QaRLTrainer(GRPOTrainer):
         }
         scheme = get_scheme(args.scheme, args.group_size)
         self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
+        if has_adapter and args.lora_mode == "merged":
+            # PEFT is optional.
+            from .adapters.merged import merge_adapters
+
+            merge_adapters(self.model)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
         elif has_adapter:

@@ -58,8 +58,17 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
             yield f"lora_mode={args.lora_mode!r} was given, but no adapter. Give `peft_config`, or remove it."
         return
     for is_met, option, reason in (
-        (args.lora_mode == "adapter", f"lora_mode={args.lora_mode!r}", "it is not there yet. Use 'adapter'"),
-        (not args.use_vllm, "use_vllm=True", "adapters are not published yet. Use `use_vllm=False`"),
+        (
+            args.lora_mode == "adapter" or args.is_quantized,
+            f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r}",
+            "nothing is quantized, so there is no low-bit form of base and adapter. Use lora_mode='adapter', which is LoRA as "
+            "usual",
+        ),
+        (
+            args.lora_mode == "merged" or not args.use_vllm,
+            "use_vllm=True",
+            "adapters are not published yet. Use `use_vllm=False`",
+        ),
         (
             args.numerics == "fast",
             f"numerics={args.numerics!r}",
@@ -93,6 +102,11 @@ def problems_of_adapter(args, config: Any) -> Iterator[str]:
         yield (
             f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
             f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
+        )
+    if config.lora_dropout and not args.disable_dropout and args.lora_mode == "merged":
+        yield (
+            f"peft_config: lora_dropout={config.lora_dropout} with lora_mode='merged': it drops inputs of the adapter's branch, "
+            "and base and adapter are one matrix. Use lora_dropout=0, or `disable_dropout=True`."
         )
     if config.task_type not in (None, "CAUSAL_LM"):
         yield f"peft_config: task_type={str(config.task_type)!r} is not a language model. Use 'CAUSAL_LM'."

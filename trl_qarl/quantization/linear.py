@@ -53,6 +53,8 @@ class QuantizedLinear(nn.Linear):
     use_quantized_forward: bool
     kernel_name: str | None
     num_flipped_codes: torch.Tensor | None
+    holds_adapter = False
+    """Whether an adapter is part of the weight that is quantized."""
 
     @classmethod
     def from_linear(
@@ -132,6 +134,15 @@ class QuantizedLinear(nn.Linear):
         """Whether the master is gone."""
         return isinstance(self.weight, LowBitTensor)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer can change the low-bit weight."""
+        return self.weight.requires_grad
+
+    def master(self) -> torch.Tensor:
+        """The high-precision weight that is quantized."""
+        return self.weight
+
     def low_bit_weight(self) -> LowBitTensor:
         """
         The low-bit weight of the current master. The same object is returned until its value changes.
@@ -146,9 +157,12 @@ class QuantizedLinear(nn.Linear):
         version = _weight_version(weight)
         if version is not None and version == self._low_bit_version:
             return self._low_bit
+        return self._quantize(weight.detach(), version)
+
+    def _quantize(self, weight: torch.Tensor, version: tuple[Any, ...] | None) -> LowBitTensor:
         # Tensors made in inference mode could not be saved for backward later.
         with torch.inference_mode(False):
-            low_bit = LowBitTensor.from_hp(weight.detach(), self.scheme, self.scale_dtype)
+            low_bit = LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype)
             if self._low_bit is not None:
                 self.num_flipped_codes = count_code_flips(self._low_bit.qdata, low_bit.qdata)
                 if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):

@@ -243,11 +243,11 @@ def convert_model(model: nn.Module) -> int:
 
 def freeze_model(model: nn.Module) -> int:
     """
-    Drop the masters of every [`QuantizedLinear`] of `model`, in place, and return the bytes they took.
+    Drop the masters of every [`QuantizedLinear`] of `model` that holds no adapter, in place, and return the bytes they took.
 
     The layers compute what they computed before, bit for bit, and pass gradients to their input and to adapters beside them.
     """
-    layers = quantized_layers(model).values()
+    layers = [layer for layer in quantized_layers(model).values() if not layer.holds_adapter]
     num_bytes = sum(layer.weight.nbytes for layer in layers if not layer.is_frozen)
     for layer in layers:
         layer.freeze()

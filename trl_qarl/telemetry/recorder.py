@@ -285,7 +285,7 @@ class Recorder(TrainerCallback):
 
     def _trained_layers(self) -> dict[str, QuantizedLinear]:
         # Beside an adapter nothing of the base moves.
-        return {name: layer for name, layer in quantized_layers(self.model).items() if layer.weight.requires_grad}
+        return {name: layer for name, layer in quantized_layers(self.model).items() if layer.is_trained}
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """

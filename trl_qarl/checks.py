@@ -1,12 +1,8 @@
 """Checks of what only the trainer knows: launcher, dropout, arguments."""
 
 import logging
-<<<<<<< HEAD
-from collections.abc import Iterator
-from importlib.metadata import version
-=======
 from collections.abc import Iterable, Iterator
->>>>>>> adapter
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from packaging.version import Version

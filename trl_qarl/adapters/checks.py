@@ -125,11 +125,6 @@ def problems_of_adapter(config: Any) -> Iterator[str]:
             f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
             f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
         )
-    if config.lora_dropout and not args.disable_dropout and args.lora_mode == "merged":
-        yield (
-            f"peft_config: lora_dropout={config.lora_dropout} with lora_mode='merged': it drops inputs of the adapter's branch, "
-            "and base and adapter are one matrix. Use lora_dropout=0, or `disable_dropout=True`."
-        )
     if config.task_type not in (None, "CAUSAL_LM"):
         yield f"peft_config: task_type={str(config.task_type)!r} is not a language model. Use 'CAUSAL_LM'."
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from ..quantization.linear import QuantizedLinear, _weight_version
-from ..quantization.swap import quantized_layers
 from ..quantization.tensors import LowBitTensor, straight_through_linear
 
 
@@ -32,7 +31,7 @@ def merge_adapters(model: PeftModel) -> int:
         The number of layers.
 
     Raises:
-        ValueError: if a layer that is adapted is not quantized.
+        ValueError: if a layer that is adapted is not quantized, or if adapters drop some of their inputs.
     """
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     plain = [name for name, module in adapters.items() if not isinstance(module.base_layer, QuantizedLinear)]
@@ -40,6 +39,12 @@ def merge_adapters(model: PeftModel) -> int:
         raise ValueError(
             f"lora_mode='merged' quantizes base and adapter together, but {len(plain)} of {len(adapters)} adapted layers stay "
             f"in high precision, such as {plain[0]!r}. Leave them out of `target_modules`, or use lora_mode='adapter'."
+        )
+    rates = {getattr(dropout, "p", 0.0) for module in adapters.values() for dropout in module.lora_dropout.values()}
+    if any(rates):
+        raise ValueError(
+            f"lora_dropout={max(rates)} with lora_mode='merged': it drops inputs of the adapter's branch, and there is none. Use "
+            "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
         )
     for module in adapters.values():
         MergedLinear.from_quantized(module.base_layer, module)

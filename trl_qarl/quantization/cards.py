@@ -78,11 +78,25 @@ _BASELINE_LEAD = (
     "precision in which they generated."
 )
 
+# What an adapter is, and what its export holds.
+_LORA_MODES = {
+    "adapter": (
+        "**This is a LoRA adapter trained beside a frozen low-bit base, and is the trained policy with that base alone.** Beside a "
+        "base in high precision it is another policy.",
+        "the low-bit base with the adapter beside it",
+    ),
+    "merged": (
+        "**This is a LoRA adapter trained inside low-bit weights: the trained policy is the low-bit form of base and adapter "
+        "together.** Beside its base, low-bit or not, it is another policy.",
+        "the low-bit form of base and adapter together",
+    ),
+}
+
 _ADAPTER = """\
 # {title}
 
-**This is a LoRA adapter trained beside a frozen low-bit base, and is the trained policy with that base alone.** {origin}
-Beside a base in high precision it is another policy. It used the trainer of [QaRL](https://arxiv.org/abs/2604.07853) for
+{lead} {origin}
+It used the trainer of [QaRL](https://arxiv.org/abs/2604.07853) for
 [TRL](https://github.com/huggingface/trl):
 
 | setting | value |
@@ -95,7 +109,7 @@ Beside a base in high precision it is another policy. It used the trainer of [Qa
 trl-qarl export --model_name_or_path {source} --output_dir {source_name}-{scheme}
 ```
 
-It writes the low-bit base and the adapter beside it, and says how to serve them. `--model_name_or_path` is this folder.
+It writes {written}, and says how to serve it. `--model_name_or_path` is this folder.
 `trl-qarl train` has written the same export at its end, unless told not to.
 
 {versions}
@@ -173,8 +187,11 @@ def adapter_card(
     title: str, name_or_path: str | None, hub_model_id: str | None, settings: dict, dataset: str | None, tags: set[str]
 ) -> ModelCard:
     """Card of an adapter, with the arguments of [`masters_card`]; `name_or_path` is the base."""
+    lead, written = _LORA_MODES[settings.get("lora_mode", "adapter")]
     text = _ADAPTER.format(
         title=title,
+        lead=lead,
+        written=written,
         origin=f"The base is {_describe(name_or_path)}.",
         settings="\n".join(f"| `{name}` | {value} |" for name, value in settings.items()),
         source=hub_model_id or title,

@@ -43,7 +43,7 @@ def export_checkpoint(
         model ([`~transformers.PreTrainedModel`]):
             Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is
             written as an ordinary checkpoint. Of a `PeftModel` the base is written, and its adapter to the folder `adapter`
-            inside, as PEFT does.
+            inside, as PEFT does, unless the low-bit weights hold it already (`lora_mode="merged"`).
         output_dir (`str` or `Path`):
             Folder to write; made if missing.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
@@ -62,7 +62,8 @@ def export_checkpoint(
             high precision.
     """
     output_dir = Path(output_dir)
-    adapted, model = (model if is_adapted(model) else None), base_model(model)
+    is_merged = any(layer.holds_adapter for layer in quantized_layers(model).values())
+    adapted, model = (model if is_adapted(model) and not is_merged else None), base_model(model)
     if adapted is model:
         raise ValueError(
             "The model has an adapter, which only PEFT can save. Pass the `PeftModel` that it is part of."

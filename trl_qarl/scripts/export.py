@@ -18,12 +18,15 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         description="Quantize master weights and write them as a compressed-tensors checkpoint; of an adapter, the low-bit "
-        "base with the adapter beside it.",
+        "base with the adapter beside it, or in it if it was trained merged.",
         epilog="Master weights saved by `trl-qarl train` carry the settings they were trained with; only other "
         "weights need --scheme.",
     )
     parser.add_argument(
-        "--model_name_or_path", required=True, metavar="MODEL", help="master weights: hub id or folder; or a folder with an adapter"
+        "--model_name_or_path",
+        required=True,
+        metavar="MODEL",
+        help="master weights: hub id or folder; or a folder with an adapter",
     )
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--scheme", choices=list(SCHEMES), help="quantization scheme")
@@ -77,6 +80,12 @@ def main(args: Namespace) -> None:
         has_adapter = is_adapter_folder(args.model_name_or_path)
         if args.merge_adapter and not has_adapter:
             raise ValueError(f"--merge_adapter was given, but {args.model_name_or_path} is no folder with an adapter.")
+        is_merged = has_adapter and (record or {}).get("lora_mode") == "merged"
+        if args.merge_adapter and is_merged:
+            raise ValueError(
+                f"--merge_adapter was given, but the adapter in {args.model_name_or_path} was trained merged (lora_mode='merged'), "
+                "and its export is. Remove it."
+            )
         try:
             if has_adapter:
                 kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
@@ -93,7 +102,7 @@ def main(args: Namespace) -> None:
         scheme = get_scheme(settings["scheme"], settings["group_size"])
         arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": dtype}
         if has_adapter:
-            print(prepare_base(model, scheme, keep_masters=args.merge_adapter, **arguments))
+            print(prepare_base(model, scheme, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments))
             check_record(args.model_name_or_path, settings | {"base": base_fingerprint(model)})
             if args.merge_adapter:
                 model, loss = merge_adapter(model)

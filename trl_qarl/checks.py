@@ -11,9 +11,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import Trainer
 
 from .adapters.checks import (
+    is_nf4,
     problems_of_adapted_model,
     problems_of_adapter,
     problems_of_options,
+    problems_of_quantized_base,
     problems_of_start,
 )
 from .adapters.tensors import is_adapter_folder, is_peft_model, saved_adapter_config
@@ -118,10 +120,11 @@ def problems_of_optimizer(args: QaRLConfig) -> Iterator[str]:
     """An optimizer that cannot be made here; transformers makes it when training starts, after the model and the engine."""
     if args.optim == "muon":
         return
+    name = str(getattr(args.optim, "value", args.optim))
     try:
         optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
     except ImportError as error:
-        yield f"optim={args.optim!r} cannot be made: {error}"
+        yield f"optim={name!r} cannot be made: {error}"
         return
     except ValueError:
         # GaLore, APOLLO and LOMO ask for the model, which is not loaded yet.
@@ -131,7 +134,7 @@ def problems_of_optimizer(args: QaRLConfig) -> Iterator[str]:
     installed = version("bitsandbytes")
     if Version(installed) < Version(BITSANDBYTES_ON_CPU):
         yield (
-            f"optim={args.optim!r} with use_cpu=True: bitsandbytes {installed} has its optimizers on GPUs only. Install "
+            f"optim={name!r} with use_cpu=True: bitsandbytes {installed} has its optimizers on GPUs only. Install "
             f"bitsandbytes>={BITSANDBYTES_ON_CPU}, or use 'adamw_torch_8bit', which is torchao's."
         )
 
@@ -189,11 +192,10 @@ def check_arguments(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
             "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
         )
-    if quantization_config is not None:
-        problems.append(
-            "quantization_config was given, but the master weights must stay in high precision. Remove it; "
-            f"scheme={args.scheme!r} quantizes the forward."
-        )
+    if quantization_config is None:
+        loaded = getattr(getattr(model, "config", None), "quantization_config", None)
+        quantization_config = loaded if is_nf4(loaded) else None
+    problems += problems_of_quantized_base(args, quantization_config, has_adapter)
     columns = getattr(train_dataset, "column_names", None)
     # An environment may supply the prompts.
     if columns is not None and "prompt" not in columns and not has_environment:

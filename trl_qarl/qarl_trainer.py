@@ -18,7 +18,7 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from . import resume
-from .adapters.base import base_fingerprint, check_record, load_start, prepare_base
+from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
 from .adapters.checks import problems_of_adapted_model
 from .adapters.tensors import is_adapter_folder, is_peft_model
 from .checks import PICTURES, check_arguments, check_dropout, check_launch, problems_of_masters
@@ -67,7 +67,7 @@ class QaRLTrainer(GRPOTrainer):
         args ([`QaRLConfig`], *optional*):
             Configuration. Defaults to `QaRLConfig("{model}-QaRL")`.
 
-    All other arguments are those of [`~trl.GRPOTrainer`]; `quantization_config` raises. With `peft_config`, or a model that
+    All other arguments are those of [`~trl.GRPOTrainer`]; `quantization_config` is for QLoRA alone. With `peft_config`, or a model that
     has an adapter, LoRA is trained beside a frozen low-bit base.
 
     Attributes:
@@ -132,6 +132,7 @@ class QaRLTrainer(GRPOTrainer):
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
+                quantization_config=quantization_config,
                 peft_config=peft_config,
                 tools=tools,
                 rollout_func=rollout_func,
@@ -169,6 +170,8 @@ class QaRLTrainer(GRPOTrainer):
         check_launch(self.accelerator, is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
         args = self.args
         has_adapter = is_peft_model(self.model)
+        if has_adapter:
+            keep_adapter_precise(self.model)
         raise_problems([*problems_of_masters(self.model, args, has_adapter)])
         if has_adapter:
             raise_problems([*problems_of_adapted_model(self.model)])

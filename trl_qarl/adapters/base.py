@@ -24,6 +24,7 @@ from .tensors import CONFIG_FILE, is_adapter_folder
 __all__ = [
     "base_fingerprint",
     "check_record",
+    "keep_adapter_precise",
     "load_adapter",
     "load_base",
     "load_start",
@@ -97,6 +98,9 @@ def prepare_base(
         _check_same_scheme(layers, scheme, keep_masters, **arguments)
         _hide_from_ddp(model)
         return report_frozen(model)
+    if not scheme.is_quantized:
+        # Also a base that bitsandbytes has quantized.
+        return SwapReport(scheme, {}, {}, 0, 0, 0)
     report = prepare_model(model, scheme, **arguments)
     if is_merged:
         # PEFT is optional.
@@ -112,6 +116,14 @@ def prepare_base(
         )
         _hide_from_ddp(model)
     return report
+
+
+def keep_adapter_precise(model: nn.Module) -> None:
+    """Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing."""
+    if getattr(base_model(model), "is_loaded_in_4bit", False):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
 
 
 def _hide_from_ddp(model: nn.Module) -> None:

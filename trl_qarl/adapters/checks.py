@@ -99,11 +99,52 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
             "The model has an adapter that transformers has put into it. Pass the adapter's folder as `model`, or a "
             "`PeftModel`: `PeftModel.from_pretrained(base, folder, is_trainable=True)`."
         )
-    if has_adapter and getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+    quantization_config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if has_adapter and quantization_config is not None and not is_nf4(quantization_config):
         yield (
             "The model was loaded quantized, with layers that are not the learner's. Pass the folder of a compressed-tensors "
             "checkpoint as `model`, as a string, and the trainer loads its codes and scales itself."
         )
+
+
+def is_nf4(quantization_config: Any) -> bool:
+    """Whether it is bitsandbytes' for 4 bits."""
+    return bool(getattr(quantization_config, "load_in_4bit", False))
+
+
+def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool) -> Iterator[str]:
+    """What contradicts a base that is loaded quantized: bitsandbytes' 4 bits beneath an adapter (QLoRA) are possible."""
+    if quantization_config is None:
+        return
+    if not is_nf4(quantization_config):
+        yield (
+            f"quantization_config={type(quantization_config).__name__} is not supported: the master weights must stay in high "
+            f"precision, and beneath an adapter only `BitsAndBytesConfig(load_in_4bit=True)` is known. Remove it; "
+            f"scheme={args.scheme!r} quantizes the forward."
+        )
+        return
+    for is_met, option, reason in (
+        (
+            has_adapter,
+            "no adapter",
+            "4-bit weights take no gradient, and there are no master weights. Give `peft_config`, or remove "
+            f"`quantization_config`: scheme={args.scheme!r} quantizes the forward",
+        ),
+        (
+            not args.is_quantized,
+            f"scheme={args.scheme!r}",
+            "the layers would be quantized twice. Use scheme='bf16', which is QLoRA as in TRL, or remove `quantization_config`: "
+            "the base of an adapter is frozen in the low bits of the scheme",
+        ),
+        (
+            not args.use_vllm,
+            "use_vllm=True",
+            "the adapter is not published to such a base, and vLLM on CPUs has no kernel for it. Use `use_vllm=False`, or a "
+            "low-bit scheme without `quantization_config`",
+        ),
+    ):
+        if not is_met:
+            yield f"quantization_config with load_in_4bit=True and {option} is not supported: {reason}."
 
 
 def problems_of_adapter(config: Any) -> Iterator[str]:

@@ -68,6 +68,11 @@ def export_checkpoint(
         raise ValueError(
             "The model has an adapter, which only PEFT can save. Pass the `PeftModel` that it is part of."
         )
+    if getattr(model, "is_loaded_in_4bit", False):
+        raise ValueError(
+            "The base is bitsandbytes' in 4 bits, which has no export here: `save_model` writes the adapter, and PEFT loads it on "
+            "the same base."
+        )
     layers, formats = quantized_layers(model), quantized_formats(model)
     if dtype is None:
         dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype

@@ -136,6 +136,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         if not model_args.model_name_or_path:
             raise ValueError("No model: give `--model_name_or_path`.")
         export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.scheme)
+        quantization_config = get_quantization_config(model_args)
+        if quantization_config is not None and export_dir is not None:
+            raise ValueError(
+                "A base that bitsandbytes quantizes has no export: `--output_dir` gets the adapter. Give `--export_dir none`."
+            )
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,
@@ -155,7 +160,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
                 if training_args.eval_strategy != "no"
                 else None
             ),
-            quantization_config=get_quantization_config(model_args),
+            quantization_config=quantization_config,
             peft_config=get_peft_config(model_args),
         )
         checkpoint = trainer.find_checkpoint(parse_resume_from_checkpoint(training_args.resume_from_checkpoint))

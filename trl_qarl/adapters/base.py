@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,7 @@ def prepare_base(model: nn.Module, scheme: QuantScheme, *, keep_masters: bool, *
         return report_frozen(model)
     report = prepare_model(model, scheme, **arguments)
     if not keep_masters and scheme.is_quantized:
-        before = freeze_model(model)
-        logger.info(
-            "The base is frozen: its masters, %.1f MiB, are dropped, and %.1f MiB of codes and scales stay.",
-            before / 2**20,
-            report.low_bit_bytes / 2**20,
-        )
+        report = replace(report, dropped_bytes=freeze_model(model))
         _hide_from_ddp(model)
     return report
 

@@ -113,7 +113,9 @@ def _check_same_scheme(layers, scheme: QuantScheme, keep_masters: bool, exclude_
     if scheme.scale_dtype is not None:
         theirs, ours = theirs[:1], ours[:1]
     sizes = {layer.group_size for layer in layers.values()}
-    if theirs != ours or (scheme.group_size is not None and max(sizes) > scheme.group_size):
+    if theirs != ours or any(
+        layer.group_size != scheme.group_size_for(layer.in_features) for layer in layers.values()
+    ):
         raise ValueError(
             f"The base is a low-bit checkpoint of scheme {layer.scheme.name!r} with group sizes {sorted(map(str, sizes))} and "
             f"scales in {layer.scale_dtype}; this run has scheme={scheme.name!r}, group_size={scheme.group_size} and scales in "

@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,7 +9,6 @@ from trl_qarl.adapters.tensors import adapter_config, adapter_tensors, is_adapte
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers
-from trl_qarl.quantization.tensors import LowBitTensor
 
 
 peft = pytest.importorskip("peft")
@@ -79,22 +76,30 @@ def test_gradients_through_a_whole_model_are_those_of_its_dequantized_base():
             assert p.grad is None, name
 
 
-def test_the_log_says_what_dropping_the_masters_saves(caplog):
-    caplog.set_level(logging.INFO)
+def test_the_report_says_what_dropping_the_masters_saves():
     model = tiny()
     report = prepare(model, exclude_modules=["o_proj"])
-    assert f"masters, {report.master_bytes / 2**20:.1f} MiB, are dropped" in caplog.text
-    assert f"and {report.low_bit_bytes / 2**20:.1f} MiB of codes" in caplog.text
+    assert report.dropped_bytes == report.master_bytes > 7 * report.low_bit_bytes
+    assert f"frozen: {report.master_bytes / 2**20:.1f} MiB of master weights dropped" in str(report)
+    assert "dropped" not in str(prepare(tiny(), keep_masters=True))
     excluded = model.base_model.model.model.layers[0].self_attn.o_proj
     assert type(excluded.base_layer) is torch.nn.Linear and "default" in excluded.lora_A
 
 
-def test_ddp_leaves_low_bit_weights_alone():
+def test_ddp_leaves_low_bit_weights_alone(tmp_path):
     model = tiny()
     prepare(model)
-    ignored = set(model._ddp_params_and_buffers_to_ignore)
-    low_bit = {name for name, p in model.named_parameters() if isinstance(p, LowBitTensor)}
-    assert ignored == low_bit and len(low_bit) == 2 * 7
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        parallel(TOKENS, labels=TOKENS).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def test_a_fingerprint_tells_bases_and_schemes_apart_and_not_adapters():

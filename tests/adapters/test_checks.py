@@ -5,12 +5,12 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_problems, make_tiny_config, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.checks import (
-    REFUSED_BY_LORA,
     problems_of_adapted_model,
     problems_of_adapter,
     problems_of_options,
     problems_of_start,
 )
+from trl_qarl.inherited_options import REFUSED_BY_LORA
 
 
 peft = pytest.importorskip("peft")

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from testing_utils import TRAINING, make_problems, make_tiny_model, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
+from trl_qarl.quantization.cards import serve_command
 from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors
 from trl_qarl.quantization.export import export_checkpoint
 from trl_qarl.quantization.load import load_frozen_model
@@ -196,10 +197,12 @@ def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp
 
 def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
     trainer, (base, _), _ = run
+    export_checkpoint(trainer.model, tmp_path)
     argv = ["--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path), "--merge_adapter"]
     export.main(export.make_parser().parse_args(argv))
     assert "Warning: The merged policy is not the one that was trained" in capsys.readouterr().out
     merged = load_file(tmp_path / "model.safetensors")
+    assert "--enable-lora" not in serve_command(tmp_path)
     assert not (tmp_path / "adapter").exists() and merged.keys() == base.keys()
     assert any(not torch.equal(merged[name], base[name]) for name in base if name.endswith("weight_packed"))
 

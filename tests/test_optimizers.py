@@ -116,6 +116,12 @@ def test_an_optimizer_whose_package_is_missing_is_refused_before_the_model_is_lo
         make(tmp_path, optim="galore_adamw", optim_target_modules=["q_proj"])
 
 
+def test_torchaos_optimizers_are_refused_where_nothing_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with pytest.raises(ValueError, match=r"optim='adamw_torch_4bit' compiles its step, but compiling is switched off"):
+        make(tmp_path, optim="adamw_torch_4bit")
+
+
 @needs_bitsandbytes
 def test_a_bitsandbytes_without_optimizers_for_a_cpu_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "version", lambda name: "0.49.2")
@@ -127,3 +133,15 @@ def test_a_bitsandbytes_without_optimizers_for_a_cpu_is_refused_before_the_model
 def test_an_optimizer_that_writes_during_the_backward_pass_is_refused(tmp_path, optim):
     with pytest.raises(ValueError, match=rf"optim='{optim}' is not supported: it writes .* during the backward pass"):
         QaRLConfig(str(tmp_path), **TRAINING, optim=optim)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw_fused", "muon"])
+def test_weight_decay_of_the_defaults_changes_no_bit_of_a_float32_master(tmp_path, optim):
+    config = QaRLConfig(str(tmp_path), use_cpu=True)
+    masters = torch.nn.Parameter(torch.randn(64, 64) * 0.02)
+    masters.grad, before = torch.zeros_like(masters), masters.detach().clone()
+    optimizer = torch.optim.Muon if optim == "muon" else torch.optim.AdamW
+    options = {"fused": True} if optim == "adamw_fused" else {}
+    for learning_rate, changes in ((config.learning_rate, False), (10 * config.learning_rate, True)):
+        optimizer([masters], lr=learning_rate, weight_decay=config.weight_decay, **options).step()
+        assert torch.equal(masters, before) != changes

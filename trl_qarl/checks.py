@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 
+import torch
 from packaging.version import Version
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -129,6 +130,11 @@ def problems_of_optimizer(args: QaRLConfig) -> Iterator[str]:
     except ValueError:
         # GaLore, APOLLO and LOMO ask for the model, which is not loaded yet.
         return
+    if optimizer_class.__module__.startswith("torchao") and torch._dynamo.config.disable:
+        yield (
+            f"optim={name!r} compiles its step, but compiling is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE). Unset "
+            "that; `torch.compiler.set_stance('force_eager')` before training runs the step without compiling."
+        )
     if not args.use_cpu or not optimizer_class.__module__.startswith("bitsandbytes"):
         return
     installed = version("bitsandbytes")

@@ -105,9 +105,9 @@ class MergedLinear(QuantizedLinear):
         version = self._version(active)
         if version == self._low_bit_version:
             return self._low_bit
-        with torch.no_grad():
-            master = self.master()
-        return self._quantize(master.detach(), version)
+        # What is computed in inference mode could not be saved for backward later.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._quantize(self.master(), version)
 
     @override
     def invalidate(self) -> None:

@@ -124,8 +124,8 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
         (
             not args.use_vllm,
             "use_vllm=True",
-            "the adapter is not published to such a base, and vLLM on CPUs has no kernel for it. Use `use_vllm=False`, or a "
-            "low-bit scheme without `quantization_config`",
+            "vLLM 0.31 has no layers for bitsandbytes' 4 bits. Use `use_vllm=False`, or a low-bit scheme without "
+            "`quantization_config`",
         ),
     ):
         if not is_met:

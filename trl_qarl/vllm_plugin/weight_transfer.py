@@ -46,6 +46,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from ..rollout.fingerprint import describe_model, describe_tokenizer, fingerprint, fingerprint_differences
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE
 from ..rollout.transfer_dir import confined_path
+from .adapters import PublishedAdapter, describe_lora, serve_adapter, without_adapters
 from .engine_tensors import dtype_and_shape, kernels_in_use, live_fingerprints, owned_names, tied_names
 
 

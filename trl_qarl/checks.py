@@ -7,9 +7,12 @@ from importlib.util import find_spec
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from .adapters.checks import problems_of_adapted_model, problems_of_adapter, problems_of_options
+from .adapters.tensors import is_peft_model
 from .config_checks import low_precision_masters, raise_problems
 from .qarl_config import QaRLConfig
 from .quantization.checkpoint import stacked_experts
+from .quantization.names import is_adapted
 
 
 __all__ = ["PICTURES", "check_arguments", "check_dropout", "check_launch", "problems_of_masters"]
@@ -65,9 +68,11 @@ def check_dropout(model: nn.Module, args: QaRLConfig) -> None:
         )
 
 
-def problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
+def problems_of_masters(model: nn.Module, args: QaRLConfig, has_adapter: bool) -> Iterator[str]:
     """Masters that round their updates away, and experts that would stay in high precision."""
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    # Without an adapter of its own a model is frozen as soon as it gets one.
+    is_trained = is_adapted(model) or not has_adapter
+    dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
     problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
     if problem:
         yield problem
@@ -117,12 +122,17 @@ def check_arguments(
 ) -> None:
     if not isinstance(args, QaRLConfig):
         raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
-    if peft_config is not None or hasattr(model, "peft_config"):
-        raise NotImplementedError(
-            "PEFT adapters are not supported in this release: merging an adapter into a low-bit base loses its signal. "
-            "Train the full model, or wait for the next release."
-        )
-    problems = []
+    has_own_adapter = is_peft_model(model)
+    has_adapter = has_own_adapter or peft_config is not None
+    problems = [*problems_of_options(args, has_adapter)]
+    if has_own_adapter and peft_config is not None:
+        problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
+    elif has_own_adapter:
+        for config in model.peft_config.values():
+            problems += problems_of_adapter(args, config)
+        problems += problems_of_adapted_model(model, args)
+    elif has_adapter:
+        problems += problems_of_adapter(args, peft_config)
     if rollout_func is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
@@ -142,8 +152,8 @@ def check_arguments(
     problems += _problems_of_rewards(reward_funcs)
     problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
     if isinstance(model, nn.Module):
-        problems += problems_of_masters(model, args)
-    else:
+        problems += problems_of_masters(model, args, has_adapter)
+    elif not has_adapter:
         # The command line adds `dtype` after the configuration has been checked.
         problem = low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
         problems += [problem] if problem else []

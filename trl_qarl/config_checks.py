@@ -27,8 +27,10 @@ from .quantization.schemes import get_scheme
 
 __all__ = [
     "EXACT",
+    "LORA_MODES",
     "NUMERICS",
     "as_dict",
+    "check_adapters",
     "check_inherited",
     "check_numerics",
     "check_objective",
@@ -47,6 +49,7 @@ __all__ = [
 
 NUMERICS = ("fast", "engine")
 EXACT = ("require", "warn")
+LORA_MODES = ("adapter", "merged")
 
 # Beside TRL's own defaults.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
@@ -109,6 +112,11 @@ def check_numerics(config) -> Iterator[str]:
             yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."
 
 
+def check_adapters(config) -> Iterator[str]:
+    if config.lora_mode not in LORA_MODES:
+        yield f"lora_mode={config.lora_mode!r} is unknown. Choose one of {list(LORA_MODES)}."
+
+
 def check_precision(config) -> Iterator[str]:
     if config.fp16 and config.is_quantized:
         yield (
@@ -120,9 +128,6 @@ def check_precision(config) -> Iterator[str]:
             "fp16=True with use_cpu=True: accelerate has no float16 autocast on CPUs and computes in float32 without a "
             "word. Set `bf16=True`, or `bf16=False` for float32, and leave out `fp16`."
         )
-    problem = low_precision_masters(config, as_dict(config.model_init_kwargs).get("dtype"))
-    if problem:
-        yield problem
 
 
 def check_objective(config) -> Iterator[str]:

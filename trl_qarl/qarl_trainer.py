@@ -18,6 +18,8 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from . import resume
+from .adapters.checks import problems_of_adapted_model
+from .adapters.tensors import is_peft_model
 from .checks import PICTURES, check_arguments, check_dropout, check_launch, problems_of_masters
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
@@ -30,7 +32,13 @@ from .objectives.weights import mismatch_ratio, sequence_log_ratio, weigh_advant
 from .qarl_config import QaRLConfig
 from .quantization.cards import masters_card
 from .quantization.schemes import get_scheme
-from .quantization.swap import disable_quantized_forward, prepare_model, quantized_forward, quantized_layers
+from .quantization.swap import (
+    disable_quantized_forward,
+    freeze_model,
+    prepare_model,
+    quantized_forward,
+    quantized_layers,
+)
 from .rollout.engines import server_process
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
@@ -59,7 +67,8 @@ class QaRLTrainer(GRPOTrainer):
         args ([`QaRLConfig`], *optional*):
             Configuration. Defaults to `QaRLConfig("{model}-QaRL")`.
 
-    All other arguments are those of [`~trl.GRPOTrainer`]; `peft_config`, PEFT models and `quantization_config` raise.
+    All other arguments are those of [`~trl.GRPOTrainer`]; `quantization_config` raises. With `peft_config`, or a model that
+    has an adapter, LoRA is trained beside a frozen low-bit base.
 
     Attributes:
         swap_report ([`SwapReport`]):
@@ -120,6 +129,7 @@ class QaRLTrainer(GRPOTrainer):
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
+                peft_config=peft_config,
                 tools=tools,
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
@@ -155,7 +165,10 @@ class QaRLTrainer(GRPOTrainer):
     def _prepare_policy(self) -> None:
         check_launch(self.accelerator, is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
         args = self.args
-        raise_problems([*problems_of_masters(self.model, args)])
+        has_adapter = is_peft_model(self.model)
+        raise_problems([*problems_of_masters(self.model, args, has_adapter)])
+        if has_adapter:
+            raise_problems([*problems_of_adapted_model(self.model, args)])
         check_dropout(self.model, args)
         self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
         self._swap_arguments = {
@@ -166,6 +179,8 @@ class QaRLTrainer(GRPOTrainer):
         self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
+        elif has_adapter:
+            freeze_model(self.model)
         if args.numerics == "engine":
             attach_engine_numerics(self.model, self._scale_dtype, args.temperature)
         logger.info("quantize_learner=%s, numerics=%s, %s", args.quantize_learner, args.numerics, self.swap_report)

@@ -117,10 +117,20 @@ class QuantizedLinear(nn.Linear):
 
     def convert(self) -> nn.Linear:
         """Replace the master by its frozen low-bit weight, in place: an `nn.Linear` that computes what this layer does."""
+        self.freeze()
+        return self.to_linear()
+
+    def freeze(self) -> None:
+        """Replace the master by its low-bit weight, in place: the layer computes what it did and cannot be trained."""
         low_bit = self.low_bit_weight()
-        linear = self.to_linear()
-        linear.weight = nn.Parameter(low_bit, requires_grad=False)
-        return linear
+        self._drop_cache()
+        self.num_flipped_codes = None
+        self.weight = nn.Parameter(low_bit, requires_grad=False)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the master is gone."""
+        return isinstance(self.weight, LowBitTensor)
 
     def low_bit_weight(self) -> LowBitTensor:
         """
@@ -131,6 +141,8 @@ class QuantizedLinear(nn.Linear):
         """
         # Read once: a parametrization computes a new tensor each time.
         weight = self.weight
+        if isinstance(weight, LowBitTensor):
+            return weight
         version = _weight_version(weight)
         if version is not None and version == self._low_bit_version:
             return self._low_bit
@@ -156,7 +168,8 @@ class QuantizedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.use_quantized_forward:
             return super().forward(x)
-        return straight_through_linear(x, self.low_bit_weight(), self.bias, self.weight, self._product)
+        low_bit = self.low_bit_weight()
+        return straight_through_linear(x, low_bit, self.bias, None if self.is_frozen else self.weight, self._product)
 
     def _product(self, rows, low_bit, bias):
         y, seen, self.kernel_name = low_bit_linear(rows, low_bit, bias)

@@ -25,6 +25,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from transformers import PreTrainedModel
 
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
+from .names import base_model, base_modules, base_state_dict
 from .schemes import QuantScheme, get_scheme
 from .tensors import LowBitTensor
 
@@ -35,6 +36,7 @@ __all__ = [
     "convert_model",
     "disable_quantized_forward",
     "engine_precision",
+    "freeze_model",
     "kernels_run",
     "prepare_model",
     "quantized_forward",
@@ -174,7 +176,7 @@ def prepare_model(
     _check_not_quantized(model)
     if not scheme.is_quantized:
         return SwapReport(scheme, {}, {}, 0, 0, 0)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
     reasons = _reasons_to_skip(model, linears, exclude_modules)
@@ -192,7 +194,8 @@ def prepare_model(
             raise ValueError(f"Layer {name!r}: {error}") from None
     if any(module.weight.is_inference() for module in chosen.values()):
         raise ValueError(MADE_IN_INFERENCE_MODE)
-    quantize_(model, QaRLWeightConfig(scheme, scale_dtype=scale_dtype), filter_fn=lambda _, name: name in chosen)
+    layers = set(chosen.values())
+    quantize_(model, QaRLWeightConfig(scheme, scale_dtype=scale_dtype), filter_fn=lambda module, _: module in layers)
     low_bit_bytes = 0
     for module in chosen.values():
         low_bit_bytes += _low_bit_bytes(module)
@@ -238,9 +241,22 @@ def convert_model(model: nn.Module) -> int:
     return len(layers)
 
 
+def freeze_model(model: nn.Module) -> int:
+    """
+    Drop the masters of every [`QuantizedLinear`] of `model`, in place, and return the bytes they took.
+
+    The layers compute what they computed before, bit for bit, and pass gradients to their input and to adapters beside them.
+    """
+    layers = quantized_layers(model).values()
+    num_bytes = sum(layer.weight.nbytes for layer in layers if not layer.is_frozen)
+    for layer in layers:
+        layer.freeze()
+    return num_bytes
+
+
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Every [`QuantizedLinear`] of `model` by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    """Every [`QuantizedLinear`] of `model` by its name, that in the base model where an adapter wraps it."""
+    return {name: module for name, module in base_modules(model) if isinstance(module, QuantizedLinear)}
 
 
 def disable_quantized_forward(model: nn.Module) -> None:
@@ -274,7 +290,7 @@ def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [
         tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in base_state_dict(model).items()
         if tensor.is_floating_point() and name not in quantized and not isinstance(tensor, LowBitTensor)
     ]
     saved = [tensor.detach().clone() for tensor in tensors]
@@ -302,6 +318,7 @@ def _check_not_quantized(model: nn.Module) -> None:
         raise ValueError(
             "The model has been converted already: its masters are gone. Load the high-precision checkpoint."
         )
+    model = base_model(model)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None or getattr(model, "is_quantized", False):
         method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")
@@ -314,6 +331,7 @@ def _check_not_quantized(model: nn.Module) -> None:
 def _reasons_to_skip(
     model: nn.Module, linears: dict[str, nn.Linear], exclude_modules: str | Sequence[str] | None
 ) -> dict[str, str]:
+    model = base_model(model)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     embedding_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     excluded = _excluded(linears, exclude_modules)

@@ -15,6 +15,7 @@ from typing_extensions import override
 from ..forward import FORWARD_KEYS, loss_mask
 from ..objectives.presets import rejects_by_product
 from ..objectives.weights import mismatch_weight, sequence_log_ratio
+from ..quantization.linear import QuantizedLinear
 from ..quantization.swap import quantized_forward, quantized_layers
 from .bounds import histogram_bounds, sequence_bounds
 from .codes import (
@@ -163,7 +164,7 @@ class Recorder(TrainerCallback):
             **mismatch_metrics(sums, maximum, weights),
             **split_metrics(splits, maxima),
             **weight_metrics(weights, advantages),
-            **sqnr(quantized_layers(self.model)),
+            **sqnr({name: layer for name, layer in quantized_layers(self.model).items() if not layer.is_frozen}),
         }
         ratio = output.get("importance_sampling_ratio")
         if ratio is not None and self.args.vllm_importance_sampling_mode.endswith("mask"):
@@ -254,12 +255,12 @@ class Recorder(TrainerCallback):
     @override
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._step_start = time.perf_counter()
-        self._masters = sampled_masters(quantized_layers(self.model))
+        self._masters = sampled_masters(self._trained_layers())
 
     @override
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Quantizes the masters, measures how many codes changed, and warns once where none do for long."""
-        layers = quantized_layers(self.model)
+        layers = self._trained_layers()
         rate = code_flip_rate(layers.values())
         self.synchronize()
         self.log({"step/optimizer_seconds": time.perf_counter() - self._step_start})
@@ -281,6 +282,10 @@ class Recorder(TrainerCallback):
             self.args.learning_rate,
             str(next(iter(layers.values())).weight.dtype).removeprefix("torch."),
         )
+
+    def _trained_layers(self) -> dict[str, QuantizedLinear]:
+        # Beside an adapter nothing of the base moves.
+        return {name: layer for name, layer in quantized_layers(self.model).items() if layer.weight.requires_grad}
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """

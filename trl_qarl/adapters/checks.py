@@ -1,0 +1,148 @@
+"""What is wrong with an adapter: each function yields its problems, and none changes anything. PEFT is not imported."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..quantization.names import base_model, base_modules
+from .tensors import ADAPTER_NAME
+
+
+__all__ = ["REFUSED_BY_LORA", "problems_of_adapted_model", "problems_of_adapter", "problems_of_options"]
+
+_FOR_VLLM = "vLLM cannot run such an adapter"
+
+REFUSED_BY_LORA = {
+    "use_dora": f"{_FOR_VLLM}, and it needs the base weight in high precision; leave it out",
+    "bias": "biases belong to the frozen base; use bias='none'",
+    "lora_bias": f"{_FOR_VLLM}; leave it out",
+    "modules_to_save": "they would be trained in full beside the base, which stays frozen and low-bit; leave it out",
+    "target_parameters": "parameters that are not linear layers, such as stacked experts, are not quantized; use "
+    "`target_modules`",
+    "trainable_token_indices": "the embedding belongs to the frozen base; leave it out",
+    "layer_replication": "the base would not be the checkpoint that is served; leave it out",
+    "rank_pattern": f"{_FOR_VLLM}, which knows one rank; use `r`",
+    "alpha_pattern": f"{_FOR_VLLM}, which knows one scaling; use `lora_alpha`",
+}
+"""Options of `LoraConfig` that are refused, and why."""
+
+_HONOURED = {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "use_rslora",
+    "init_lora_weights",
+    "layers_to_transform",
+    "layers_pattern",
+    "task_type",
+    # What a configuration says about itself.
+    "peft_type",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "auto_mapping",
+    "runtime_config",
+}
+
+_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
+
+
+def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
+    """Options of [`QaRLConfig`] that contradict an adapter, or its absence."""
+    if not has_adapter:
+        if args.lora_mode != "adapter":
+            yield f"lora_mode={args.lora_mode!r} was given, but no adapter. Give `peft_config`, or remove it."
+        return
+    for is_met, option, reason in (
+        (args.lora_mode == "adapter", f"lora_mode={args.lora_mode!r}", "it is not there yet. Use 'adapter'"),
+        (not args.use_vllm, "use_vllm=True", "adapters are not published yet. Use `use_vllm=False`"),
+        (
+            args.numerics == "fast",
+            f"numerics={args.numerics!r}",
+            "the engine's product of an adapter has not been compared with the learner's. Use numerics='fast'",
+        ),
+        (
+            not args.sync_ref_model,
+            "sync_ref_model=True",
+            "the reference is the base without its adapter, or the adapter that was given. Remove it",
+        ),
+    ):
+        if not is_met:
+            yield f"{option} with a PEFT adapter is not supported: {reason}."
+
+
+def problems_of_adapter(args, config: Any) -> Iterator[str]:
+    """What is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit."""
+    if not hasattr(config, "peft_type"):
+        yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
+        return
+    if getattr(config.peft_type, "value", config.peft_type) != "LORA":
+        yield f"peft_config={type(config).__name__} is not supported: only LoRA is. Use `peft.LoraConfig`."
+        return
+    usual = type(config)()
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in _HONOURED or value in (getattr(usual, name, None), None, [], {}):
+            continue
+        reason = REFUSED_BY_LORA.get(name, "what it does on a low-bit base is not known; leave it out")
+        yield f"peft_config: {name}={value!r} is not supported: {reason}."
+    if config.init_lora_weights not in _INITIALISATIONS:
+        yield (
+            f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
+            f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
+        )
+    if config.task_type not in (None, "CAUSAL_LM"):
+        yield f"peft_config: task_type={str(config.task_type)!r} is not a language model. Use 'CAUSAL_LM'."
+    if config.lora_dropout and not args.disable_dropout and args.objective == "tbpo":
+        yield (
+            f"peft_config: lora_dropout={config.lora_dropout} makes rollout, scoring and loss see different policies under "
+            "objective='tbpo'. Use lora_dropout=0, or `disable_dropout=True`."
+        )
+
+
+def problems_of_adapted_model(model: nn.Module, args) -> Iterator[str]:
+    """What is wrong with adapters inside `model`, a `PeftModel`, `ref` of TRL aside."""
+    names = [name for name in model.peft_config if name != "ref"]
+    if names != [ADAPTER_NAME]:
+        yield (
+            f"The model has the adapters {names}, but one is trained, {ADAPTER_NAME!r}. Load it alone: "
+            f"`PeftModel.from_pretrained(base, folder, adapter_name={ADAPTER_NAME!r}, is_trainable=True)`."
+        )
+        return
+    if list(model.active_adapters) != [ADAPTER_NAME]:
+        yield f"The active adapters are {list(model.active_adapters)}. Call `model.set_adapter({ADAPTER_NAME!r})`."
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        yield (
+            "Nothing of the model is trainable: `PeftModel.from_pretrained` loads an adapter for inference. Load it with "
+            "`is_trainable=True`."
+        )
+    yield from _problems_of_targets(model)
+
+
+def _problems_of_targets(model: Any) -> Iterator[str]:
+    config = model.peft_config[ADAPTER_NAME]
+    base = base_model(model)
+    outside = {id(base.get_output_embeddings()), *(id(m) for m in base.modules() if isinstance(m, nn.Embedding))}
+    wrapped = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
+    for name, module in wrapped.items():
+        if id(module) in outside or id(module.base_layer) in outside:
+            yield (
+                f"peft_config: target_modules names {name!r}: the log-probs are computed from the weights of output head and "
+                "embedding directly. Leave it out; 'all-linear' does."
+            )
+        elif not isinstance(module.base_layer, nn.Linear):
+            yield f"peft_config: target_modules names {name!r}, which is not a linear layer. Leave it out."
+    if isinstance(config.target_modules, (list, set, tuple)):
+        missing = [
+            t for t in sorted(config.target_modules) if not any(f".{name}".endswith(f".{t}") for name in wrapped)
+        ]
+        if missing:
+            layers = {n.rpartition(".")[2] for n, m in base_modules(model) if isinstance(m, nn.Linear)}
+            yield (
+                f"peft_config: target_modules {missing} match no layer that is adapted. The linear layers are "
+                f"{sorted(layers)}."
+            )

@@ -59,7 +59,6 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
         return
     for is_met, option, reason in (
         (args.lora_mode == "adapter", f"lora_mode={args.lora_mode!r}", "it is not there yet. Use 'adapter'"),
-        (not args.use_vllm, "use_vllm=True", "adapters are not published yet. Use `use_vllm=False`"),
         (
             args.numerics == "fast",
             f"numerics={args.numerics!r}",

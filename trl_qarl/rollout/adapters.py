@@ -16,18 +16,12 @@ __all__ = [
     "ENGINE_RANKS",
     "adapter_problems",
     "engine_rank",
-    "is_adapter_tensor",
     "iter_adapter_tensors",
     "lora_arguments",
 ]
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""
-
-
-def is_adapter_tensor(name: str) -> bool:
-    """Whether `name` is that of an adapter's A or B."""
-    return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def engine_rank(rank: int) -> int:
@@ -40,7 +34,9 @@ def engine_rank(rank: int) -> int:
     for largest in ENGINE_RANKS:
         if rank <= largest:
             return largest
-    raise ValueError(f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`.")
+    raise ValueError(
+        f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
+    )
 
 
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

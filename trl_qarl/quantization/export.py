@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
-from .cards import export_card
+from .cards import ADAPTER_FOLDER, export_card
 from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
+from .names import base_model, is_adapted
 from .schemes import SCHEMES
 from .swap import quantized_layers
 
@@ -41,7 +42,8 @@ def export_checkpoint(
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is
-            written as an ordinary checkpoint.
+            written as an ordinary checkpoint. Of a `PeftModel` the base is written, and its adapter to the folder `adapter`
+            inside, as PEFT does.
         output_dir (`str` or `Path`):
             Folder to write; made if missing.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
@@ -60,6 +62,11 @@ def export_checkpoint(
             high precision.
     """
     output_dir = Path(output_dir)
+    adapted, model = (model if is_adapted(model) else None), base_model(model)
+    if adapted is model:
+        raise ValueError(
+            "The model has an adapter, which only PEFT can save. Pass the `PeftModel` that it is part of."
+        )
     layers, formats = quantized_layers(model), quantized_formats(model)
     if dtype is None:
         dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
@@ -86,7 +93,13 @@ def export_checkpoint(
     save_torch_state_dict(
         checkpoint_state_dict(model, dtype), output_dir, max_shard_size=max_shard_size, metadata=metadata
     )
-    card = export_card(output_dir.name, model.name_or_path, scheme.name, str(dtype).removeprefix("torch."))
+    rank = None
+    if adapted is not None:
+        # TRL may have added a copy of where training started.
+        adapted.save_pretrained(output_dir / ADAPTER_FOLDER, selected_adapters=["default"])
+        rank = adapted.peft_config["default"].r
+    name = str(dtype).removeprefix("torch.")
+    card = export_card(output_dir.name, model.name_or_path, scheme.name, name, rank)
     card.save(output_dir / "README.md")
     return output_dir
 

@@ -41,6 +41,7 @@ __all__ = [
     "prepare_model",
     "quantized_forward",
     "quantized_layers",
+    "report_frozen",
     "restore_model",
 ]
 
@@ -207,6 +208,20 @@ def prepare_model(
         master_bytes=sum(weight.nbytes for weight in weights),
         bf16_bytes=sum(2 * weight.numel() for weight in weights),
         low_bit_bytes=low_bit_bytes,
+    )
+
+
+def report_frozen(model: nn.Module) -> SwapReport:
+    """The report of a model from [`~trl_qarl.quantization.load.load_frozen_model`], which came without masters."""
+    layers = quantized_layers(model)
+    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
+    return SwapReport(
+        scheme=next(iter(layers.values())).scheme,
+        converted={name: layer.group_size for name, layer in layers.items()},
+        skipped={name: "not quantized in the checkpoint" for name in linears if name not in layers},
+        master_bytes=0,
+        bf16_bytes=sum(2 * layer.weight.numel() for layer in layers.values()),
+        low_bit_bytes=sum(layer.low_bit_weight().num_bytes for layer in layers.values()),
     )
 
 

@@ -17,12 +17,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Quantize master weights and write them as a compressed-tensors checkpoint.",
+        description="Quantize master weights and write them as a compressed-tensors checkpoint; of an adapter, the low-bit "
+        "base with the adapter beside it.",
         epilog="Master weights saved by `trl-qarl train` carry the settings they were trained with; only other "
         "weights need --scheme.",
     )
     parser.add_argument(
-        "--model_name_or_path", required=True, metavar="MODEL", help="master weights: hub id or folder"
+        "--model_name_or_path", required=True, metavar="MODEL", help="master weights: hub id or folder; or a folder with an adapter"
     )
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--scheme", choices=list(SCHEMES), help="quantization scheme")
@@ -36,6 +37,12 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="dtype in which the engine will run the model: that of the scales and of everything not quantized "
         "(default: the one trained with, else bfloat16)",
     )
+    parser.add_argument(
+        "--merge_adapter",
+        action="store_true",
+        help="quantize base and adapter together, which is another policy than the one trained in lora_mode 'adapter'; says by "
+        "how much",
+    )
     parser.add_argument("--model_revision", default="main", help="revision on the hub")
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     return parser
@@ -48,6 +55,9 @@ def main(args: Namespace) -> None:
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
+    from ..adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
+    from ..adapters.merge import merge_adapter
+    from ..adapters.tensors import is_adapter_folder
     from ..quantization.cards import folder_size, serve_command
     from ..quantization.export import export_checkpoint
     from ..quantization.schemes import get_scheme
@@ -64,8 +74,15 @@ def main(args: Namespace) -> None:
         )
         record = read_record(record_path) if record_path else None
         settings = merge_with_record(args, record, args.model_name_or_path)
+        has_adapter = is_adapter_folder(args.model_name_or_path)
+        if args.merge_adapter and not has_adapter:
+            raise ValueError(f"--merge_adapter was given, but {args.model_name_or_path} is no folder with an adapter.")
         try:
-            model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
+            if has_adapter:
+                kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
+                model = load_adapter(args.model_name_or_path, kwargs, is_trainable=False)
+            else:
+                model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
         except SafetensorError as error:
             raise ValueError(
                 f"A weight file of {args.model_name_or_path} is damaged or cut off ({error}). Copy it again, or "
@@ -73,13 +90,16 @@ def main(args: Namespace) -> None:
             ) from error
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         dtype = getattr(torch, settings["scale_dtype"])
-        report = prepare_model(
-            model,
-            get_scheme(settings["scheme"], settings["group_size"]),
-            exclude_modules=settings["exclude_modules"],
-            scale_dtype=dtype,
-        )
-        print(report)
+        scheme = get_scheme(settings["scheme"], settings["group_size"])
+        arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": dtype}
+        if has_adapter:
+            print(prepare_base(model, scheme, keep_masters=args.merge_adapter, **arguments))
+            check_record(args.model_name_or_path, settings | {"base": base_fingerprint(model)})
+            if args.merge_adapter:
+                model, loss = merge_adapter(model)
+                print(f"Warning: {loss}")
+        else:
+            print(prepare_model(model, scheme, **arguments))
         folder = export_checkpoint(model, args.output_dir, processing_class, dtype)
     print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). To serve it: {serve_command(folder)}")
 

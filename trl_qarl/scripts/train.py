@@ -42,7 +42,12 @@ def make_parser(prog: str | None = None) -> "TrlParser":
             },
         )
 
-    types = (ScriptArguments, QaRLConfig, ModelConfig, DatasetMixtureConfig)
+    @dataclass
+    class ModelArguments(ModelConfig):
+        # TRL's is 0.05, with which rollout, scoring and loss would see different policies.
+        lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout."})
+
+    types = (ScriptArguments, QaRLConfig, ModelArguments, DatasetMixtureConfig)
     # A usage line of 300 options would bury the error below it.
     return TrlParser(types, prog=prog, usage=USAGE)
 
@@ -118,9 +123,10 @@ def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
 
 
 def main(script_args, training_args, model_args, dataset_args) -> None:
-    """Train, save the master weights, and export the low-bit policy."""
+    """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
+    from ..adapters.tensors import is_peft_model
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.cards import folder_size, serve_command
     from ..quantization.checkpoint import has_stacked_experts
@@ -158,7 +164,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     trainer.accelerator.print("Training completed.")
 
     trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Master weights saved to {training_args.output_dir}.")
+    saved = "Adapter" if is_peft_model(trainer.model) else "Master weights"
+    trainer.accelerator.print(f"{saved} saved to {training_args.output_dir}.")
     if training_args.is_quantized and has_stacked_experts(trainer.model):
         trainer.accelerator.print("Nothing exported: a mixture of experts has no low-bit checkpoint.")
     elif export_dir is not None and trainer.is_world_process_zero():

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..quantization.names import base_model, base_modules
+from .engine import ENGINE_RANKS
 from .tensors import ADAPTER_NAME
 
 
@@ -96,8 +97,8 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
         )
 
 
-def problems_of_adapter(config: Any) -> Iterator[str]:
-    """What is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit."""
+def problems_of_adapter(config: Any, use_vllm: bool = False) -> Iterator[str]:
+    """What is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and for rollouts in vLLM."""
     if not hasattr(config, "peft_type"):
         yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
         return
@@ -115,6 +116,8 @@ def problems_of_adapter(config: Any) -> Iterator[str]:
             f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
             f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
         )
+    if use_vllm and config.r > ENGINE_RANKS[-1]:
+        yield f"peft_config: r={config.r} is more than vLLM serves. Use at most {ENGINE_RANKS[-1]}, or `use_vllm=False`."
     if config.task_type not in (None, "CAUSAL_LM"):
         yield f"peft_config: task_type={str(config.task_type)!r} is not a language model. Use 'CAUSAL_LM'."
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ..adapters.engine import lora_arguments
 from ..quantization.checkpoint import quantization_config
 from ..quantization.export import is_export
 from ..quantization.swap import quantized_layers
-from .adapters import lora_arguments
 from .protocol import FILE_BACKEND, WORKER_EXTENSION
 from .publisher import largest_chunk
 from .server import ServerProcess, build_server_command, check_engine_runs, cpu_environment

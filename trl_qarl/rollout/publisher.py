@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adapters.engine import adapter_problems, iter_adapter_tensors
 from ..quantization.checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config
 from ..quantization.swap import quantized_forward, quantized_layers
 from ..telemetry.probe import learner_log_probs
-from .adapters import adapter_problems, iter_adapter_tensors
 from .fingerprint import (
     CANARY_TOKENS,
     config_differences,

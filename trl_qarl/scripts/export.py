@@ -23,7 +23,10 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "weights need --scheme.",
     )
     parser.add_argument(
-        "--model_name_or_path", required=True, metavar="MODEL", help="master weights: hub id or folder; or a folder with an adapter"
+        "--model_name_or_path",
+        required=True,
+        metavar="MODEL",
+        help="master weights: hub id or folder; or a folder with an adapter",
     )
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--scheme", choices=list(SCHEMES), help="quantization scheme")

@@ -6,8 +6,8 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
+from ..adapters.engine import ENGINE_RANKS
 from ..quantization.schemes import SCHEMES
-from ..rollout.adapters import ENGINE_RANKS
 from ..rollout.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE
 from ..rollout.server import build_server_command
@@ -120,6 +120,8 @@ def _quantization_config(args: Namespace) -> dict[str, Any] | None:
             raise ValueError(f"--exclude_modules was given, but scheme {scheme.name!r} quantizes nothing. Remove it.")
         return None
     model = _shapes(args)
+    if (low_bit := getattr(model.config, "quantization_config", None)) is not None:
+        return low_bit
     prepare_model(model, scheme, exclude_modules=args.exclude_modules)
     return quantization_config(model)
 
@@ -148,10 +150,11 @@ def _shapes(args: Namespace):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and args.max_lora_rank is None:
         raise ValueError(
             f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
-            f"masters. To serve the model as it is, run `vllm serve {args.model}`."
+            f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
+            "--max_lora_rank."
         )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)

@@ -1,6 +1,4 @@
-"""
-A LoRA adapter on its way to vLLM: the tensors that are sent, what the engine must be started with, and what it cannot serve.
-"""
+"""What vLLM needs to serve an adapter: the tensors that it is sent, how it is started, and what it cannot serve."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters.tensors import adapter_config, adapter_tensors, is_peft_model
+from .tensors import adapter_config, adapter_tensors, is_peft_model
 
 
 __all__ = [
@@ -41,7 +39,7 @@ def engine_rank(rank: int) -> int:
 
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    A and B of the adapter of `model`, if it has one, as the engine holds them: B multiplied by the scaling and then rounded.
+    A and B of the adapter beside the layers of `model`, if it has one, as the engine holds them: B multiplied by the scaling and then rounded.
 
     Args:
         model (`nn.Module`):
@@ -49,7 +47,7 @@ def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple
         dtype (`torch.dtype`):
             Dtype in which the engine runs the model.
     """
-    if not is_peft_model(model):
+    if not _runs_beside(model):
         return
     scaling = _scaling(adapter_config(model))
     for name, tensor in adapter_tensors(model).items():
@@ -59,7 +57,7 @@ def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple
 
 def lora_arguments(model: nn.Module) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for the adapter of `model`; none if it has none."""
-    if not is_peft_model(model):
+    if not _runs_beside(model):
         return {}
     return {
         "enable_lora": True,
@@ -71,7 +69,7 @@ def lora_arguments(model: nn.Module) -> dict[str, Any]:
 
 def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[str]:
     """What of the adapter of `model` an engine that describes itself as `engine` could not serve."""
-    if not is_peft_model(model):
+    if not _runs_beside(model):
         return
     lora, rank = engine.get("lora"), adapter_config(model)["r"]
     add = f"Start it with `--max_lora_rank {engine_rank(rank)}`"
@@ -85,6 +83,11 @@ def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[st
     missing = sorted(set(_targets(model)) - set(lora["modules"]))
     if missing:
         yield f"adapter: the learner trains one on {missing}, the engine serves adapters on {lora['modules']} alone"
+
+
+def _runs_beside(model: nn.Module) -> bool:
+    """Whether `model` has an adapter that is not a part of its low-bit weights."""
+    return is_peft_model(model) and not any(getattr(module, "holds_adapter", False) for module in model.modules())
 
 
 def _scaling(config: Mapping[str, Any]) -> float:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,7 @@ def prepare_base(model: nn.Module, scheme: QuantScheme, *, keep_masters: bool, *
         return report_frozen(model)
     report = prepare_model(model, scheme, **arguments)
     if not keep_masters and scheme.is_quantized:
-        before = freeze_model(model)
-        logger.info(
-            "The base is frozen: its masters, %.1f MiB, are dropped, and %.1f MiB of codes and scales stay.",
-            before / 2**20,
-            report.low_bit_bytes / 2**20,
-        )
+        report = replace(report, dropped_bytes=freeze_model(model))
         _hide_from_ddp(model)
     return report
 
@@ -117,7 +113,9 @@ def _check_same_scheme(layers, scheme: QuantScheme, keep_masters: bool, exclude_
     if scheme.scale_dtype is not None:
         theirs, ours = theirs[:1], ours[:1]
     sizes = {layer.group_size for layer in layers.values()}
-    if theirs != ours or (scheme.group_size is not None and max(sizes) > scheme.group_size):
+    if theirs != ours or any(
+        layer.group_size != scheme.group_size_for(layer.in_features) for layer in layers.values()
+    ):
         raise ValueError(
             f"The base is a low-bit checkpoint of scheme {layer.scheme.name!r} with group sizes {sorted(map(str, sizes))} and "
             f"scales in {layer.scale_dtype}; this run has scheme={scheme.name!r}, group_size={scheme.group_size} and scales in "

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from ..inherited_options import REFUSED_BY_LORA
 from ..quantization.names import base_model, base_modules
 from .engine import ENGINE_RANKS
 from .tensors import ADAPTER_NAME
@@ -17,22 +18,6 @@ __all__ = [
     "problems_of_options",
     "problems_of_start",
 ]
-
-_FOR_VLLM = "vLLM cannot run such an adapter"
-
-REFUSED_BY_LORA = {
-    "use_dora": f"{_FOR_VLLM}, and it needs the base weight in high precision; leave it out",
-    "bias": "biases belong to the frozen base; use bias='none'",
-    "lora_bias": f"{_FOR_VLLM}; leave it out",
-    "modules_to_save": "they would be trained in full beside the base, which stays frozen and low-bit; leave it out",
-    "target_parameters": "parameters that are not linear layers, such as stacked experts, are not quantized; use "
-    "`target_modules`",
-    "trainable_token_indices": "the embedding belongs to the frozen base; leave it out",
-    "layer_replication": "the base would not be the checkpoint that is served; leave it out",
-    "rank_pattern": f"{_FOR_VLLM}, which knows one rank; use `r`",
-    "alpha_pattern": f"{_FOR_VLLM}, which knows one scaling; use `lora_alpha`",
-}
-"""Options of `LoraConfig` that are refused, and why."""
 
 _HONOURED = {
     "r",

@@ -6,6 +6,7 @@ everything that is not quantized is written in the dtype in which the engine run
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -78,6 +79,9 @@ def export_checkpoint(
             "with `save_model`, or train with scheme='bf16'."
         )
     check_export_dir(output_dir)
+    if is_export(output_dir):
+        # An earlier one's adapter belongs to another base.
+        shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
     output_dir.mkdir(parents=True, exist_ok=True)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]

@@ -117,6 +117,8 @@ class SwapReport:
             Bytes of the same weights in 16-bit precision.
         low_bit_bytes (`int`):
             Bytes of the same weights in low-bit form, scales included.
+        dropped_bytes (`int`, *optional*, defaults to `0`):
+            Bytes of the master weights that [`freeze_model`] has dropped since.
     """
 
     scheme: QuantScheme
@@ -125,6 +127,7 @@ class SwapReport:
     master_bytes: int
     bf16_bytes: int
     low_bit_bytes: int
+    dropped_bytes: int = 0
 
     def __str__(self) -> str:
         if not self.scheme.is_quantized:
@@ -135,6 +138,8 @@ class SwapReport:
             f"scheme {self.scheme.name}: {len(self.converted)} linear layers quantized ({', '.join(parts)}), "
             f"{self.low_bit_bytes / 2**20:.1f} MiB low-bit against {self.bf16_bytes / 2**20:.1f} MiB in bf16"
         ]
+        if self.dropped_bytes:
+            lines.append(f"frozen: {self.dropped_bytes / 2**20:.1f} MiB of master weights dropped")
         for reason, count in Counter(self.skipped.values()).items():
             names = [name for name, why in self.skipped.items() if why == reason]
             lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")

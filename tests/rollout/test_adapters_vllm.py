@@ -32,7 +32,8 @@ def check(trainer, bound=1e-5):
     num_adapter = sum("lora_" in name for name, _ in trainer.model.named_parameters())
     assert logged(trainer, "rollout/weight_version") == [0, 1, 2]
     first, *others = logged(trainer, "publish/tensors")
-    assert first > 2 * num_adapter - 1 and others == [num_adapter] * 2
+    num_base = logged(trainer, "publish/unchanged_tensors")[-1]
+    assert num_base > 20 and first == num_base + num_adapter and others == [num_adapter] * 2
     assert max(logged(trainer, "mismatch/abs_logp_max")) < bound
     assert logged(trainer, "mismatch/unknown_tokens") == [0, 0, 0]
     # Without its adapter the learner is another model.
@@ -41,7 +42,7 @@ def check(trainer, bound=1e-5):
     mask, sampled = output["completion_mask"].bool(), output["sampling_per_token_logps"]
     with torch.no_grad(), trainer.model.disable_adapter():
         base, _, _ = trainer._score(trainer.model, output)
-    assert (base - sampled)[mask].abs().mean() > 100 * bound
+    assert (base - sampled)[mask].abs().mean() > 20 * max(logged(trainer, "mismatch/abs_logp_mean"))
 
 
 @pytest.mark.parametrize(

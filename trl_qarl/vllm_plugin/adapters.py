@@ -10,6 +10,7 @@ Nobody names the adapter in a request, as it is a part of the policy: [`serve_ad
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..rollout.fingerprint import fingerprint
 from ..rollout.protocol import is_adapter_tensor
 
 
-__all__ = ["PublishedAdapter", "describe_lora", "serve_adapter", "without_adapters"]
+__all__ = ["PublishedAdapter", "describe_lora", "on_bare_model", "serve_adapter"]
 
 _ADAPTER_ID = 1
 # vLLM looks the adapter up by its number; nothing is ever read from the path.
@@ -43,6 +44,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for parent, leaf, wrapper in replaced:
             setattr(parent, leaf, wrapper)
+
+
+def on_bare_model(method):
+    """Has a method of an object with a `model` see its layers as [`without_adapters`] has them."""
+
+    @wraps(method)
+    def call(self, *args, **kwargs):
+        with without_adapters(self.model):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 def describe_lora(model: nn.Module, lora_config: Any) -> dict[str, Any] | None:

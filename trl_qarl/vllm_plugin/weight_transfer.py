@@ -1,8 +1,8 @@
 """
 vLLM's side of publication: receive a learner's tensors, reload the model with them, and check what arrived.
 
-One publication is `start_weight_update`, one `update_weights` per chunk, [`~trl_qarl.vllm_plugin.worker.WorkerExtension.qarl_expect`] with the
-fingerprints of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer in
+One publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_expect` with the fingerprints
+of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer in
 checkpoint format, repacks it for its kernel and copies the result into the tensors that the engine runs with.
 
 `finish_weight_update` raises, and the server's gate stays closed, unless
@@ -14,7 +14,7 @@ checkpoint format, repacks it for its kernel and copies the result into the tens
 - the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is repacked, and
   what they held before where nothing was sent. Each rank compares its own.
 
-The fingerprints of the running tensors are kept. [`~trl_qarl.vllm_plugin.worker.WorkerExtension.qarl_begin`] compares them before the next publication and names
+The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next publication and names
 what has changed meanwhile, which the learner then sends again. Operands that a kernel keeps outside of parameters and buffers have no
 fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares log-probs.
 
@@ -26,7 +26,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -47,7 +46,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from ..rollout.fingerprint import fingerprint, fingerprint_differences
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor
 from ..rollout.transfer_dir import confined_path
-from .adapters import PublishedAdapter, without_adapters
+from .adapters import PublishedAdapter, on_bare_model
 from .engine_tensors import dtype_and_shape, live_fingerprints, owned_names, tied_names
 
 
@@ -55,17 +54,6 @@ __all__ = ["FileEngine", "NCCLEngine"]
 
 # The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others.
 _SHARED_BY_SHARDS = "weight_shape"
-
-
-def _under_checkpoint_names(method):
-    """Has a method see the model's layers under the names that they have without LoRA."""
-
-    @wraps(method)
-    def call(self, *args, **kwargs):
-        with without_adapters(self.model):
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class _AuditedReload:
@@ -97,7 +85,7 @@ class _AuditedReload:
         self._tied: dict[str, str] = {}
         self.adapter.forget_arrived()
 
-    @_under_checkpoint_names
+    @on_bare_model
     def changed(self) -> list[str]:
         """
         Names in a checkpoint of the tensors that do not run as the last publication left them.
@@ -121,7 +109,7 @@ class _AuditedReload:
             names.update(sources)
         return sorted(names) + self.adapter.changed()
 
-    @_under_checkpoint_names
+    @on_bare_model
     def start_weight_update(self) -> None:
         before = self._before or live_fingerprints(self.model)
         self.abandon()
@@ -138,7 +126,7 @@ class _AuditedReload:
             self._owned[path] = self._owned[source]
         self._watch_layers()
 
-    @_under_checkpoint_names
+    @on_bare_model
     def abandon(self) -> None:
         """Give up an update that was not finished. The model holds garbage until the next one is."""
         if self._is_loading:
@@ -153,7 +141,7 @@ class _AuditedReload:
         }
         self.published = {}
 
-    @_under_checkpoint_names
+    @on_bare_model
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors under their checkpoint names, taking the fingerprint of each."""
         with set_default_torch_dtype(self.model_config.dtype), self._watched_loading():
@@ -163,7 +151,7 @@ class _AuditedReload:
         """Say what a complete publication consists of; `finish_weight_update` compares."""
         self._expected = dict(fingerprints)
 
-    @_under_checkpoint_names
+    @on_bare_model
     def finish_weight_update(self) -> None:
         if self._expected is None:
             raise RuntimeError("The learner has not said which tensors to expect, so the update cannot be checked.")
@@ -407,7 +395,7 @@ class FileEngine(_AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateIn
 class NCCLEngine(_AuditedReload, NCCLWeightTransferEngine):
     """vLLM's NCCL transfer with the same checks."""
 
-    @_under_checkpoint_names
+    @on_bare_model
     def receive_weights(self, update_info) -> None:
         with set_default_torch_dtype(self.model_config.dtype), self._watched_loading():
             super().receive_weights(update_info)

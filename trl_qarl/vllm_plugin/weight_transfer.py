@@ -114,6 +114,9 @@ class _AuditedReload:
         before = self._before or live_fingerprints(self.model)
         self.abandon()
         self._before = before
+        # With LoRA most updates are an adapter alone, for which nothing is reloaded.
+        if not hasattr(self.model, "lora_manager"):
+            self._start_reload()
 
     def _start_reload(self) -> None:
         # Reloading unties tensors for its duration.

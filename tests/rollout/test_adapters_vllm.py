@@ -61,6 +61,8 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         server = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
+        # Where many share the cores, vLLM takes long to start.
+        server["vllm_server_timeout"] = 900
         trainer = make(tmp_path_factory.mktemp("server"), scheme="w4a16", **server)
         try:
             trainer.train()

@@ -210,7 +210,7 @@ def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
 def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(base, tmp_path):
     options = {"bf16": False, "max_steps": 2}
     masters = make(base, tmp_path / "masters", lora(), **options)
-    export_checkpoint(masters.model, tmp_path / "int4")
+    export_checkpoint(masters.model, tmp_path / "int4", masters.processing_class)
     low_bit = make(str(tmp_path / "int4"), tmp_path / "low_bit", lora(), **options)
     assert low_bit.swap_report.master_bytes == 0
     assert low_bit.swap_report.low_bit_bytes == masters.swap_report.low_bit_bytes

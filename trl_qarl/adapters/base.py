@@ -5,7 +5,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,12 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
+from ..quantization.linear import QuantizedLinear
 from ..quantization.load import is_low_bit_checkpoint, load_frozen_model
 from ..quantization.names import base_model, base_modules
 from ..quantization.schemes import QuantScheme
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen
 from ..quantization.tensors import LowBitTensor
-from .tensors import CONFIG_FILE, is_adapter_folder
+from .tensors import CONFIG_FILE, is_adapter_folder, saved_adapter_config
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 __all__ = [
@@ -44,6 +49,7 @@ def load_start(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str,
     if is_adapter_folder(name_or_path):
         return load_adapter(name_or_path, kwargs, is_trainable=True)
     if peft_config is not None and is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
+        _as_linear(peft_config)
         return load_base(name_or_path, kwargs)
     return name_or_path
 
@@ -74,7 +80,17 @@ def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_train
     if not name:
         raise ValueError(f"{folder}/{CONFIG_FILE} does not name its base (base_model_name_or_path). Add it.")
     model = load_base(name, {"revision": config.get("revision"), **model_init_kwargs})
-    return PeftModel.from_pretrained(model, folder, is_trainable=is_trainable)
+    return PeftModel.from_pretrained(
+        model, folder, config=_as_linear(saved_adapter_config(folder)), is_trainable=is_trainable
+    )
+
+
+def _as_linear(config: "PeftConfig") -> "PeftConfig":
+    """Has PEFT take a layer without masters for the linear layer that it is, and not for one of torchao's."""
+    from peft.tuners.lora import Linear
+
+    config._register_custom_module({QuantizedLinear: Linear})
+    return config
 
 
 def prepare_base(model: nn.Module, scheme: QuantScheme, *, keep_masters: bool, **arguments) -> SwapReport:

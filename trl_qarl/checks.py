@@ -183,16 +183,17 @@ def check_arguments(
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
     problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
+    is_served = args.use_vllm and args.lora_mode == "adapter"
     if has_own_adapter and peft_config is not None:
         problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
     elif is_adapter_folder(model):
-        problems += problems_of_adapter(saved_adapter_config(model))
+        problems += problems_of_adapter(saved_adapter_config(model), is_served)
     elif has_own_adapter:
         for config in model.peft_config.values():
-            problems += problems_of_adapter(config)
+            problems += problems_of_adapter(config, is_served)
         problems += problems_of_adapted_model(model)
     elif has_adapter:
-        problems += problems_of_adapter(peft_config)
+        problems += problems_of_adapter(peft_config, is_served)
     if rollout_func is not None and not args.quantize_learner and not args.use_vllm:
         problems.append(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "

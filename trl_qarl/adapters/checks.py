@@ -7,6 +7,7 @@ from torch import nn
 
 from ..inherited_options import REFUSED_BY_LORA
 from ..quantization.names import base_model, base_modules
+from .engine import ENGINE_RANKS
 from .tensors import ADAPTER_NAME
 
 
@@ -54,11 +55,6 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
             f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r}",
             "nothing is quantized, so there is no low-bit form of base and adapter. Use lora_mode='adapter', which is LoRA as "
             "usual",
-        ),
-        (
-            args.lora_mode == "merged" or not args.use_vllm,
-            "use_vllm=True",
-            "adapters are not published yet. Use `use_vllm=False`",
         ),
         (
             args.numerics == "fast",
@@ -132,8 +128,8 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
             yield f"quantization_config with load_in_4bit=True and {option} is not supported: {reason}."
 
 
-def problems_of_adapter(config: Any) -> Iterator[str]:
-    """What is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit."""
+def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
+    """What is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and for vLLM, if that serves it."""
     if not hasattr(config, "peft_type"):
         yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
         return
@@ -151,6 +147,8 @@ def problems_of_adapter(config: Any) -> Iterator[str]:
             f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
             f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
         )
+    if is_served and config.r > ENGINE_RANKS[-1]:
+        yield f"peft_config: r={config.r} is more than vLLM serves. Use at most {ENGINE_RANKS[-1]}, or `use_vllm=False`."
     if config.task_type not in (None, "CAUSAL_LM"):
         yield f"peft_config: task_type={str(config.task_type)!r} is not a language model. Use 'CAUSAL_LM'."
 

@@ -102,5 +102,5 @@ def test_an_engine_that_cannot_serve_the_adapter_is_refused(lora, adapter, messa
 def test_a_rank_that_vllm_does_not_have_is_refused_before_a_model_is_loaded():
     config = peft.LoraConfig(r=1024, task_type="CAUSAL_LM")
     assert list(problems_of_adapter(config)) == []
-    (problem,) = problems_of_adapter(config, use_vllm=True)
+    (problem,) = problems_of_adapter(config, is_served=True)
     assert "r=1024 is more than vLLM serves. Use at most 512" in problem

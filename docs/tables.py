@@ -15,6 +15,7 @@ def fill(page: str) -> str:
     model_init = {f'model_init_kwargs["{name}"]': why for name, why in refused.MODEL_INIT_KWARGS_REFUSED.items()}
     parts = {
         "every objective": _table(refused.REFUSED | model_init),
+        "lora": _table(refused.REFUSED_BY_LORA),
         "tbpo": _table(refused.REFUSED_BY_TBPO),
         "generation_kwargs": _names(refused.GENERATION_KWARGS_THAT_RESHAPE),
         "generation_kwargs with vLLM": _names(refused.VLLM_SAMPLING_KWARGS),

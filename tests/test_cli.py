@@ -204,8 +204,8 @@ def test_without_an_accelerator_only_the_training_process_says_that_it_uses_the_
         (["--model_name_or_path", "./no_such_model"], "no_such_model"),
         (["--exclude_modules", "no_such_layer"], "'no_such_layer' matches none of the 15 linear layers"),
         pytest.param(
-            ["--use_peft"],
-            "PEFT adapters are not supported in this release",
+            ["--use_peft", "--use_dora"],
+            "use_dora=True is not supported",
             marks=pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),
         ),
         (["--load_in_4bit"], "quantization_config was given"),

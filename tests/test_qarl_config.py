@@ -1,11 +1,13 @@
 import dataclasses
 import logging
+import re
 
 import pytest
 import torch
 from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
+from trl_qarl.config_checks import low_precision_masters
 from trl_qarl.inherited_options import REFUSED, REFUSED_BY_TBPO
 from trl_qarl.objectives.presets import OBJECTIVES, PRESETS
 from trl_qarl.qarl_config import QaRLConfig
@@ -325,26 +327,31 @@ def test_an_accelerator_is_used(tmp_path, monkeypatch):
     assert (c.use_cpu, c.bf16) == (False, True)
 
 
+def test_an_unknown_lora_mode_is_refused(tmp_path):
+    assert config(tmp_path).lora_mode == "adapter"
+    with pytest.raises(ValueError, match=r"lora_mode='merge' is unknown. Choose one of \['adapter', 'merged'\]"):
+        config(tmp_path, lora_mode="merge")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
 def test_masters_below_float32_are_refused_unless_allowed(tmp_path, dtype):
+    # By the trainer, which knows whether an adapter leaves them as they are.
     options = {"model_init_kwargs": {"dtype": dtype}, "learning_rate": 3e-6}
-    with pytest.raises(
-        ValueError, match=r"masters are bfloat16.*0.02 moves in steps of 1.2e-04.*=3e-06.*leave out `dtype`"
-    ):
-        config(tmp_path, **options)
-    assert config(tmp_path, **options, allow_low_precision_masters=True).model_init_kwargs == {"dtype": dtype}
+    problem = low_precision_masters(config(tmp_path, **options), dtype)
+    assert re.search(r"masters are bfloat16.*0.02 moves in steps of 1.2e-04.*=3e-06.*leave out `dtype`", problem)
+    assert low_precision_masters(config(tmp_path, **options, allow_low_precision_masters=True), dtype) is None
 
 
 def test_float16_masters_are_refused_for_every_quantized_scheme(tmp_path):
     options = {"model_init_kwargs": {"dtype": "float16"}, "allow_low_precision_masters": True}
-    with pytest.raises(ValueError, match="float16.*NaN within a few updates of scheme='w8a8'"):
-        config(tmp_path, scheme="w8a8", **options)
-    assert config(tmp_path, scheme="bf16", **options).allow_low_precision_masters
+    problem = low_precision_masters(config(tmp_path, scheme="w8a8", **options), "float16")
+    assert re.search("float16.*NaN within a few updates of scheme='w8a8'", problem)
+    assert low_precision_masters(config(tmp_path, scheme="bf16", **options), "float16") is None
 
 
 @pytest.mark.parametrize("dtype", ["auto", None, "float32", torch.float64])
 def test_a_dtype_that_may_be_float32_passes(tmp_path, dtype):
-    config(tmp_path, model_init_kwargs={"dtype": dtype})
+    assert low_precision_masters(config(tmp_path), dtype) is None
 
 
 def test_all_refusals_come_in_one_message(tmp_path):

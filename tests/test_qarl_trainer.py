@@ -789,7 +789,7 @@ def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"peft_config": object()}, NotImplementedError, "PEFT"),
+        ({"peft_config": object()}, ValueError, "must be a `peft.LoraConfig`, got object"),
         ({"quantization_config": object()}, ValueError, "high precision"),
         ({"train_dataset": Dataset.from_dict({"question": ["1 +"]})}, ValueError, r"`prompt`.*question"),
         ({"args": GRPOConfig("x", use_cpu=True)}, TypeError, "QaRLConfig"),

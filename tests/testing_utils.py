@@ -157,7 +157,7 @@ def stop_at(step: int):
     return StopAt()
 
 
-def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, **arguments):
+def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, peft_config=None, **arguments):
     """A [`QaRLTrainer`] with float32 rollouts in vLLM on the CPU, on a tiny model and dataset made in `directory`."""
     from datasets import load_dataset
 
@@ -187,6 +187,7 @@ def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, **argument
         train_dataset=dataset["train"],
         eval_dataset=dataset["test"].select(range(2)),
         callbacks=callbacks,
+        peft_config=peft_config,
     )
 
 

@@ -1,23 +1,39 @@
 """Checks of what only the trainer knows: launcher, dropout, arguments."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from transformers import Trainer
 
+from .adapters.checks import (
+    is_nf4,
+    problems_of_adapted_model,
+    problems_of_adapter,
+    problems_of_options,
+    problems_of_quantized_base,
+    problems_of_start,
+)
+from .adapters.tensors import is_adapter_folder, is_peft_model, saved_adapter_config
 from .config_checks import contradicts_engine_numerics, low_precision_masters, raise_problems
 from .hub import exports_policy
 from .numerics.attach import check_engine_numerics
 from .qarl_config import QaRLConfig
 from .quantization.checkpoint import stacked_experts
+from .quantization.names import is_adapted
 
 
 __all__ = ["PICTURES", "check_arguments", "check_dropout", "check_launch", "choose_numerics", "problems_of_masters"]
 
 logger = logging.getLogger(__name__)
+
+BITSANDBYTES_ON_CPU = "0.50"
+"""First release of bitsandbytes whose optimizers run on a CPU."""
 
 PICTURES = (
     "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
@@ -58,9 +74,20 @@ def check_dropout(model: nn.Module, args: QaRLConfig) -> None:
         and value > 0
     }
     if args.disable_dropout:
-        for name, key in active:
-            setattr(model.get_submodule(name), key, 0.0)
-    elif active and args.objective == "tbpo":
+        _switch_off(model, active)
+        return
+    if args.objective == "tbpo":
+        # Where TRL's examples have it, unlike a model that drops activations, which is rare.
+        of_adapter = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
+        for rate in set(of_adapter.values()):
+            logger.warning(
+                "lora_dropout=%g is switched off: under objective='tbpo' rollout, scoring and loss must see the same policy. "
+                "Use lora_dropout=0, or another objective.",
+                rate,
+            )
+        _switch_off(model, of_adapter)
+        active = {place: rate for place, rate in active.items() if place not in of_adapter}
+    if active and args.objective == "tbpo":
         (name, key), value = next(iter(active.items()))
         raise ValueError(
             f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
@@ -68,7 +95,9 @@ def check_dropout(model: nn.Module, args: QaRLConfig) -> None:
         )
 
 
-def choose_numerics(model: nn.Module, args: QaRLConfig, dtype: torch.dtype, num_processes: int) -> tuple[str, str]:
+def choose_numerics(
+    model: nn.Module, args: QaRLConfig, dtype: torch.dtype, num_processes: int, has_adapter: bool
+) -> tuple[str, str]:
     """
     `args.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
 
@@ -81,6 +110,8 @@ def choose_numerics(model: nn.Module, args: QaRLConfig, dtype: torch.dtype, num_
         return "fast", "rollouts are the learner's own"
     if num_processes > 1:
         return "fast", "engine numerics have not been compared on several processes"
+    if has_adapter:
+        return "fast", "engine numerics have no LoRA"
     for option, reason in contradicts_engine_numerics(args):
         return "fast", f"engine numerics contradict {option}: {reason.partition('. ')[0]}"
     try:
@@ -90,9 +121,16 @@ def choose_numerics(model: nn.Module, args: QaRLConfig, dtype: torch.dtype, num_
     return "engine", "everything it needs is here"
 
 
-def problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
+def _switch_off(model: nn.Module, rates: Iterable[tuple[str, str]]) -> None:
+    for name, key in rates:
+        setattr(model.get_submodule(name), key, 0.0)
+
+
+def problems_of_masters(model: nn.Module, args: QaRLConfig, has_adapter: bool) -> Iterator[str]:
     """Masters that round their updates away, and experts that would stay in high precision."""
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    # Without an adapter of its own a model is frozen as soon as it gets one.
+    is_trained = is_adapted(model) or not has_adapter
+    dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
     problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
     if problem:
         yield problem
@@ -109,6 +147,34 @@ def problems_of_masters(model: nn.Module, args: QaRLConfig) -> Iterator[str]:
             f"and stay in high precision under scheme={args.scheme!r}, and there is no low-bit export of it, which vLLM "
             "would need. Use scheme='bf16'; without vLLM, `allow_high_precision_experts=True` quantizes the other layers "
             "nevertheless."
+        )
+
+
+def problems_of_optimizer(args: QaRLConfig) -> Iterator[str]:
+    """An optimizer that cannot be made here; transformers makes it when training starts, after the model and the engine."""
+    if args.optim == "muon":
+        return
+    name = str(getattr(args.optim, "value", args.optim))
+    try:
+        optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        yield f"optim={name!r} cannot be made: {error}"
+        return
+    except ValueError:
+        # GaLore, APOLLO and LOMO ask for the model, which is not loaded yet.
+        return
+    if optimizer_class.__module__.startswith("torchao") and torch._dynamo.config.disable:
+        yield (
+            f"optim={name!r} compiles its step, but compiling is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE). Unset "
+            "that; `torch.compiler.set_stance('force_eager')` before training runs the step without compiling."
+        )
+    if not args.use_cpu or not optimizer_class.__module__.startswith("bitsandbytes"):
+        return
+    installed = version("bitsandbytes")
+    if Version(installed) < Version(BITSANDBYTES_ON_CPU):
+        yield (
+            f"optim={name!r} with use_cpu=True: bitsandbytes {installed} has its optimizers on GPUs only. Install "
+            f"bitsandbytes>={BITSANDBYTES_ON_CPU}, or use 'adamw_torch_8bit', which is torchao's."
         )
 
 
@@ -147,13 +213,21 @@ def check_arguments(
 ) -> None:
     if not isinstance(args, QaRLConfig):
         raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
-    if peft_config is not None or hasattr(model, "peft_config"):
-        raise NotImplementedError(
-            "PEFT adapters are not supported in this release: merging an adapter into a low-bit base loses its signal. "
-            "Train the full model, or wait for the next release."
-        )
-    problems = []
-    if args.hub_export == "adapter" and peft_config is None and not hasattr(model, "peft_config"):
+    has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
+    has_adapter = has_own_adapter or peft_config is not None
+    problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
+    is_served = args.use_vllm and args.lora_mode == "adapter"
+    if has_own_adapter and peft_config is not None:
+        problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
+    elif is_adapter_folder(model):
+        problems += problems_of_adapter(saved_adapter_config(model), is_served)
+    elif has_own_adapter:
+        for config in model.peft_config.values():
+            problems += problems_of_adapter(config, is_served)
+        problems += problems_of_adapted_model(model)
+    elif has_adapter:
+        problems += problems_of_adapter(peft_config, is_served)
+    if args.hub_export == "adapter" and not has_adapter:
         problems.append(
             "hub_export='adapter' pushes a PEFT adapter, and none is trained. Use 'low-bit', 'master' or 'both', or give "
             "`peft_config`."
@@ -163,22 +237,23 @@ def check_arguments(
             "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
             "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
         )
-    if quantization_config is not None:
-        problems.append(
-            "quantization_config was given, but the master weights must stay in high precision. Remove it; "
-            f"scheme={args.scheme!r} quantizes the forward."
-        )
+    if quantization_config is None:
+        loaded = getattr(getattr(model, "config", None), "quantization_config", None)
+        quantization_config = loaded if is_nf4(loaded) else None
+    problems += problems_of_quantized_base(args, quantization_config, has_adapter)
     columns = getattr(train_dataset, "column_names", None)
     # An environment may supply the prompts.
     if columns is not None and "prompt" not in columns and not has_environment:
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
+    if optimizers[0] is None:
+        problems += problems_of_optimizer(args)
     problems += _problems_of_rewards(reward_funcs)
     problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
     if isinstance(model, nn.Module):
-        problems += problems_of_masters(model, args)
-    else:
+        problems += problems_of_masters(model, args, has_adapter)
+    elif not has_adapter:
         # The command line adds `dtype` after the configuration has been checked.
         problem = low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
         problems += [problem] if problem else []

@@ -30,8 +30,10 @@ from .quantization.schemes import get_scheme
 
 __all__ = [
     "EXACT",
+    "LORA_MODES",
     "NUMERICS",
     "as_dict",
+    "check_adapters",
     "check_hub",
     "check_inherited",
     "check_numerics",
@@ -52,6 +54,7 @@ __all__ = [
 
 NUMERICS = ("fast", "engine")
 EXACT = ("require", "warn")
+LORA_MODES = ("adapter", "merged")
 
 # Beside TRL's own defaults.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
@@ -119,6 +122,11 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
             yield option, reason
 
 
+def check_adapters(config) -> Iterator[str]:
+    if config.lora_mode not in LORA_MODES:
+        yield f"lora_mode={config.lora_mode!r} is unknown. Choose one of {list(LORA_MODES)}."
+
+
 def check_precision(config) -> Iterator[str]:
     if config.fp16 and config.is_quantized:
         yield (
@@ -130,9 +138,6 @@ def check_precision(config) -> Iterator[str]:
             "fp16=True with use_cpu=True: accelerate has no float16 autocast on CPUs and computes in float32 without a "
             "word. Set `bf16=True`, or `bf16=False` for float32, and leave out `fp16`."
         )
-    problem = low_precision_masters(config, as_dict(config.model_init_kwargs).get("dtype"))
-    if problem:
-        yield problem
 
 
 def check_objective(config) -> Iterator[str]:
@@ -365,6 +370,11 @@ def check_inherited(config) -> Iterator[str]:
             f"generation_kwargs contains {reshaping}, which change what is sampled and from which distribution, so "
             "the recorded sampling log-probs would be wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` "
             "and `repetition_penalty` are options of their own."
+        )
+    if config.optim in ("lomo", "adalomo"):
+        yield (
+            f"optim={str(config.optim)!r} is not supported: it writes to the weights during the backward pass, while low-bit "
+            "weights of the old values are in use. Use 'adamw_8bit' or 'adamw_torch_4bit', whose state is small too."
         )
     if config.optim == "muon" and config.optim_args:
         yield (

@@ -12,8 +12,9 @@ from trl import GRPOTrainer
 from typing_extensions import override
 
 from . import hub
+from .adapters.tensors import is_peft_model
 from .qarl_config import QaRLConfig
-from .quantization.cards import TrainingFacts, masters_card, save_export_card
+from .quantization.cards import TrainingFacts, adapter_card, masters_card, save_export_card
 from .quantization.export import export_checkpoint
 from .quantization.swap import SwapReport
 
@@ -38,17 +39,18 @@ class HubTrainer(GRPOTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Says that these are masters, and how to get the policy that was trained."""
+        """Says that these are masters or an adapter, and how to get the policy that was trained."""
         if self.is_world_process_zero():
             tags = {tags} if isinstance(tags, str) else set(tags or ())
-            card = self._masters_card(model_name, dataset_name, tags)
+            card = self._weights_card(model_name, dataset_name, tags)
             card.save(Path(self.args.output_dir) / "README.md")
 
-    def _masters_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Iterable[str] = ()):
+    def _weights_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Iterable[str] = ()):
         title = model_name or Path(self.args.output_dir).name
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
         facts = self._training_facts(dataset_name, tags)
-        return masters_card(title, self.model.name_or_path, masters, facts, policy)
+        make_card = adapter_card if is_peft_model(self.model) else masters_card
+        return make_card(title, self.model.name_or_path, masters, facts, policy)
 
     def _training_facts(self, dataset_name: str | None = None, tags: Iterable[str] = ()) -> TrainingFacts:
         args = self.args

@@ -1,4 +1,4 @@
-"""Options of TRL that are refused, why, and what to do instead."""
+"""Options of TRL, and of PEFT's LoRA, that are refused, why, and what to do instead."""
 
 __all__ = [
     "BOUNDS_OF_MISMATCH",
@@ -7,6 +7,7 @@ __all__ = [
     "OF_ONE_LOSS",
     "OF_TRLS_LOSS",
     "REFUSED",
+    "REFUSED_BY_LORA",
     "REFUSED_BY_TBPO",
     "RESHAPES_SAMPLING",
     "UNSET",
@@ -144,3 +145,19 @@ UNSET = (
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
 )
+
+_NOT_IN_VLLM = "vLLM cannot run such an adapter"
+
+REFUSED_BY_LORA = {
+    "use_dora": f"{_NOT_IN_VLLM}, and it needs the base weight in high precision; leave it out",
+    "bias": "biases belong to the frozen base; use bias='none'",
+    "lora_bias": f"{_NOT_IN_VLLM}; leave it out",
+    "modules_to_save": "they would be trained in full beside the base, which stays frozen and low-bit; leave it out",
+    "target_parameters": "parameters that are not linear layers, such as stacked experts, are not quantized; use "
+    "`target_modules`",
+    "trainable_token_indices": "the embedding belongs to the frozen base; leave it out",
+    "layer_replication": "the base would not be the checkpoint that is served; leave it out",
+    "rank_pattern": "vLLM knows one rank for all layers of an adapter; use `r`",
+    "alpha_pattern": "vLLM knows one scaling for all layers of an adapter; use `lora_alpha`",
+}
+"""Options of PEFT's `LoraConfig`."""

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from .quantization.names import base_modules
+
 
 __all__ = ["MuonAdamW", "create_muon_adamw"]
 
@@ -89,11 +91,13 @@ def create_muon_adamw(
 ) -> MuonAdamW:
     """
     Split the trainable parameters of `model`: weights of linear layers go to Muon, unless they are the output head or
-    shared with an embedding; the rest goes to AdamW, with weight decay where the name is in `decay_parameters`.
+    shared with an embedding; the rest goes to AdamW, with weight decay where the name is in `decay_parameters`. So do the
+    two factors of an adapter, whose product is the matrix and not they.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m is not head} - embeddings
+    linears = [module for _, module in base_modules(model) if isinstance(module, nn.Linear)]
+    matrices = {id(m.weight) for m in linears if m is not head} - embeddings
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rest = [(name, p) for name, p in trainable if id(p) not in matrices]
     adamw_groups = [

@@ -9,8 +9,10 @@ from trl import GRPOConfig
 
 from .config_checks import (
     EXACT,
+    LORA_MODES,
     NUMERICS,
     as_dict,
+    check_adapters,
     check_hub,
     check_inherited,
     check_numerics,
@@ -66,6 +68,9 @@ class QaRLConfig(GRPOConfig):
             QaRL. With `False` they run the high-precision master weights: quantized rollout training.
         exclude_modules (`list[str]` or `str`, *optional*):
             Linear layers to keep in high precision, as in PEFT: names or last components, or a regular expression.
+        lora_mode (`str`, *optional*, defaults to `"adapter"`):
+            With a PEFT adapter, what generates: `"adapter"`, the frozen low-bit base with the adapter beside it in high
+            precision; `"merged"`, the low-bit form of base and adapter together.
         numerics (`str`, *optional*):
             How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels for
             every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with AVX512,
@@ -160,6 +165,14 @@ class QaRLConfig(GRPOConfig):
         metadata={
             "help": "Linear layers to keep in high precision: names or last components of names (from Python, a string "
             "is a regular expression over the whole name)."
+        },
+    )
+    lora_mode: str = field(
+        default="adapter",
+        metadata={
+            "help": "With a PEFT adapter, what generates: 'adapter' (the frozen low-bit base, with the adapter beside it in "
+            "high precision) or 'merged' (the low-bit form of base and adapter together).",
+            "choices": list(LORA_MODES),
         },
     )
     numerics: str | None = field(
@@ -321,6 +334,7 @@ class QaRLConfig(GRPOConfig):
             # What TRL sets itself; vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
         problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
+        problems += check_adapters(self)
         not_of_tbpo = [*refused_by_tbpo(self)] if self.objective == "tbpo" else []
         self._apply_objective()
         problems += [*check_ratios(self), *check_inherited(self), *check_probe(self), *check_vllm(self)]

@@ -1,6 +1,7 @@
 """[`QaRLTrainer`]: the order of calls of quantization-aware reinforcement learning on quantized rollouts."""
 
 import logging
+import shutil
 from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,9 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from . import resume
+from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
+from .adapters.checks import problems_of_adapted_model
+from .adapters.tensors import is_adapter_folder, is_peft_model
 from .checks import PICTURES, check_arguments, check_dropout, check_launch, choose_numerics, problems_of_masters
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
@@ -29,7 +33,12 @@ from .objectives.token_losses import OWN_LOSSES, own_loss
 from .objectives.weights import preset_weight, weigh_advantages
 from .qarl_config import QaRLConfig
 from .quantization.schemes import get_scheme
-from .quantization.swap import disable_quantized_forward, prepare_model, quantized_forward, quantized_layers
+from .quantization.swap import (
+    disable_quantized_forward,
+    prepare_model,
+    quantized_forward,
+    quantized_layers,
+)
 from .rollout.engines import server_process
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
@@ -59,7 +68,8 @@ class QaRLTrainer(HubTrainer):
         args ([`QaRLConfig`], *optional*):
             Configuration. Defaults to `QaRLConfig("{model}-QaRL")`.
 
-    All other arguments are those of [`~trl.GRPOTrainer`]; `peft_config`, PEFT models and `quantization_config` raise.
+    All other arguments are those of [`~trl.GRPOTrainer`]; `quantization_config` is for QLoRA alone. With `peft_config`, or a model that
+    has an adapter, LoRA is trained beside a frozen low-bit base.
 
     Attributes:
         export_dir (`Path`):
@@ -112,6 +122,9 @@ class QaRLTrainer(HubTrainer):
             rollout_func,
             has_environment=environment_factory is not None,
         )
+        self._adapter_folder = model if is_adapter_folder(model) else None
+        if isinstance(model, str):
+            model = load_start(model, peft_config, args.model_init_kwargs)
         self._preset = PRESETS.get(args.objective)
         self.export_dir = Path(args.output_dir, args.scheme)
         self._calls_tools = False
@@ -127,6 +140,8 @@ class QaRLTrainer(HubTrainer):
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
                 tools=tools,
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
@@ -172,7 +187,12 @@ class QaRLTrainer(HubTrainer):
     def _prepare_policy(self) -> None:
         check_launch(self.accelerator, is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
         args = self.args
-        raise_problems([*problems_of_masters(self.model, args)])
+        has_adapter = is_peft_model(self.model)
+        if has_adapter:
+            keep_adapter_precise(self.model)
+        raise_problems([*problems_of_masters(self.model, args, has_adapter)])
+        if has_adapter:
+            raise_problems([*problems_of_adapted_model(self.model)])
         check_dropout(self.model, args)
         self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
         self._swap_arguments = {
@@ -180,10 +200,25 @@ class QaRLTrainer(HubTrainer):
             "scale_dtype": self._scale_dtype,
         }
         scheme = get_scheme(args.scheme, args.group_size)
-        self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
+        if has_adapter:
+            keep_masters = not args.quantize_learner
+            self.swap_report = prepare_base(
+                self.model,
+                scheme,
+                keep_masters=keep_masters,
+                is_merged=args.lora_mode == "merged",
+                **self._swap_arguments,
+            )
+            self._base = base_fingerprint(self.model)
+            if self._adapter_folder is not None:
+                check_record(self._adapter_folder, self._scheme_record())
+        else:
+            self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
-        self.numerics, reason = choose_numerics(self.model, args, self._scale_dtype, self.accelerator.num_processes)
+        self.numerics, reason = choose_numerics(
+            self.model, args, self._scale_dtype, self.accelerator.num_processes, has_adapter
+        )
         self._exact = args.exact or ("warn" if args.numerics is None else "require")
         self._attach_numerics(self.model)
         logger.info("numerics=%r: %s", self.numerics, reason)
@@ -314,7 +349,7 @@ class QaRLTrainer(HubTrainer):
     @property
     def _is_scored_by_sampler(self) -> bool:
         """Whether nothing needs the learner's log-probs of a rollout, of which `bypass` saves the forward."""
-        return self.args.objective == "bypass" and self.beta == 0.0 and self.args.numerics == "fast"
+        return self.args.objective == "bypass" and self.beta == 0.0 and self.numerics == "fast"
 
     def _check_exact(self, output: dict[str, Any]) -> None:
         """Raises, or warns, where a sampled token's log-prob is not the learner's, bit for bit."""
@@ -471,15 +506,22 @@ class QaRLTrainer(HubTrainer):
         return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self._scheme_record())
 
     def _scheme_record(self) -> dict[str, Any]:
-        return resume.scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
+        record = resume.scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
+        if is_peft_model(self.model):
+            record |= {"lora_mode": self.args.lora_mode, "base": self._base}
+        return record
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the masters, as TRL does, and beside them which scheme they were trained for, also in words."""
+        """
+        Writes the masters, or the adapter, as TRL does, and beside them which scheme they were trained for, also in words.
+        """
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
+        shutil.rmtree(folder / "ref", ignore_errors=True)
         resume.write_scheme(folder, self._scheme_record())
-        self._masters_card().save(folder / "README.md")
+        self._weights_card().save(folder / "README.md")
 
     @override
     def _save_checkpoint(self, model, trial):

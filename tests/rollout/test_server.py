@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model
-from trl_qarl import prepare_model
+from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.cli import main
 from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.rollout import server as serve
@@ -57,6 +58,28 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
         assert build_server_command("m", None, on_cpu=True)[1][name] == "0"
 
 
+def test_a_server_for_an_adapter_is_started_with_its_rank_and_layers(tmp_path, capsys):
+    argv, _ = build_server_command("m", None, max_lora_rank=16, lora_modules=["o_proj", "q_proj"])
+    assert "--enable-lora" in argv and option(argv, "--max-loras") == "1" and option(argv, "--max-lora-rank") == "16"
+    start = argv.index("--lora-target-modules") + 1
+    assert argv[start : start + 2] == ["o_proj", "q_proj"]
+    assert not any("lora" in argument for argument in build_server_command("m", None)[0])
+
+    def printed(*options):
+        parser = vllm_serve.make_parser("trl-qarl vllm-serve")
+        assert vllm_serve.main(*parser.parse_known_args([*options, "--print_command"])) == 0
+        return capsys.readouterr().out
+
+    model = make_tiny_model(tmp_path)
+    command = printed("--model", model, "--max_lora_rank", "8")
+    assert "--lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in command
+    # A low-bit checkpoint as the adapter's base: its own scheme counts.
+    learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prepare_model(learner, "w8a8", scale_dtype=torch.float32)
+    folder = str(export_checkpoint(learner, tmp_path / "low", dtype=torch.float32))
+    assert '"num_bits": 8' in printed("--model", folder, "--max_lora_rank", "8")
+
+
 def test_options_that_only_look_like_forbidden_ones_pass():
     allowed = ["--config-format", "hf", "--tensor-parallel-size", "2", "--kv-cache-metrics", "--seed=3", "-tp", "2"]
     argv, _ = build_server_command("m", None, vllm_args=allowed)
@@ -85,6 +108,10 @@ def test_options_that_only_look_like_forbidden_ones_pass():
         ({"vllm_args": ["-dp", "2"]}, "one server for each trainer"),
         ({"vllm_args": ["--pipeline_parallel_size", "2"]}, "a part of the model"),
         ({"vllm_args": ["-pp=2"]}, "a part of the model"),
+        ({"vllm_args": ["--enable-lora"]}, "it follows from --max_lora_rank"),
+        ({"vllm_args": ["--max-lora-rank=64"]}, "it follows from --max_lora_rank"),
+        ({"vllm_args": ["--lora-dtype", "float16"]}, "dtype of the model, as in the learner"),
+        ({"vllm_args": ["--lora-modules", "a=b"]}, "the adapter comes from the trainer"),
         # vLLM's parser takes the beginning of a name, and single entries of a dictionary.
         ({"vllm_args": ["--load-f", "auto"]}, "weights come from the trainer"),
         ({"vllm_args": ["--hf-overrides.rope_theta", "7"]}, "carries the scheme"),

@@ -70,6 +70,22 @@ class TestColocated:
         assert (low_bit - sampling)[mask].abs().max() < 1e-5
         assert (batch["old_per_token_logps"] - sampling)[mask].abs().mean() > 1e-3
 
+    def test_an_adapter_inside_the_low_bit_weights_is_published_with_them(self, tmp_path):
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        options = {"lora_mode": "merged", "optim": "adamw_torch", "learning_rate": 1e-2}
+        trainer = make_vllm_trainer(tmp_path, peft_config=config, vllm_mode="colocate", **options)
+        trainer.train()
+        assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+        assert logged(trainer, "rollout/weight_version") == [0, 2] and min(logged(trainer, "quant/code_flip_rate")) > 0
+        trainer.model.train()
+        batch = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 8)
+        mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
+        assert (batch["old_per_token_logps"] - sampling)[mask].abs().max() < 1e-5
+        with torch.no_grad(), trainer.model.disable_adapter():
+            base, _, _ = trainer._score(trainer.model, batch)
+        assert (base - sampling)[mask].abs().mean() > 1e-3
+
     @pytest.mark.parametrize("objective", ["grpo-tis", "mis-gspo"])
     def test_weight_of_the_mismatch_is_the_one_that_embedded_rollouts_get(self, tmp_path, objective):
         trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1, objective=objective)

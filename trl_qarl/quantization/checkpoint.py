@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .linear import QuantizedLinear
+from .names import base_modules, base_state_dict
 from .schemes import QuantScheme
 from .swap import quantized_layers
 from .tensors import LowBitTensor
@@ -31,7 +32,7 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
     """The tensors of [`checkpoint_state_dict`] one at a time, on the model's device, layer by layer."""
     layers = quantized_layers(model)
     seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in base_state_dict(model).items():
         prefix, _, leaf = name.rpartition(".")
         if leaf == "weight" and prefix in layers:
             tensor = layers[prefix].low_bit_weight()
@@ -73,7 +74,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
         "format": checkpoint_formats.pop() if len(checkpoint_formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in formats],
+        "ignore": [n for n, m in base_modules(model) if isinstance(m, nn.Linear) and n not in formats],
         "kv_cache_scheme": None,
     }
 
@@ -81,7 +82,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
 def quantized_formats(model: nn.Module) -> dict[str, tuple[QuantScheme, int | None]]:
     """Scheme and group size of every prepared or converted layer of `model`, by its name."""
     formats = {}
-    for name, module in model.named_modules():
+    for name, module in base_modules(model):
         source = module if isinstance(module, QuantizedLinear) else getattr(module, "weight", None)
         if isinstance(source, (QuantizedLinear, LowBitTensor)):
             formats[name] = source.scheme, source.group_size

@@ -19,8 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
-from .cards import export_card
+from .cards import ADAPTER_FOLDER, adapter_rank, export_card
 from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
+from .names import base_model, is_adapted
 from .schemes import SCHEMES
 from .swap import quantized_layers
 
@@ -46,7 +47,8 @@ def export_checkpoint(
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is
-            written as an ordinary checkpoint.
+            written as an ordinary checkpoint. Of a `PeftModel` the base is written, and its adapter to the folder `adapter`
+            inside, as PEFT does, unless the low-bit weights hold it already (`lora_mode="merged"`).
         output_dir (`str` or `Path`):
             Folder to write; made if missing.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
@@ -65,6 +67,17 @@ def export_checkpoint(
             high precision.
     """
     output_dir = Path(output_dir)
+    is_merged = any(layer.holds_adapter for layer in quantized_layers(model).values())
+    adapted, model = (model if is_adapted(model) and not is_merged else None), base_model(model)
+    if adapted is model:
+        raise ValueError(
+            "The model has an adapter, which only PEFT can save. Pass the `PeftModel` that it is part of."
+        )
+    if getattr(model, "is_loaded_in_4bit", False):
+        raise ValueError(
+            "The base is bitsandbytes' in 4 bits, which has no export here: `save_model` writes the adapter, and PEFT loads it on "
+            "the same base."
+        )
     layers, formats = quantized_layers(model), quantized_formats(model)
     if dtype is None:
         dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
@@ -82,6 +95,7 @@ def export_checkpoint(
     if formats:
         config.quantization_config = quantization_config(model)
     metadata = {"format": "pt", **_EXPORT_METADATA}
+    has_other_adapter = is_export(output_dir)
     with _written_as_a_whole(output_dir) as folder:
         config.save_pretrained(folder)
         if model.can_generate():
@@ -90,8 +104,15 @@ def export_checkpoint(
             processing_class.save_pretrained(folder)
         tensors = checkpoint_state_dict(model, dtype)
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
-        card = export_card(output_dir.name, model.name_or_path, scheme.name, str(dtype).removeprefix("torch."))
+        if adapted is not None:
+            # TRL may have added a copy of where training started.
+            adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"])
+        name, rank = str(dtype).removeprefix("torch."), adapter_rank(folder)
+        card = export_card(output_dir.name, model.name_or_path, scheme.name, name, lora_rank=rank)
         card.save(folder / "README.md")
+        if has_other_adapter:
+            # An earlier one's adapter belongs to another base.
+            shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
     return output_dir
 
 

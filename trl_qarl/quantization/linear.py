@@ -53,6 +53,8 @@ class QuantizedLinear(nn.Linear):
     use_quantized_forward: bool
     kernel_name: str | None
     num_flipped_codes: torch.Tensor | None
+    holds_adapter = False
+    """Whether an adapter is part of the weight that is quantized."""
 
     @classmethod
     def from_linear(
@@ -117,10 +119,29 @@ class QuantizedLinear(nn.Linear):
 
     def convert(self) -> nn.Linear:
         """Replace the master by its frozen low-bit weight, in place: an `nn.Linear` that computes what this layer does."""
+        self.freeze()
+        return self.to_linear()
+
+    def freeze(self) -> None:
+        """Replace the master by its low-bit weight, in place: the layer computes what it did and cannot be trained."""
         low_bit = self.low_bit_weight()
-        linear = self.to_linear()
-        linear.weight = nn.Parameter(low_bit, requires_grad=False)
-        return linear
+        self._drop_cache()
+        self.num_flipped_codes = None
+        self.weight = nn.Parameter(low_bit, requires_grad=False)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the master is gone."""
+        return isinstance(self.weight, LowBitTensor)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer can change the low-bit weight."""
+        return self.weight.requires_grad
+
+    def master(self) -> torch.Tensor:
+        """The high-precision weight that is quantized."""
+        return self.weight
 
     def low_bit_weight(self) -> LowBitTensor:
         """
@@ -131,12 +152,17 @@ class QuantizedLinear(nn.Linear):
         """
         # Read once: a parametrization computes a new tensor each time.
         weight = self.weight
+        if isinstance(weight, LowBitTensor):
+            return weight
         version = weight_version(weight)
         if version is not None and version == self._low_bit_version:
             return self._low_bit
+        return self._quantize(weight.detach(), version)
+
+    def _quantize(self, weight: torch.Tensor, version: tuple[Any, ...] | None) -> LowBitTensor:
         # Tensors made in inference mode could not be saved for backward later.
         with torch.inference_mode(False):
-            low_bit = LowBitTensor.from_hp(weight.detach(), self.scheme, self.scale_dtype)
+            low_bit = LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype)
             if self._low_bit is not None:
                 self.num_flipped_codes = count_code_flips(self._low_bit.qdata, low_bit.qdata)
                 if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):
@@ -156,7 +182,8 @@ class QuantizedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.use_quantized_forward:
             return super().forward(x)
-        return straight_through_linear(x, self.low_bit_weight(), self.bias, self.weight, self._product)
+        low_bit = self.low_bit_weight()
+        return straight_through_linear(x, low_bit, self.bias, None if self.is_frozen else self.weight, self._product)
 
     def _product(self, rows, low_bit, bias):
         y, seen, self.kernel_name = low_bit_linear(rows, low_bit, bias)

@@ -25,6 +25,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from transformers import PreTrainedModel
 
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
+from .names import base_model, base_modules, base_state_dict
 from .schemes import QuantScheme, get_scheme
 from .tensors import LowBitTensor
 
@@ -35,10 +36,12 @@ __all__ = [
     "convert_model",
     "disable_quantized_forward",
     "engine_precision",
+    "freeze_model",
     "kernels_run",
     "prepare_model",
     "quantized_forward",
     "quantized_layers",
+    "report_frozen",
     "restore_model",
 ]
 
@@ -114,6 +117,8 @@ class SwapReport:
             Bytes of the same weights in 16-bit precision.
         low_bit_bytes (`int`):
             Bytes of the same weights in low-bit form, scales included.
+        dropped_bytes (`int`, *optional*, defaults to `0`):
+            Bytes of the master weights that [`freeze_model`] has dropped since.
     """
 
     scheme: QuantScheme
@@ -122,6 +127,7 @@ class SwapReport:
     master_bytes: int
     bf16_bytes: int
     low_bit_bytes: int
+    dropped_bytes: int = 0
 
     def __str__(self) -> str:
         if not self.scheme.is_quantized:
@@ -132,6 +138,8 @@ class SwapReport:
             f"scheme {self.scheme.name}: {len(self.converted)} linear layers quantized ({', '.join(parts)}), "
             f"{self.low_bit_bytes / 2**20:.1f} MiB low-bit against {self.bf16_bytes / 2**20:.1f} MiB in bf16"
         ]
+        if self.dropped_bytes:
+            lines.append(f"frozen: {self.dropped_bytes / 2**20:.1f} MiB of master weights dropped")
         for reason, count in Counter(self.skipped.values()).items():
             names = [name for name, why in self.skipped.items() if why == reason]
             lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")
@@ -174,7 +182,7 @@ def prepare_model(
     _check_not_quantized(model)
     if not scheme.is_quantized:
         return SwapReport(scheme, {}, {}, 0, 0, 0)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
     reasons = _reasons_to_skip(model, linears, exclude_modules)
@@ -192,7 +200,8 @@ def prepare_model(
             raise ValueError(f"Layer {name!r}: {error}") from None
     if any(module.weight.is_inference() for module in chosen.values()):
         raise ValueError(MADE_IN_INFERENCE_MODE)
-    quantize_(model, QaRLWeightConfig(scheme, scale_dtype=scale_dtype), filter_fn=lambda _, name: name in chosen)
+    layers = set(chosen.values())
+    quantize_(model, QaRLWeightConfig(scheme, scale_dtype=scale_dtype), filter_fn=lambda module, _: module in layers)
     low_bit_bytes = 0
     for module in chosen.values():
         low_bit_bytes += _low_bit_bytes(module)
@@ -204,6 +213,20 @@ def prepare_model(
         master_bytes=sum(weight.nbytes for weight in weights),
         bf16_bytes=sum(2 * weight.numel() for weight in weights),
         low_bit_bytes=low_bit_bytes,
+    )
+
+
+def report_frozen(model: nn.Module) -> SwapReport:
+    """The report of a model from [`~trl_qarl.quantization.load.load_frozen_model`], which came without masters."""
+    layers = quantized_layers(model)
+    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
+    return SwapReport(
+        scheme=next(iter(layers.values())).scheme,
+        converted={name: layer.group_size for name, layer in layers.items()},
+        skipped={name: "not quantized in the checkpoint" for name in linears if name not in layers},
+        master_bytes=0,
+        bf16_bytes=sum(2 * layer.weight.numel() for layer in layers.values()),
+        low_bit_bytes=sum(layer.low_bit_weight().num_bytes for layer in layers.values()),
     )
 
 
@@ -246,9 +269,22 @@ def _detach_numerics(model: nn.Module) -> None:
         detach()
 
 
+def freeze_model(model: nn.Module) -> int:
+    """
+    Drop the masters of every [`QuantizedLinear`] of `model` that holds no adapter, in place, and return the bytes they took.
+
+    The layers compute what they computed before, bit for bit, and pass gradients to their input and to adapters beside them.
+    """
+    layers = [layer for layer in quantized_layers(model).values() if not layer.holds_adapter]
+    num_bytes = sum(layer.weight.nbytes for layer in layers if not layer.is_frozen)
+    for layer in layers:
+        layer.freeze()
+    return num_bytes
+
+
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Every [`QuantizedLinear`] of `model` by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    """Every [`QuantizedLinear`] of `model` by its name, that in the base model where an adapter wraps it."""
+    return {name: module for name, module in base_modules(model) if isinstance(module, QuantizedLinear)}
 
 
 def disable_quantized_forward(model: nn.Module) -> None:
@@ -282,7 +318,7 @@ def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [
         tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in base_state_dict(model).items()
         if tensor.is_floating_point() and name not in quantized and not isinstance(tensor, LowBitTensor)
     ]
     saved = [tensor.detach().clone() for tensor in tensors]
@@ -310,6 +346,7 @@ def _check_not_quantized(model: nn.Module) -> None:
         raise ValueError(
             "The model has been converted already: its masters are gone. Load the high-precision checkpoint."
         )
+    model = base_model(model)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None or getattr(model, "is_quantized", False):
         method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")
@@ -322,6 +359,7 @@ def _check_not_quantized(model: nn.Module) -> None:
 def _reasons_to_skip(
     model: nn.Module, linears: dict[str, nn.Linear], exclude_modules: str | Sequence[str] | None
 ) -> dict[str, str]:
+    model = base_model(model)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     embedding_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     excluded = _excluded(linears, exclude_modules)

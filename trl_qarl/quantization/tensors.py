@@ -218,4 +218,13 @@ def _copy(func, types, args, kwargs):
     return self
 
 
+@LowBitTensor.implements([torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor])
+def _add(func, types, args, kwargs):
+    # No TypeError, which `+=` would take for an operation that nobody defines.
+    raise RuntimeError(
+        "Nothing can be added to a low-bit weight: what PEFT's `merge_and_unload` adds would be rounded away. Serve the "
+        "adapter beside the base, or merge it with `trl-qarl export --merge_adapter`, which says what is lost."
+    )
+
+
 torch.serialization.add_safe_globals([LowBitTensor, QuantScheme])

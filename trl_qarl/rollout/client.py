@@ -305,7 +305,7 @@ class QaRLClient(VLLMClient):
             raise PublishError(str(error)) from error
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of [`~trl_qarl.vllm_plugin.weight_transfer.WorkerExtension`] on every worker and return the results."""
+        """Call a method of [`~trl_qarl.vllm_plugin.worker.WorkerExtension`] on every worker and return the results."""
         return _json(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
 
     def weight_version(self) -> str:

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ..adapters.engine import lora_arguments
+from ..quantization.cards import ADAPTER_FOLDER
 from ..quantization.export import export_checkpoint
 from .scoring import engine_log_probs, log_probs_of_tokens, prompt_log_probs
 
@@ -50,6 +52,7 @@ def _score_export(generation, sequences: list[list[int]]) -> list[list[float]]:
         task = {
             "sequences": sequences,
             "gpu_memory_utilization": generation.gpu_memory_utilization,
+            "lora": lora_arguments(generation.model),
         }
         (Path(folder) / "task.json").write_text(json.dumps(task))
         alone = {name: value for name, value in os.environ.items() if name not in _RENDEZVOUS}
@@ -74,8 +77,15 @@ def _main(folder: str) -> None:
         max_model_len=max(map(len, task["sequences"])) + 1,
         max_num_seqs=len(task["sequences"]),
         gpu_memory_utilization=task["gpu_memory_utilization"],
+        **task["lora"],
     )
-    scores = log_probs_of_tokens(engine_log_probs(llm, task["sequences"]), task["sequences"])
+    request = None
+    if task["lora"]:
+        from vllm.lora.request import LoRARequest
+
+        # vLLM reads the adapter as PEFT saved it, without any of what a publication does.
+        request = LoRARequest("policy", 1, str(Path(folder) / ADAPTER_FOLDER))
+    scores = log_probs_of_tokens(engine_log_probs(llm, task["sequences"], lora_request=request), task["sequences"])
     (Path(folder) / "scores.json").write_text(json.dumps(scores))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..adapters.engine import lora_arguments
 from ..quantization.checkpoint import quantization_config
 from ..quantization.export import is_export
 from ..quantization.swap import quantized_layers
@@ -79,6 +80,7 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
         load_format="dummy",
         hf_overrides={"quantization_config": config} if config else None,
         dtype=dtype,
+        **lora_arguments(model),
         **arguments,
     )
 
@@ -121,6 +123,7 @@ def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
         vllm_args += ["--tensor-parallel-size", str(args.vllm_tensor_parallel_size)]
     if args.trust_remote_code:
         vllm_args.append("--trust-remote-code")
+    lora = lora_arguments(model)
     argv, environment = build_server_command(
         model.name_or_path,
         quantization_config(model) if quantized_layers(model) else None,
@@ -133,6 +136,8 @@ def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
         transfer_dir=default_transfer_dir(args.vllm_server_port, largest_chunk(model, dtype)).with_name(
             f"{owned_prefix()}{secrets.token_hex(8)}"
         ),
+        max_lora_rank=lora.get("max_lora_rank"),
+        lora_modules=lora.get("lora_target_modules", ()),
         vllm_args=vllm_args,
     )
     return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

@@ -10,6 +10,7 @@ __all__ = [
     "TRANSFER_DIR_VARIABLE",
     "WORKER_EXTENSION",
     "PublishError",
+    "is_adapter_tensor",
 ]
 
 SESSION_PATH = "/qarl/session"
@@ -26,4 +27,9 @@ class PublishError(RuntimeError):
 
 
 GATE = "trl_qarl.vllm_plugin.gate.PublicationGate"
-WORKER_EXTENSION = "trl_qarl.vllm_plugin.weight_transfer.WorkerExtension"
+WORKER_EXTENSION = "trl_qarl.vllm_plugin.worker.WorkerExtension"
+
+
+def is_adapter_tensor(name: str) -> bool:
+    """Whether a published tensor is A or B of a LoRA adapter."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))

@@ -10,12 +10,13 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..adapters.engine import adapter_problems, iter_adapter_tensors
 from ..quantization.checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config
 from ..quantization.swap import quantized_forward, quantized_layers
 from ..telemetry.probe import learner_log_probs
@@ -28,7 +29,7 @@ from .fingerprint import (
     model_differences,
     sample_token_ids,
 )
-from .protocol import PublishError
+from .protocol import PublishError, is_adapter_tensor
 from .transports import Tensors, Transport, num_bytes_of
 
 
@@ -105,7 +106,7 @@ class Publisher:
         if self.tokenizer is not None:
             ours = describe_tokenizer(self.tokenizer)
             problems += model_differences("tokenizer", ours, engine.get("tokenizer") or {})
-        problems += _unsupported_settings(engine)
+        problems += [*_unsupported_settings(engine), *adapter_problems(self.model, engine)]
         has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in quantized_layers(self.model).values())
         if has_fp8_scales and engine["tensor_parallel_size"] != 1:
             problems.append(
@@ -194,7 +195,7 @@ class Publisher:
         return log_probs.gather(1, ids[1:, None])[:, 0].cpu()
 
     def _changed_layers(self, published: dict[str, str], fingerprints: dict[str, str]) -> Iterator[Tensors]:
-        tensors = iter_checkpoint_tensors(self.model, self.dtype)
+        tensors = chain(iter_checkpoint_tensors(self.model, self.dtype), iter_adapter_tensors(self.model, self.dtype))
         for _, members in groupby(tensors, key=lambda item: _layer_of(item[0])):
             layer = list(members)
             start = time.perf_counter()
@@ -242,6 +243,11 @@ def _rounded(values: torch.Tensor) -> list[float]:
 
 
 def _layer_of(name: str) -> str:
-    """What must be sent together: the name up to its first number, such as `"model.layers.3"`, else its module."""
+    """
+    What must be sent together: an adapter; of the weights the name up to its first number, such as `"model.layers.3"`, else its
+    module.
+    """
+    if is_adapter_tensor(name):
+        return "the adapter"
     match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return match.group() if match else name.rpartition(".")[0] or name

@@ -19,11 +19,14 @@ def prompt_log_probs(generation, sequences: list[list[int]], num_top: int = 0) -
     ]
 
 
-def engine_log_probs(llm, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
+def engine_log_probs(
+    llm, sequences: list[list[int]], num_top: int = 0, lora_request=None
+) -> list[list[dict[int, float]]]:
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=num_top)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], parameters, use_tqdm=False)
+    prompts = [{"prompt_token_ids": ids} for ids in sequences]
+    outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora_request)
     return [
         [{token: value.logprob for token, value in entry.items()} for entry in output.prompt_logprobs[1:]]
         for output in outputs

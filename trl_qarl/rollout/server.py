@@ -38,6 +38,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _NO_DRAFT = "no weights are published to a draft model"
+_LORA = "it follows from --max_lora_rank"
 _ONE_REPLICA = "weights are published to one replica; start one server for each trainer"
 
 # vLLM options that are set here or left at their defaults, with the reason why nobody else may set them.
@@ -64,6 +65,14 @@ _IMPOSED = {
     "--spec-tokens": _NO_DRAFT,
     "--pipeline-parallel-size": "a stage holds a part of the model, and the audit sees whole models only",
     "-pp": "a stage holds a part of the model, and the audit sees whole models only",
+    "--enable-lora": _LORA,
+    "--max-loras": _LORA,
+    "--max-cpu-loras": _LORA,
+    "--max-lora-rank": _LORA,
+    "--lora-target-modules": _LORA,
+    "--lora-dtype": "an adapter has the dtype of the model, as in the learner",
+    "--lora-modules": "the adapter comes from the trainer",
+    "--default-mm-loras": "the adapter comes from the trainer",
     "--data-parallel-size": _ONE_REPLICA,
     "-dp": _ONE_REPLICA,
     "--data-parallel-size-local": _ONE_REPLICA,
@@ -150,6 +159,8 @@ def build_server_command(
     on_cpu: bool = False,
     transport: str | None = None,
     transfer_dir: str | Path | None = None,
+    max_lora_rank: int | None = None,
+    lora_modules: Sequence[str] = (),
     vllm_args: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """
@@ -172,6 +183,10 @@ def build_server_command(
             `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, to `"nccl"` else.
         transfer_dir (`str` or `Path`, *optional*):
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
+        max_lora_rank (`int`, *optional*):
+            Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.adapters.engine.ENGINE_RANKS`]; none without.
+        lora_modules (`Sequence[str]`, *optional*):
+            Last components of the names of the layers that may have an adapter.
         vllm_args (`Sequence[str]`, *optional*):
             Further arguments of `vllm serve`.
 
@@ -200,6 +215,9 @@ def build_server_command(
     argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     argv += ["--weight-transfer-config", json.dumps({"backend": backend})]
     argv += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", GATE]
+    if max_lora_rank is not None:
+        argv += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_lora_rank)]
+        argv += ["--lora-target-modules", *lora_modules]
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if transport == "file":
         environment[TRANSFER_DIR_VARIABLE] = str(transfer_dir or default_transfer_dir(port))

@@ -19,12 +19,16 @@ DTYPES = ("bfloat16", "float16", "float32")
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Quantize master weights and write them as a compressed-tensors checkpoint.",
+        description="Quantize master weights and write them as a compressed-tensors checkpoint; of an adapter, the low-bit "
+        "base with the adapter beside it, or in it if it was trained merged.",
         epilog="Master weights saved by `trl-qarl train` carry the settings they were trained with; only other "
         "weights need --scheme.",
     )
     parser.add_argument(
-        "--model_name_or_path", required=True, metavar="MODEL", help="master weights: hub id or folder"
+        "--model_name_or_path",
+        required=True,
+        metavar="MODEL",
+        help="master weights: hub id or folder; or a folder with an adapter",
     )
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--scheme", choices=list(SCHEMES), help="quantization scheme")
@@ -42,6 +46,12 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
     parser.add_argument("--hub_private_repo", action="store_true", help="make that repository a private one")
     parser.add_argument("--hub_revision", metavar="BRANCH", help="branch to push to; made if it is missing")
+    parser.add_argument(
+        "--merge_adapter",
+        action="store_true",
+        help="quantize base and adapter together, which is another policy than the one trained in lora_mode 'adapter'; says by "
+        "how much",
+    )
     parser.add_argument("--model_revision", default="main", help="revision on the hub")
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     return parser
@@ -55,6 +65,9 @@ def main(args: Namespace) -> int:
     from trl.trainer.utils import create_model_from_path
 
     from .. import hub
+    from ..adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
+    from ..adapters.merge import merge_adapter
+    from ..adapters.tensors import is_adapter_folder
     from ..quantization.cards import TrainingFacts, folder_size, save_export_card, serve_command
     from ..quantization.export import export_checkpoint
     from ..quantization.schemes import get_scheme
@@ -72,8 +85,21 @@ def main(args: Namespace) -> int:
         )
         record = read_record(record_path) if record_path else None
         settings = merge_with_record(args, record, args.model_name_or_path)
+        has_adapter = is_adapter_folder(args.model_name_or_path)
+        if args.merge_adapter and not has_adapter:
+            raise ValueError(f"--merge_adapter was given, but {args.model_name_or_path} is no folder with an adapter.")
+        is_merged = has_adapter and (record or {}).get("lora_mode") == "merged"
+        if args.merge_adapter and is_merged:
+            raise ValueError(
+                f"--merge_adapter was given, but the adapter in {args.model_name_or_path} was trained merged (lora_mode='merged'), "
+                "and its export is. Remove it."
+            )
         try:
-            model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
+            if has_adapter:
+                kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
+                model = load_adapter(args.model_name_or_path, kwargs, is_trainable=False)
+            else:
+                model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
         except SafetensorError as error:
             raise ValueError(
                 f"A weight file of {args.model_name_or_path} is damaged or cut off ({error}). Copy it again, or "
@@ -81,13 +107,18 @@ def main(args: Namespace) -> int:
             ) from error
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         dtype = getattr(torch, settings["scale_dtype"])
-        report = prepare_model(
-            model,
-            get_scheme(settings["scheme"], settings["group_size"]),
-            exclude_modules=settings["exclude_modules"],
-            scale_dtype=dtype,
-        )
-        print(report)
+        scheme = get_scheme(settings["scheme"], settings["group_size"])
+        arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": dtype}
+        if has_adapter:
+            report = prepare_base(model, scheme, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
+            print(report)
+            check_record(args.model_name_or_path, settings | {"base": base_fingerprint(model)})
+            if args.merge_adapter:
+                model, loss = merge_adapter(model)
+                print(f"Warning: {loss}")
+        else:
+            report = prepare_model(model, scheme, **arguments)
+            print(report)
         folder = export_checkpoint(model, args.output_dir, processing_class, dtype)
     known = {name: settings.get(name) for name in ("objective", "quantize_learner", "group_size", "exclude_modules")}
     facts = TrainingFacts(

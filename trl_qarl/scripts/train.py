@@ -44,7 +44,12 @@ def make_parser(prog: str | None = None) -> "TrlParser":
             },
         )
 
-    types = (ScriptArguments, QaRLConfig, ModelConfig, DatasetMixtureConfig)
+    @dataclass
+    class ModelArguments(ModelConfig):
+        # TRL's is 0.05, with which rollout, scoring and loss would see different policies.
+        lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout."})
+
+    types = (ScriptArguments, QaRLConfig, ModelArguments, DatasetMixtureConfig)
     # A usage line of 300 options would bury the error below it.
     return TrlParser(types, prog=prog, usage=USAGE)
 
@@ -120,9 +125,10 @@ def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
 
 
 def main(script_args, training_args, model_args, dataset_args) -> None:
-    """Train, save the master weights, and export the low-bit policy."""
+    """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
+    from ..adapters.tensors import is_peft_model
     from ..hub import PushFailed, exports_policy
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.cards import folder_size, serve_command
@@ -137,6 +143,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             raise ValueError(
                 f"--export_dir=none with --push_to_hub and --hub_export={training_args.hub_export}: what is pushed is the export. "
                 "Leave `--export_dir` out, or push the masters: `--hub_export master`."
+            )
+        quantization_config = get_quantization_config(model_args)
+        if quantization_config is not None and export_dir is not None:
+            raise ValueError(
+                "A base that bitsandbytes quantizes has no export: `--output_dir` gets the adapter. Give `--export_dir none`."
             )
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
         training_args.model_init_kwargs = {
@@ -157,7 +168,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
                 if training_args.eval_strategy != "no"
                 else None
             ),
-            quantization_config=get_quantization_config(model_args),
+            quantization_config=quantization_config,
             peft_config=get_peft_config(model_args),
         )
         trainer.export_dir = export_dir or trainer.export_dir
@@ -176,7 +187,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
             failure = error
     else:
         trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Master weights saved to {training_args.output_dir}.")
+    saved = "Adapter" if is_peft_model(trainer.model) else "Master weights"
+    trainer.accelerator.print(f"{saved} saved to {training_args.output_dir}.")
     if training_args.is_quantized and has_stacked_experts(trainer.model):
         trainer.accelerator.print("Nothing exported: a mixture of experts has no low-bit checkpoint.")
     elif export_dir is not None and failure is None and trainer.is_world_process_zero():

@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
+from ..adapters.engine import ENGINE_RANKS
 from ..quantization.schemes import SCHEMES
 from ..rollout.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE
@@ -42,6 +43,12 @@ def make_parser(prog: str) -> ArgumentParser:
         choices=["bfloat16", "float16", "float32"],
         help="the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)",
     )
+    parser.add_argument(
+        "--max_lora_rank",
+        type=int,
+        choices=ENGINE_RANKS,
+        help="for a learner that trains a LoRA adapter: its rank `r`, or the next larger of these",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
@@ -74,6 +81,8 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             on_cpu=not torch.cuda.is_available(),
             transport=args.transport,
             transfer_dir=args.transfer_dir or default_transfer_dir(args.port, _largest_chunk(args)),
+            max_lora_rank=args.max_lora_rank,
+            lora_modules=_linear_layers(args) if args.max_lora_rank else (),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
@@ -111,6 +120,8 @@ def _quantization_config(args: Namespace) -> dict[str, Any] | None:
             raise ValueError(f"--exclude_modules was given, but scheme {scheme.name!r} quantizes nothing. Remove it.")
         return None
     model = _shapes(args)
+    if (low_bit := getattr(model.config, "quantization_config", None)) is not None:
+        return low_bit
     prepare_model(model, scheme, exclude_modules=args.exclude_modules)
     return quantization_config(model)
 
@@ -123,16 +134,27 @@ def _largest_chunk(args: Namespace) -> int:
     return largest_chunk(_shapes(args), getattr(torch, args.dtype))
 
 
+def _linear_layers(args: Namespace) -> list[str]:
+    """Last components of the names of the layers that an adapter may stand beside."""
+    from torch import nn
+
+    model = _shapes(args)
+    head = model.get_output_embeddings()
+    layers = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    return sorted(layers)
+
+
 def _shapes(args: Namespace):
     """The model without its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and args.max_lora_rank is None:
         raise ValueError(
             f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
-            f"masters. To serve the model as it is, run `vllm serve {args.model}`."
+            f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
+            "--max_lora_rank."
         )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)

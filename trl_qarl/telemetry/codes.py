@@ -37,7 +37,7 @@ def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
 @torch.no_grad()
 def sampled_masters(layers: Mapping[str, QuantizedLinear]) -> dict[str, torch.Tensor]:
     """Copies of up to 32 evenly spaced rows of each master weight, for [`update_to_step`]."""
-    return {name: layer.weight[_sampled_rows(layer)].clone() for name, layer in layers.items()}
+    return {name: layer.master()[_sampled_rows(layer)].clone() for name, layer in layers.items()}
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def update_to_step(before: Mapping[str, torch.Tensor], layers: Mapping[str, Quan
         layer, rows = layers[name], _sampled_rows(layers[name])
         low_bit = layer.low_bit_weight()
         scale = low_bit.scale[rows].float().unsqueeze(-1)  # (R, groups, 1)
-        change = (layer.weight[rows].float() - old.float()).abs().view(*scale.shape[:2], -1)
+        change = (layer.master()[rows].float() - old.float()).abs().view(*scale.shape[:2], -1)
         if layer.scheme.weight_type == "float":
             codes = low_bit.qdata[rows].float().abs().view_as(change)
             scale = scale * torch.exp2(codes.log2().floor().clamp(min=-6) - 3)
@@ -76,7 +76,7 @@ def sqnr(layers: Mapping[str, QuantizedLinear]) -> dict[str, float]:
     """
     sums: dict[str, list[float]] = {}
     for name, layer in layers.items():
-        weight = layer.weight.float()
+        weight = layer.master().float()
         low_bit = layer.low_bit_weight().gemm_weight()
         signal = weight.square().sum().item()
         noise = (weight - low_bit.dequantize(torch.float32)).square().sum().item()

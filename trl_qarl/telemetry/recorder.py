@@ -15,6 +15,7 @@ from typing_extensions import override
 from ..forward import FORWARD_KEYS, loss_mask
 from ..objectives.presets import rejects, rejects_by_product
 from ..objectives.weights import mismatch_weight, sequence_log_ratio
+from ..quantization.linear import QuantizedLinear
 from ..quantization.swap import quantized_forward, quantized_layers
 from .bounds import histogram_bounds, sequence_bounds
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
@@ -142,7 +143,7 @@ class Recorder(TrainerCallback):
             is_scored (`bool`, *optional*, defaults to `True`):
                 Whether `old_per_token_logps` are the learner's; without them there is no mismatch to measure.
         """
-        batch = {**(self._mismatch(output) if is_scored else {}), **sqnr(quantized_layers(self.model)), **publication}
+        batch = {**(self._mismatch(output) if is_scored else {}), **sqnr(self._layers_with_masters()), **publication}
         self.log(batch)
         if not self.model.training:
             return
@@ -251,18 +252,25 @@ class Recorder(TrainerCallback):
     @override
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._step_start = time.perf_counter()
-        self._masters = sampled_masters(quantized_layers(self.model))
+        self._masters = sampled_masters(self._trained_layers())
 
     @override
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Quantizes the masters and measures how many codes changed."""
-        layers = quantized_layers(self.model)
+        layers = self._trained_layers()
         rate = code_flip_rate(layers.values())
         self.synchronize()
         self.log({"step/optimizer_seconds": time.perf_counter() - self._step_start})
         if not layers:
             return
         self.log({"quant/code_flip_rate": rate, "quant/update_to_step": update_to_step(self._masters, layers)})
+
+    def _layers_with_masters(self) -> dict[str, QuantizedLinear]:
+        return {name: layer for name, layer in quantized_layers(self.model).items() if not layer.is_frozen}
+
+    def _trained_layers(self) -> dict[str, QuantizedLinear]:
+        # Beside an adapter nothing of the base moves.
+        return {name: layer for name, layer in quantized_layers(self.model).items() if layer.is_trained}
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """

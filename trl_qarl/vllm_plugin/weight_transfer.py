@@ -1,8 +1,8 @@
 """
 vLLM's side of publication: receive a learner's tensors, reload the model with them, and check what arrived.
 
-One publication is `start_weight_update`, one `update_weights` per chunk, [`WorkerExtension.qarl_expect`] with the
-fingerprints of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer in
+One publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_expect` with the fingerprints
+of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer in
 checkpoint format, repacks it for its kernel and copies the result into the tensors that the engine runs with.
 
 `finish_weight_update` raises, and the server's gate stays closed, unless
@@ -14,7 +14,7 @@ checkpoint format, repacks it for its kernel and copies the result into the tens
 - the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is repacked, and
   what they held before where nothing was sent. Each rank compares its own.
 
-The fingerprints of the running tensors are kept. [`WorkerExtension.qarl_begin`] compares them before the next publication and names
+The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next publication and names
 what has changed meanwhile, which the learner then sends again. Operands that a kernel keeps outside of parameters and buffers have no
 fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares log-probs.
 
@@ -26,6 +26,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,17 +41,16 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..numerics.kernels import describe_arithmetic
-from ..rollout.fingerprint import describe_model, describe_tokenizer, fingerprint, fingerprint_differences
-from ..rollout.protocol import TRANSFER_DIR_VARIABLE
+from ..rollout.fingerprint import fingerprint, fingerprint_differences
+from ..rollout.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor
 from ..rollout.transfer_dir import confined_path
-from .engine_tensors import dtype_and_shape, kernels_in_use, live_fingerprints, owned_names, tied_names
+from .adapters import PublishedAdapter, on_bare_model
+from .engine_tensors import dtype_and_shape, live_fingerprints, owned_names, tied_names
 
 
-__all__ = ["FileEngine", "NCCLEngine", "WorkerExtension"]
+__all__ = ["FileEngine", "NCCLEngine"]
 
 # The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others.
 _SHARED_BY_SHARDS = "weight_shape"
@@ -71,6 +71,7 @@ class _AuditedReload:
         self._sources: dict[str, list[str]] = {}
         self._is_loading = False
         self._expected: dict[str, str] | None = None
+        self.adapter = PublishedAdapter(self.model, self._engine_name, self._tensor_parallel_size() == 1)
         self._forget()
 
     def _forget(self) -> None:
@@ -82,7 +83,9 @@ class _AuditedReload:
         self._before: dict[str, str] = {}
         self._owned: dict[str, list[str]] = {}
         self._tied: dict[str, str] = {}
+        self.adapter.forget_arrived()
 
+    @on_bare_model
     def changed(self) -> list[str]:
         """
         Names in a checkpoint of the tensors that do not run as the last publication left them.
@@ -104,12 +107,18 @@ class _AuditedReload:
                     "published restores it. Something else writes into the engine's memory; start the engine again."
                 )
             names.update(sources)
-        return sorted(names)
+        return sorted(names) + self.adapter.changed()
 
+    @on_bare_model
     def start_weight_update(self) -> None:
         before = self._before or live_fingerprints(self.model)
         self.abandon()
         self._before = before
+        # With LoRA most updates are an adapter alone, for which nothing is reloaded.
+        if not hasattr(self.model, "lora_manager"):
+            self._start_reload()
+
+    def _start_reload(self) -> None:
         # Reloading unties tensors for its duration.
         self._tied = dict(tied_names(self.model))
         with set_default_torch_dtype(self.model_config.dtype):
@@ -120,6 +129,7 @@ class _AuditedReload:
             self._owned[path] = self._owned[source]
         self._watch_layers()
 
+    @on_bare_model
     def abandon(self) -> None:
         """Give up an update that was not finished. The model holds garbage until the next one is."""
         if self._is_loading:
@@ -134,6 +144,7 @@ class _AuditedReload:
         }
         self.published = {}
 
+    @on_bare_model
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors under their checkpoint names, taking the fingerprint of each."""
         with set_default_torch_dtype(self.model_config.dtype), self._watched_loading():
@@ -143,22 +154,52 @@ class _AuditedReload:
         """Say what a complete publication consists of; `finish_weight_update` compares."""
         self._expected = dict(fingerprints)
 
+    @on_bare_model
     def finish_weight_update(self) -> None:
         if self._expected is None:
             raise RuntimeError("The learner has not said which tensors to expect, so the update cannot be checked.")
-        self._finalize()
-        live = live_fingerprints(self.model)
-        problems = self._problems() + self._live_problems(live)
+        if self._is_loading:
+            self._finalize()
+            live = live_fingerprints(self.model)
+            problems = self._problems() + self._live_problems(live)
+        else:
+            # An adapter alone. What it stands on was looked at when the update began.
+            live = self._before
+            problems = fingerprint_differences(self._expected, self._kept() | self._arrived)
         if problems:
             self._distrust()
             raise RuntimeError("The published weights are not the learner's:\n" + "\n".join(problems))
+        if self._owned:
+            self._remember_sources()
         self.published, self._live = self._expected, live
+        self.adapter.accept(filter(is_adapter_tensor, self._expected))
+        self._forget()
+
+    def activate_adapter(self) -> None:
+        """
+        Have the engine compute with the adapter that was published, if one was.
+
+        Raises:
+            RuntimeError: if it does not hold it afterwards.
+        """
+        try:
+            self.adapter.activate()
+        except RuntimeError:
+            self._distrust()
+            raise
+
+    def _kept(self) -> dict[str, str]:
+        """What earlier publications have left; of the adapter nothing where a new one has arrived."""
+        is_new = any(map(is_adapter_tensor, self._arrived))
+        return {name: value for name, value in self.published.items() if not (is_new and is_adapter_tensor(name))}
+
+    def _remember_sources(self) -> None:
+        assert self._expected is not None
         original = {self._engine_name(name): name for name in self._expected}
         self._sources = {}
         for path, parts in self._owned.items():
             sources = self._sources.setdefault(path.rpartition(".")[0], [])
             sources += [original[part] for part in parts if part in original]
-        self._forget()
 
     def _finalize(self) -> None:
         with set_default_torch_dtype(self.model_config.dtype):
@@ -167,11 +208,11 @@ class _AuditedReload:
 
     def _problems(self) -> list[str]:
         assert self._expected is not None
-        received = self.published | self._arrived
+        received = self._kept() | self._arrived
         received = {name: value for name, value in received.items() if name in self._arrived or name in self._expected}
         problems = fingerprint_differences(self._expected, received)
         owned = {name for names in self._owned.values() for name in names}
-        mapped = {self._engine_name(name): name for name in self._expected}
+        mapped = {self._engine_name(name): name for name in self._expected if not is_adapter_tensor(name)}
         if self._is_resolvable(owned, mapped.keys()):
             problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
             problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
@@ -240,8 +281,14 @@ class _AuditedReload:
         load_weights = self.model.load_weights
 
         def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            weights = self.adapter.take(tensors, self._arrived)
+            first = next(weights, None)
+            if first is None:
+                return set()
+            if not self._is_loading:
+                self._start_reload()
             kept: dict[str, torch.Tensor] = {}
-            loaded = load_weights(self._take_fingerprints(tensors, kept))
+            loaded = load_weights(self._take_fingerprints(chain([first], weights), kept))
             self._load_tied(kept)
             return loaded
 
@@ -351,48 +398,7 @@ class FileEngine(_AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateIn
 class NCCLEngine(_AuditedReload, NCCLWeightTransferEngine):
     """vLLM's NCCL transfer with the same checks."""
 
+    @on_bare_model
     def receive_weights(self, update_info) -> None:
         with set_default_torch_dtype(self.model_config.dtype), self._watched_loading():
             super().receive_weights(update_info)
-
-
-class WorkerExtension:
-    """Methods a worker gains through `--worker-extension-cls`, called by `/collective_rpc` or `LLM.collective_rpc`."""
-
-    def qarl_describe(self) -> dict[str, Any]:
-        """What the engine was built for, to be compared with the learner before the first publication."""
-        config = self.vllm_config
-        hf_config = config.model_config.hf_text_config
-        quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(
-            hf_config, "quantization_config", None
-        )
-        tokenizer = cached_tokenizer_from_config(config.model_config)
-        return {
-            "quantization_config": quantization or {},
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "logprobs_mode": config.model_config.logprobs_mode,
-            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
-            "device": str(self.device),
-            "backend": config.weight_transfer_config.backend,
-            "published": len(self.weight_transfer_engine.published),
-            "kernels": kernels_in_use(self.model_runner.model),
-            "model": describe_model(hf_config),
-            "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
-            "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
-            "data_parallel_size": config.parallel_config.data_parallel_size,
-            "kv_cache_dtype": str(config.cache_config.cache_dtype),
-            "is_speculative": config.speculative_config is not None,
-            "arithmetic": describe_arithmetic() if self.device.type == "cpu" else None,
-            "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
-        }
-
-    def qarl_begin(self) -> list[str]:
-        """Clear away what an earlier trainer left unfinished; returns [`_AuditedReload.changed`]."""
-        self._weight_update_active = False
-        self.weight_transfer_engine.reset_weight_update_target()
-        self.weight_transfer_engine.abandon()
-        return self.weight_transfer_engine.changed()
-
-    def qarl_expect(self, fingerprints: dict[str, str]) -> None:
-        """See [`_AuditedReload.expect`]."""
-        self.weight_transfer_engine.expect(fingerprints)

@@ -1,0 +1,180 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config, product_reference, relative_error
+from trl_qarl.adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
+from trl_qarl.adapters.merge import merge_adapter
+from trl_qarl.adapters.tensors import adapter_config, adapter_tensors, is_adapter_folder, is_peft_model
+from trl_qarl.quantization.linear import QuantizedLinear
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers
+
+
+peft = pytest.importorskip("peft")
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def tiny(seed=0, **lora):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2"))
+    config = {"target_modules": "all-linear", "r": 4, "lora_alpha": 6, "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**(config | lora)))
+
+
+def prepare(model, scheme="w4a16", keep_masters=False, exclude_modules=None, scale_dtype=torch.float32):
+    return prepare_base(
+        model,
+        get_scheme(scheme),
+        keep_masters=keep_masters,
+        exclude_modules=exclude_modules,
+        scale_dtype=scale_dtype,
+    )
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_value_and_gradients_of_a_layer_are_those_of_a_naive_reference(scheme, use_rslora):
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(256, 64))
+    config = peft.LoraConfig(target_modules=["0"], r=4, lora_alpha=6, use_rslora=use_rslora, init_lora_weights=False)
+    layer = peft.get_peft_model(network, config).base_model.model[0]
+    QuantizedLinear.from_linear(layer.base_layer, get_scheme(scheme)).freeze()
+    x, grad = torch.randn(3, 256, requires_grad=True), torch.randn(3, 64)
+    y = layer(x)
+    y.backward(grad)
+
+    value, grad_x, _, _ = product_reference(layer.base_layer, x, grad)
+    a, b = (p["default"].weight.detach().double() for p in (layer.lora_A, layer.lora_B))
+    scaling, seen, upstream = 6 / (2 if use_rslora else 4), x.detach().double(), grad.double()
+    # Sums of 256 products in float32; the base's own tolerance is that of tests/quantization/test_linear.py.
+    assert relative_error(y, value + scaling * (seen @ a.t()) @ b.t()) < 1e-5
+    assert relative_error(x.grad, grad_x + scaling * upstream @ b @ a) < 1e-5
+    assert relative_error(layer.lora_A["default"].weight.grad, scaling * (upstream @ b).t() @ seen) < 1e-5
+    assert relative_error(layer.lora_B["default"].weight.grad, scaling * upstream.t() @ (seen @ a.t())) < 1e-5
+    assert layer.base_layer.weight.grad is None and layer.base_layer.bias.grad is None
+
+
+def test_gradients_through_a_whole_model_are_those_of_its_dequantized_base():
+    ours, dense = tiny(), tiny()
+    prepare(ours)
+    layers = quantized_layers(ours)
+    for name, module in dense.get_base_model().named_modules():
+        plain = name.removesuffix(".base_layer")
+        if name.endswith(".base_layer") and plain in layers:
+            module.weight.data = layers[plain].low_bit_weight().dequantize(torch.float32)
+    for model in (ours, dense):
+        model(TOKENS, labels=TOKENS).loss.backward()
+    theirs = {name: p.grad for name, p in dense.named_parameters() if p.requires_grad}
+    assert len(theirs) == 2 * 2 * 7
+    for name, p in ours.named_parameters():
+        if name in theirs:
+            assert relative_error(p.grad, theirs[name].double()) < 1e-4, name
+        else:
+            assert p.grad is None, name
+
+
+def test_the_report_says_what_dropping_the_masters_saves():
+    model = tiny()
+    report = prepare(model, exclude_modules=["o_proj"])
+    assert report.dropped_bytes == report.master_bytes > 7 * report.low_bit_bytes
+    assert f"frozen: {report.master_bytes / 2**20:.1f} MiB of master weights dropped" in str(report)
+    assert "dropped" not in str(prepare(tiny(), keep_masters=True))
+    excluded = model.base_model.model.model.layers[0].self_attn.o_proj
+    assert type(excluded.base_layer) is torch.nn.Linear and "default" in excluded.lora_A
+
+
+def test_ddp_leaves_low_bit_weights_alone(tmp_path):
+    model = tiny()
+    prepare(model)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        parallel(TOKENS, labels=TOKENS).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
+
+
+def test_a_fingerprint_tells_bases_and_schemes_apart_and_not_adapters():
+    prints = {}
+    for name, seed, scheme, lora in (
+        ("same", 0, "w4a16", {}),
+        ("other adapter", 0, "w4a16", {"target_modules": ["q_proj"], "r": 2}),
+        ("other base", 1, "w4a16", {}),
+        ("other scheme", 0, "w8a16", {}),
+        ("baseline", 0, "bf16", {}),
+        ("other baseline", 1, "bf16", {}),
+    ):
+        model = tiny(seed, **lora)
+        prepare(model, scheme)
+        prints[name] = base_fingerprint(model)
+    assert prints["same"] == prints.pop("other adapter")
+    assert len(set(prints.values())) == len(prints)
+
+
+def test_an_adapter_without_a_record_is_warned_of(tmp_path, caplog):
+    check_record(tmp_path, {"scheme": "w4a16"})
+    assert "whether its adapter fits this base and scheme is not known" in caplog.text
+
+
+def test_an_adapter_is_loaded_on_the_base_that_it_names(tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(make_tiny_config("qwen2")).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    assert is_adapter_folder(tmp_path / "adapter") and not is_adapter_folder(tmp_path / "base")
+    loaded = load_adapter(tmp_path / "adapter", {}, is_trainable=True)
+    assert is_peft_model(loaded) and not is_peft_model(base)
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    tensors = adapter_tensors(loaded, torch.bfloat16)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert name in tensors and all(t.dtype is torch.bfloat16 and not t.requires_grad for t in tensors.values())
+    assert adapter_config(loaded)["target_modules"] == ["q_proj"]
+
+
+def test_merging_into_codes_is_refused_with_what_to_do():
+    model = tiny()
+    prepare(model)
+    with pytest.raises(RuntimeError, match="--merge_adapter"):
+        model.merge_and_unload()
+    with pytest.raises(ValueError, match="masters, which are gone"):
+        merge_adapter(model)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
+def test_merging_measures_what_is_lost(scheme):
+    model, dense = tiny(), tiny()
+    prepare(model, scheme, keep_masters=True, exclude_modules=["o_proj"])
+    low_bit = {name: layer.low_bit_weight() for name, layer in quantized_layers(model).items()}
+    deltas = {
+        name: model.base_model.model.get_submodule(name).get_delta_weight("default").double() for name in low_bit
+    }
+    merged, loss = merge_adapter(model)
+    expected = dense.merge_and_unload()
+    assert [name for name, _ in merged.named_modules()] == [name for name, _ in expected.named_modules()]
+    for name, p in expected.named_parameters():
+        torch.testing.assert_close(merged.get_parameter(name), p)
+    prepare_model(expected, scheme, exclude_modules=["o_proj"])
+    errors = sizes = flips = 0
+    for name, layer in quantized_layers(expected).items():
+        after, before = layer.low_bit_weight(), low_bit[name]
+        error = after.dequantize(torch.float64) - before.dequantize(torch.float64) - deltas[name]
+        errors, sizes = errors + error.square().sum(), sizes + deltas[name].square().sum()
+        flips += (codes(after) != codes(before)).sum()
+    assert loss.relative_error == pytest.approx((errors / sizes).sqrt().item(), rel=1e-3)
+    assert loss.flipped_share == pytest.approx(flips.item() / sum(d.numel() for d in deltas.values()), rel=1e-3)
+    assert freeze_model(merged) > 0
+
+
+def codes(low_bit):
+    return (
+        low_bit.dequantize(torch.float64).view(*low_bit.scale.shape, -1) / low_bit.scale.double().unsqueeze(-1)
+    ).round()

@@ -1,0 +1,106 @@
+"""What vLLM is sent of an adapter and how it is started; the engine itself is in tests/vllm_plugin/test_adapters.py."""
+
+import math
+
+import pytest
+import torch
+
+from testing_utils import make_tiny_config
+from trl_qarl.adapters.checks import problems_of_adapter
+from trl_qarl.adapters.engine import (
+    ENGINE_RANKS,
+    adapter_problems,
+    engine_rank,
+    iter_adapter_tensors,
+    lora_arguments,
+)
+
+
+peft = pytest.importorskip("peft")
+
+ENGINE = {"dtype": "bfloat16", "lora": {"max_rank": 8, "dtype": "bfloat16", "modules": ["o_proj", "q_proj"]}}
+
+
+def make(**kwargs):
+    from transformers import AutoModelForCausalLM
+
+    config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj"]} | kwargs))
+    model = peft.get_peft_model(AutoModelForCausalLM.from_config(make_tiny_config()), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize(("use_rslora", "scaling"), [(False, 6 / 4), (True, 6 / math.sqrt(4))])
+def test_b_is_sent_with_its_scaling_in_the_engines_dtype(use_rslora, scaling):
+    model = make(use_rslora=use_rslora)
+    sent = dict(iter_adapter_tensors(model, torch.bfloat16))
+    assert len(sent) == 2 * 2 * 2
+    layer = model.get_base_model().get_submodule("model.layers.1.self_attn.q_proj")
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    name = "model.layers.1.self_attn.q_proj"
+    assert torch.equal(sent[f"{name}.lora_A.weight"], a.to(torch.bfloat16))
+    assert torch.equal(sent[f"{name}.lora_B.weight"], (b * scaling).to(torch.bfloat16))
+    # What PEFT adds is what the engine adds.
+    x = torch.randn(3, 128)
+    added = layer(x) - layer.base_layer(x)
+    theirs = x @ dict(iter_adapter_tensors(model, torch.float32))[f"{name}.lora_A.weight"].T
+    theirs = theirs @ dict(iter_adapter_tensors(model, torch.float32))[f"{name}.lora_B.weight"].T
+    torch.testing.assert_close(added, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_without_an_adapter_beside_it_sends_none():
+    base = make().unload()
+    merged = make()
+    merged.get_base_model().get_submodule("model.layers.0.mlp.up_proj").holds_adapter = True
+    for model in (base, merged):
+        assert list(iter_adapter_tensors(model, torch.float32)) == []
+        assert lora_arguments(model) == {}
+        assert list(adapter_problems(model, ENGINE | {"lora": None})) == []
+
+
+def test_an_engine_gets_the_next_rank_that_it_has():
+    assert [engine_rank(rank) for rank in (1, 2, 8, 9, 65, 257, 512)] == [1, 8, 8, 16, 128, 320, 512]
+    with pytest.raises(ValueError, match="rank 513 cannot be served: the largest rank in vLLM is 512"):
+        engine_rank(513)
+    assert lora_arguments(make()) == {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": 8,
+        "lora_target_modules": ["o_proj", "q_proj"],
+    }
+
+
+@pytest.mark.vllm
+def test_the_ranks_are_those_of_the_installed_vllm():
+    pytest.importorskip("vllm")
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == ENGINE_RANKS
+
+
+@pytest.mark.parametrize(
+    ("lora", "adapter", "message"),
+    [
+        (None, {}, "the learner trains one of rank 4, the engine was started without LoRA. .*--max_lora_rank 8"),
+        ({}, {"r": 12}, "learner rank 12, engine at most 8. Start it with `--max_lora_rank 16`"),
+        ({}, {"target_modules": ["q_proj", "up_proj"]}, r"trains one on \['up_proj'\], the engine .*\['o_proj', 'q_proj'\]"),
+        ({"dtype": "float16"}, {}, "round it to float16, its weights are bfloat16"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_serve_the_adapter_is_refused(lora, adapter, message):
+    assert list(adapter_problems(make(), ENGINE)) == []
+    engine = ENGINE | {"lora": None if lora is None else ENGINE["lora"] | lora}
+    (problem,) = adapter_problems(make(**adapter), engine)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problem)
+
+
+def test_a_rank_that_vllm_does_not_have_is_refused_before_a_model_is_loaded():
+    config = peft.LoraConfig(r=1024, task_type="CAUSAL_LM")
+    assert list(problems_of_adapter(config)) == []
+    (problem,) = problems_of_adapter(config, is_served=True)
+    assert "r=1024 is more than vLLM serves. Use at most 512" in problem

@@ -1,0 +1,390 @@
+"""LoRA inside the low-bit weight: values and gradients of a layer, and the trainer with it."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from testing_utils import (
+    TRAINING,
+    logged,
+    make_problems,
+    make_tiny_model,
+    product_reference,
+    relative_error,
+    spread,
+    stop_at,
+)
+from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.adapters.base import prepare_base
+from trl_qarl.adapters.tensors import adapter_tensors
+from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors
+from trl_qarl.quantization.export import export_checkpoint
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.swap import convert_model, prepare_model, quantized_layers, restore_model
+from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.scripts import export
+
+
+peft = pytest.importorskip("peft")
+merged = pytest.importorskip("trl_qarl.adapters.merged")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.adapted, self.plain = nn.Linear(256, 96), nn.Linear(96, 128)
+
+    def forward(self, x):
+        return self.plain(self.adapted(x))
+
+
+def make_model(scheme="w4a16", dtype=torch.float32, keep_masters=False, **kwargs):
+    """A `PeftModel` whose adapter is not zero, with the layer `adapted` merged and `plain` frozen."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        **({"r": 4, "lora_alpha": 6, "target_modules": ["adapted"], "init_lora_weights": False} | kwargs)
+    )
+    model = peft.get_peft_model(Model().to(dtype), config)
+    prepare_base(model, get_scheme(scheme), keep_masters=keep_masters, is_merged=True, scale_dtype=torch.float32)
+    return model
+
+
+def parts(model):
+    """The merged layer, its base weight, both factors and the scaling."""
+    layer = quantized_layers(model)["adapted"]
+    wrapper = model.base_model.model.adapted
+    return (
+        layer,
+        layer.weight,
+        wrapper.lora_A["default"].weight,
+        wrapper.lora_B["default"].weight,
+        wrapper.scaling["default"],
+    )
+
+
+def expected_low_bit(model):
+    layer, w, a, b, scaling = parts(model)
+    master = (w.float() + (b.float() @ a.float()) * scaling).detach()
+    return LowBitTensor.from_hp(master, layer.scheme, layer.scale_dtype)
+
+
+def is_same(left, right):
+    return torch.equal(left.qdata, right.qdata) and torch.equal(left.scale, right.scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_base_and_adapter_are_added_in_float32_and_quantized_together(dtype, use_rslora):
+    model = make_model(dtype=dtype, use_rslora=use_rslora)
+    layer, *_, scaling = parts(model)
+    assert scaling == (3.0 if use_rslora else 1.5)
+    assert is_same(layer.low_bit_weight(), expected_low_bit(model))
+    base = LowBitTensor.from_hp(layer.weight, layer.scheme, layer.scale_dtype)
+    assert not is_same(layer.low_bit_weight(), base)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_values_and_gradients_are_those_of_the_chain_rule_in_float64(scheme):
+    model = make_model(scheme)
+    layer, _, a, b, scaling = parts(model)
+    x, grad = torch.randn(2, 5, 256, requires_grad=True), torch.randn(2, 5, 96)
+    y = model.base_model.model.adapted(x)
+    y.backward(grad)
+    expected, grad_x, grad_w, _ = product_reference(layer, x.flatten(0, 1), grad.flatten(0, 1))
+    a64, b64 = (p.detach().double() for p in (a, b))
+    # Float32 sums of 256, 96 and 10 products.
+    assert relative_error(y.detach().flatten(0, 1), expected) < 1e-6
+    assert relative_error(x.grad.flatten(0, 1), grad_x) < 1e-6
+    assert relative_error(a.grad, scaling * b64.t() @ grad_w) < 1e-6
+    assert relative_error(b.grad, scaling * grad_w @ a64.t()) < 1e-6
+    assert layer.weight.grad is None
+
+
+def test_gradients_agree_with_autograd_through_a_quantizer_that_passes_gradients_straight():
+    model = make_model()
+    layer, w, a, b, scaling = parts(model)
+    x, target = torch.randn(7, 256), torch.randn(7, 96)
+    (model.base_model.model.adapted(x) - target).square().sum().backward()
+    a64, b64 = (p.detach().double().requires_grad_() for p in (a, b))
+    master = w.double() + scaling * b64 @ a64
+    quantized = layer.low_bit_weight().dequantize(torch.float64)
+    y = x.double() @ (master + (quantized - master).detach()).t() + layer.bias.double()
+    (y - target).square().sum().backward()
+    assert relative_error(a.grad, a64.grad) < 1e-6 and relative_error(b.grad, b64.grad) < 1e-6
+
+
+def test_no_branch_is_added_a_second_time():
+    model, x = make_model(), torch.randn(3, 256)
+    layer, *_ = parts(model)
+    with torch.no_grad():
+        alone = torch.nn.functional.linear(x, layer.low_bit_weight(), layer.bias)
+        assert torch.equal(model.base_model.model.adapted(x), alone)
+    assert torch.equal(model.base_model.model.adapted(x), alone)
+
+
+def test_autocast_changes_nothing_about_the_sum():
+    model = make_model()
+    layer, *_ = parts(model)
+    expected = expected_low_bit(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(2, 256))
+        assert is_same(layer.low_bit_weight(), expected)
+
+
+def test_low_bit_weight_follows_the_adapter_and_is_computed_once_per_change(monkeypatch):
+    model = make_model()
+    layer, _, a, b, _ = parts(model)
+    optimizer = torch.optim.AdamW([a, b], lr=0.1, fused=True)
+    first = layer.low_bit_weight()
+    model(torch.randn(2, 256)).sum().backward()
+    assert layer.low_bit_weight() is first
+    optimizer.step()
+    second = layer.low_bit_weight()
+    assert layer.num_flipped_codes > 0 and is_same(second, expected_low_bit(model))
+    for change in (
+        lambda: b.mul_(2),
+        lambda: a.copy_(torch.randn_like(a)),
+        lambda: model.base_model.model.adapted.set_scale("default", 5),
+    ):
+        with torch.no_grad():
+            change()
+        assert not is_same(layer.low_bit_weight(), second)
+        second = layer.low_bit_weight()
+        assert is_same(second, expected_low_bit(model))
+
+
+def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached():
+    model, x = make_model(), torch.randn(2, 256)
+    layer, *_ = parts(model)
+    with_adapter, y = layer.low_bit_weight(), model(x)
+    base = LowBitTensor.from_hp(layer.weight, layer.scheme, layer.scale_dtype)
+    for _ in range(2):
+        with model.disable_adapter():
+            assert is_same(layer.low_bit_weight(), base) and not torch.equal(model(x), y)
+            without = layer.low_bit_weight()
+        assert layer.low_bit_weight() is with_adapter and torch.equal(model(x), y)
+    with model.disable_adapter():
+        assert layer.low_bit_weight() is without
+    # Going back and forth is no flip of a code.
+    assert layer.num_flipped_codes is None
+
+
+def test_a_weight_first_used_in_inference_mode_can_be_trained():
+    model, x = make_model(), torch.randn(2, 256)
+    with torch.inference_mode():
+        y = model(x)
+    assert torch.equal(model(x), y)
+    model(x).sum().backward()
+    assert parts(model)[2].grad.abs().sum() > 0
+
+
+def test_merging_with_peft_gives_the_same_weight():
+    model, x = make_model(), torch.randn(2, 256)
+    layer, *_ = parts(model)
+    low_bit, y = layer.low_bit_weight(), model(x)
+    model.merge_adapter()
+    assert is_same(layer.low_bit_weight(), low_bit) and torch.equal(model(x), y)
+    model.unmerge_adapter()
+    assert torch.equal(model(x), y)
+
+
+def test_copies_and_conversions_compute_the_same():
+    model, x = make_model(), torch.randn(2, 256)
+    y = model(x)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), y)
+    with torch.no_grad():
+        parts(copied)[3].zero_()
+    assert torch.equal(model(x), y) and not torch.equal(copied(x), y)
+    assert convert_model(model) == 2 and torch.equal(model(x), y)
+
+
+def test_a_restored_layer_runs_its_adapter_beside_it_again():
+    model, x = make_model(keep_masters=True), torch.randn(2, 256)
+    _, w, a, b, scaling = parts(model)
+    expected = x @ (w + scaling * b @ a).t() + model.base_model.model.adapted.base_layer.bias
+    assert restore_model(model) == 2
+    torch.testing.assert_close(model.base_model.model.adapted(x), expected)
+
+
+def test_unquantized_learner_runs_base_and_adapter_in_high_precision():
+    model, x = make_model(keep_masters=True), torch.randn(2, 256)
+    layer, w, a, b, scaling = parts(model)
+    layer.use_quantized_forward = False
+    expected = torch.nn.functional.linear(x, w + (b @ a) * scaling, layer.bias)
+    y = model.base_model.model.adapted(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert a.grad.abs().sum() > 0 and is_same(layer.low_bit_weight(), expected_low_bit(model))
+
+
+BANDS = dict.fromkeys(("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"), 0.1)
+
+
+def lora(**kwargs):
+    return peft.LoraConfig(
+        **(
+            {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+            | kwargs
+        )
+    )
+
+
+def make(model, output_dir, peft_config=None, **kwargs):
+    bands = {} if "objective" in kwargs else BANDS
+    options = (
+        TRAINING
+        | bands
+        | {"bf16": True, "learning_rate": 1e-2, "optim": "adamw_torch", "lora_mode": "merged"}
+        | kwargs
+    )
+    callbacks = options.pop("callbacks", None)
+    return QaRLTrainer(
+        model,
+        spread,
+        QaRLConfig(str(output_dir), **options),
+        make_problems(),
+        callbacks=callbacks,
+        peft_config=peft_config or lora(),
+    )
+
+
+def tensors(model, dtype=torch.bfloat16):
+    return {name: tensor.clone() for name, tensor in iter_checkpoint_tensors(model, dtype)}
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("base"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """A training of six updates that keeps close to where it started, saved."""
+    folder = tmp_path_factory.mktemp("run")
+    trainer = make(base, folder, beta=0.1, max_steps=6, steps_per_generation=3, save_strategy="steps", save_steps=4)
+    before = tensors(trainer.model)
+    trainer.train()
+    trainer.save_model()
+    return trainer, before, folder
+
+
+def test_published_tensors_are_those_of_base_and_adapter_merged_by_peft(run, base):
+    trainer, before, folder = run
+    after = tensors(trainer.model)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    targets = ("q_proj", "v_proj", "down_proj")
+    assert {name.split(".")[-2] for name in changed} == set(targets)
+    from transformers import AutoModelForCausalLM
+
+    merged_by_peft = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
+    ).merge_and_unload()
+    prepare_model(merged_by_peft, "w4a16", scale_dtype=torch.bfloat16)
+    assert_equal(tensors(merged_by_peft), after)
+
+
+def test_codes_move_and_the_metrics_say_so(run):
+    trainer, *_ = run
+    assert len(logged(trainer, "quant/code_flip_rate")) == 6 and min(logged(trainer, "quant/code_flip_rate")) > 0
+    assert min(logged(trainer, "quant/update_to_step")) > 0 and min(logged(trainer, "quant/sqnr")) > 10
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 0.1
+
+
+def test_an_adapter_that_rounds_away_flips_no_code(base, tmp_path):
+    trainer = make(base, tmp_path, learning_rate=1e-9)
+    trainer.train()
+    assert logged(trainer, "quant/code_flip_rate") == [0, 0, 0, 0]
+    assert any(p.abs().sum() > 0 for name, p in trainer.model.named_parameters() if "lora_B" in name)
+
+
+def test_only_the_adapter_is_trained_and_layers_without_one_drop_their_masters(run):
+    trainer, *_ = run
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    layers = quantized_layers(trainer.model)
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        is_target = name.endswith(("q_proj", "v_proj", "down_proj"))
+        assert layer.holds_adapter == is_target and layer.is_frozen != is_target
+
+
+def test_reference_policy_is_the_low_bit_base(run, base):
+    trainer, *_ = run
+    # The reference was asked for at update 3, after three updates of the adapter.
+    assert logged(trainer, "kl")[0] == 0 and logged(trainer, "kl")[3] > 0
+    plain = QaRLTrainer(base, spread, QaRLConfig("unused", **(TRAINING | {"bf16": True})), make_problems())
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = plain.model.eval()(tokens).logits
+        with trainer.model.disable_adapter():
+            assert torch.equal(trainer.model.eval()(tokens).logits, expected)
+        assert not torch.equal(trainer.model(tokens).logits, expected)
+
+
+def test_interrupted_run_equals_the_uninterrupted_one_bit_for_bit(run, base, tmp_path):
+    whole, *_ = run
+    options = {"beta": 0.1, "max_steps": 6, "steps_per_generation": 3, "save_strategy": "steps", "save_steps": 4}
+    make(base, tmp_path, callbacks=[stop_at(4)], **options).train()
+    resumed = make(base, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert_equal(tensors(resumed.model), tensors(whole.model))
+    assert_equal(adapter_tensors(resumed.model), adapter_tensors(whole.model))
+    with pytest.raises(ValueError, match=r"lora_mode='merged' there, 'adapter' here"):
+        make(base, tmp_path, **options, lora_mode="adapter").train(resume_from_checkpoint=True)
+
+
+def test_what_is_saved_is_an_adapter_as_peft_writes_it(run):
+    _, _, folder = run
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert len(saved) == 2 * 2 * 3 and all("lora_" in name for name in saved)
+    assert not [*folder.glob("model*.safetensors")]
+    assert "inside low-bit weights" in (folder / "README.md").read_text()
+
+
+def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
+    trainer, _, folder = run
+    export_checkpoint(trainer.model, tmp_path / "direct")
+    expected = tensors(trainer.model)
+    assert_equal(load_file(tmp_path / "direct" / "model.safetensors"), expected)
+    assert not (tmp_path / "direct" / "adapter").exists()
+    arguments = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "command")]
+    export.main(export.make_parser().parse_args(arguments))
+    assert_equal(load_file(tmp_path / "command" / "model.safetensors"), expected)
+    with pytest.raises(SystemExit):
+        export.main(export.make_parser().parse_args([*arguments, "--merge_adapter"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "match"),
+    [
+        ({"scheme": "bf16"}, {}, r"lora_mode='merged' and scheme='bf16'.*nothing is quantized"),
+        ({"exclude_modules": ["q_proj"]}, {}, r"2 of 6 adapted layers stay in high precision"),
+        (
+            {"disable_dropout": False, "objective": "grpo"},
+            {"lora_dropout": 0.1},
+            r"lora_dropout=0.1 with lora_mode='merged'",
+        ),
+        ({}, {"use_dora": True}, r"use_dora=True is not supported"),
+    ],
+)
+def test_what_cannot_work_is_refused(base, tmp_path, options, config, match):
+    with pytest.raises(ValueError, match=match):
+        make(base, tmp_path, lora(**config), **options)
+
+
+def test_a_low_bit_checkpoint_is_no_base_to_merge_into(run, tmp_path):
+    trainer, *_ = run
+    with trainer.model.disable_adapter():
+        folder = export_checkpoint(trainer.model, tmp_path / "export", trainer.processing_class)
+    with pytest.raises(ValueError, match=r"lora_mode='merged'.*its masters are gone"):
+        make(str(folder), tmp_path / "out")

@@ -1,0 +1,75 @@
+"""LoRA on a base that bitsandbytes holds in 4 bits, which is QLoRA as in TRL."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from testing_utils import TRAINING, logged, make_problems, spread
+from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.quantization.export import export_checkpoint
+
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def make(model, output_dir, has_adapter=True, quantization_config=None, **kwargs):
+    options = TRAINING | {"bf16": False, "scheme": "bf16", "optim": "adamw_torch", "learning_rate": 1e-2} | kwargs
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if has_adapter else None
+    return QaRLTrainer(
+        model,
+        spread,
+        QaRLConfig(str(output_dir), **options),
+        make_problems(),
+        quantization_config=quantization_config,
+        peft_config=config,
+    )
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_only_the_adapter_moves_and_rollouts_are_the_learners(tiny_model, tmp_path, is_loaded):
+    quantization_config = BitsAndBytesConfig(**NF4)
+    if is_loaded:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=quantization_config)
+        trainer = make(model, tmp_path, beta=0.1)
+    else:
+        trainer = make(tiny_model, tmp_path, quantization_config=quantization_config, beta=0.1)
+    base = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    trained = {name: p.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert sum(p.dtype is torch.uint8 for p in base.values()) == 14
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    trainer.train()
+    now = dict(trainer.model.named_parameters())
+    assert all(torch.equal(now[name], p) for name, p in base.items())
+    assert all(not torch.equal(now[name], p) for name, p in trained.items())
+    # Token by token with a cache, and at once: in float32 only the order of summation differs.
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+    assert logged(trainer, "kl")[0] == 0 and logged(trainer, "kl")[-1] > 0
+    trainer.save_model()
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    with pytest.raises(ValueError, match="has no export here"):
+        export_checkpoint(trainer.model, tmp_path / "export")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "match"),
+    [
+        (NF4, {"has_adapter": False}, r"no adapter is not supported: 4-bit weights take no gradient.*`peft_config`"),
+        (NF4, {"scheme": "w4a16"}, r"scheme='w4a16' is not supported: the layers would be quantized twice"),
+        (NF4, {"use_vllm": True}, r"use_vllm=True is not supported: vLLM 0.31 has no layers"),
+        ({"load_in_8bit": True}, {}, r"BitsAndBytesConfig is not supported.*load_in_4bit=True"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, config, options, match):
+    with pytest.raises(ValueError, match=match):
+        make("no such model", tmp_path, quantization_config=BitsAndBytesConfig(**config), **options)
+
+
+def test_a_loaded_4_bit_model_without_an_adapter_is_refused(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=BitsAndBytesConfig(**NF4))
+    with pytest.raises(ValueError, match=r"no adapter is not supported: 4-bit weights take no gradient"):
+        make(model, tmp_path, has_adapter=False)

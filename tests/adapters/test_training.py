@@ -1,0 +1,292 @@
+"""LoRA beside a frozen low-bit base in the trainer: what moves, what stays, what is saved, resumed and exported."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from testing_utils import TRAINING, make_problems, make_tiny_model, spread
+from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
+from trl_qarl.quantization.cards import serve_command
+from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors
+from trl_qarl.quantization.export import export_checkpoint
+from trl_qarl.quantization.load import load_frozen_model
+from trl_qarl.quantization.swap import prepare_model, quantized_layers
+from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.scripts import export
+
+
+peft = pytest.importorskip("peft")
+
+TOKENS = torch.arange(12).view(2, 6)
+BANDS = dict.fromkeys(("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"), 0.1)
+
+
+def arguments(output_dir, **kwargs):
+    bands = BANDS if kwargs.get("objective", "tbpo") == "tbpo" else {}
+    return QaRLConfig(str(output_dir), **(TRAINING | bands | {"bf16": True} | kwargs))
+
+
+def lora(**kwargs):
+    return peft.LoraConfig(
+        **({"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | kwargs)
+    )
+
+
+def make(model, output_dir, peft_config=None, **kwargs):
+    return QaRLTrainer(model, spread, arguments(output_dir, **kwargs), make_problems(), peft_config=peft_config)
+
+
+def base_of(model):
+    return {name: tensor.clone() for name, tensor in iter_checkpoint_tensors(model, torch.float32)}
+
+
+def copy_of(tensors):
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def logits(model):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return model.eval()(TOKENS).logits
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("base"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """A training of four updates with o_proj in high precision, saved after two, and what it started from."""
+    options = {"exclude_modules": ["o_proj"], "beta": 0.1, "save_strategy": "steps", "save_steps": 2}
+    folder = tmp_path_factory.mktemp("run")
+    trainer = make(base, folder, lora(), **options)
+    before = base_of(trainer.model), copy_of(adapter_tensors(trainer.model))
+    trainer.train()
+    trainer.save_model()
+    return trainer, before, options
+
+
+def test_both_factors_of_every_layer_are_trained_and_no_byte_of_the_base(run):
+    trainer, (base, adapter), _ = run
+    assert_equal(base_of(trainer.model), base)
+    after = adapter_tensors(trainer.model)
+    assert len(after) == 2 * 2 * 7 and all(not torch.equal(after[name], adapter[name]) for name in adapter)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trained == {name.replace(".weight", ".default.weight") for name in after}
+    assert all(tensor.dtype is torch.float32 for tensor in after.values())
+
+
+def test_no_layer_keeps_its_masters_and_the_report_says_what_they_took(run):
+    trainer, *_ = run
+    layers = quantized_layers(trainer.model)
+    assert list(layers) == list(trainer.swap_report.converted) and len(layers) == 2 * 6
+    assert all(isinstance(layer.weight, LowBitTensor) and layer.is_frozen for layer in layers.values())
+    assert sum(layer.low_bit_weight().num_bytes for layer in layers.values()) == trainer.swap_report.low_bit_bytes
+    assert trainer.swap_report.master_bytes == sum(4 * layer.weight.numel() for layer in layers.values())
+    assert set(trainer.swap_report.skipped.values()) == {"output head", "exclude_modules"}
+
+
+def test_what_is_measured_about_moving_weights_is_left_out(run):
+    trainer, *_ = run
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 4 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
+    assert 0 < rows[-1]["mismatch/abs_logp_mean"] < 0.05
+    assert not [name for row in rows for name in row if name.startswith("quant/")]
+
+
+def test_the_reference_is_the_base_without_its_adapter(run):
+    trainer, *_ = run
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    # The adapter starts as zero.
+    assert trainer.ref_model is None and rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
+
+
+def test_a_saved_adapter_is_ordinary_and_beside_the_export_the_same_policy(run, tmp_path):
+    trainer, *_ = run
+    folder = trainer.args.output_dir
+    assert_equal(load_file(f"{folder}/adapter_model.safetensors"), adapter_tensors(trainer.model))
+    config = json.loads(Path(folder, "adapter_config.json").read_text())
+    assert sorted(config.pop("target_modules")) == adapter_config(trainer.model)["target_modules"]
+    assert config.items() <= adapter_config(trainer.model).items()
+    export_checkpoint(trainer.model, tmp_path, trainer.processing_class, torch.float32)
+    exported = peft.PeftModel.from_pretrained(load_frozen_model(str(tmp_path)), tmp_path / "adapter")
+    assert torch.equal(logits(exported), logits(trainer.model))
+    exported.set_adapter("default")
+    with exported.disable_adapter():
+        assert not torch.equal(logits(exported), logits(trainer.model))
+
+
+def test_a_saved_adapter_is_loaded_by_peft_on_the_plain_base(run, base):
+    trainer, *_ = run
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(plain, trainer.args.output_dir)
+    assert_equal(adapter_tensors(loaded), adapter_tensors(trainer.model))
+    # The policy that was trained, once its base is quantized.
+    prepare_model(loaded, "w4a16", exclude_modules=["o_proj"], scale_dtype=torch.bfloat16)
+    assert torch.equal(logits(loaded), logits(trainer.model))
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended(run, base, tmp_path):
+    trainer, _, options = run
+    resumed = make(base, tmp_path, lora(), **options)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert_equal(adapter_tensors(resumed.model), adapter_tensors(trainer.model))
+
+
+def test_another_base_or_scheme_is_not_resumed(run, base, tmp_path):
+    trainer, _, options = run
+    checkpoint = f"{trainer.args.output_dir}/checkpoint-2"
+    other = make_tiny_model(tmp_path, "qwen3", seed=1)
+    for model, kwargs in ((other, options), (base, options | {"scheme": "w8a16"})):
+        with pytest.raises(ValueError, match="was trained with .*'base': '[0-9a-f]{16}'"):
+            make(model, tmp_path, lora(), **kwargs).train(resume_from_checkpoint=checkpoint)
+
+
+def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_path):
+    trainer, _, options = run
+    folder = trainer.args.output_dir
+    further = make(folder, tmp_path, **(options | {"max_steps": 1}))
+    start = copy_of(adapter_tensors(further.model))
+    assert_equal(start, load_file(f"{folder}/adapter_model.safetensors"))
+    further.train()
+    (row,) = [row for row in further.state.log_history if "loss" in row]
+    assert row["kl"] == 0 and row["grad_norm"] > 0
+    assert not torch.equal(*(adapter_tensors(m)[next(iter(start))] for m in (further.model, trainer.model)))
+    further.save_model()
+    assert not (tmp_path / "ref").exists(), "TRL's copy of the start"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"scheme": "w8a16"}, "scheme='w4a16' there, 'w8a16' here"),
+        ({"bf16": False}, "scale_dtype='bfloat16' there, 'float32' here"),
+    ],
+)
+def test_an_adapter_folder_says_which_base_it_was_trained_beside(run, tmp_path, kwargs, message):
+    trainer, _, options = run
+    with pytest.raises(ValueError, match=message):
+        make(trainer.args.output_dir, tmp_path, **(options | kwargs))
+
+
+def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp_path, capsys):
+    trainer, *_ = run
+    export_checkpoint(trainer.model, tmp_path / "ours", trainer.processing_class)
+    argv = ["--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path / "theirs")]
+    export.main(export.make_parser().parse_args(argv))
+    folder = tmp_path / "theirs"
+    command = f"vllm serve {folder} --enable-lora --lora-modules adapter={folder}/adapter"
+    assert command in capsys.readouterr().out
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert_equal(load_file(folder / name), load_file(tmp_path / "ours" / name))
+    assert 'PeftModel.from_pretrained(model, "DIR/adapter")' in (folder / "README.md").read_text()
+
+
+def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
+    trainer, (base, _), _ = run
+    export_checkpoint(trainer.model, tmp_path)
+    argv = ["--model_name_or_path", trainer.args.output_dir, "--output_dir", str(tmp_path), "--merge_adapter"]
+    export.main(export.make_parser().parse_args(argv))
+    assert "Warning: The merged policy is not the one that was trained" in capsys.readouterr().out
+    merged = load_file(tmp_path / "model.safetensors")
+    assert "--enable-lora" not in serve_command(tmp_path)
+    assert not (tmp_path / "adapter").exists() and merged.keys() == base.keys()
+    assert any(not torch.equal(merged[name], base[name]) for name in base if name.endswith("weight_packed"))
+
+
+def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(base, tmp_path):
+    options = {"bf16": False, "max_steps": 2}
+    masters = make(base, tmp_path / "masters", lora(), **options)
+    masters.train()
+    export_checkpoint(masters.model, tmp_path / "int4", masters.processing_class)
+    low_bit = make(str(tmp_path / "int4"), tmp_path / "low_bit", lora(), **options)
+    assert low_bit.swap_report.master_bytes == 0
+    assert low_bit.swap_report.low_bit_bytes == masters.swap_report.low_bit_bytes
+    low_bit.train()
+    assert_equal(adapter_tensors(low_bit.model), adapter_tensors(masters.model))
+    assert low_bit._scheme_record() == masters._scheme_record()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"scheme": "w8a8"}, "scheme 'w4a16' with group sizes.*this run has scheme='w8a8'"),
+        ({"group_size": 64}, "this run has scheme='w4a16', group_size=64"),
+        ({"bf16": True}, r"scales in torch.float32; this run .*scales in torch.bfloat16"),
+        ({"exclude_modules": ["o_proj"]}, "says itself which layers are quantized"),
+        ({"quantize_learner": False}, "quantize_learner=False needs the base in high precision"),
+    ],
+)
+def test_a_low_bit_checkpoint_of_another_kind_is_refused(base, tmp_path, kwargs, message):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    prepare_model(model, "w4a16")
+    export_checkpoint(model, tmp_path / "int4", dtype=torch.float32)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(base, name), tmp_path / "int4")
+    with pytest.raises(ValueError, match=message):
+        make(str(tmp_path / "int4"), tmp_path / "run", lora(), **({"bf16": False} | kwargs))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_schemes_with_low_bit_activations_train_adapters(base, tmp_path, scheme):
+    trainer = make(base, tmp_path, lora(use_rslora=True), scheme=scheme, max_steps=1)
+    before = base_of(trainer.model), copy_of(adapter_tensors(trainer.model))
+    trainer.train()
+    assert_equal(base_of(trainer.model), before[0])
+    assert any(not torch.equal(t, before[1][name]) for name, t in adapter_tensors(trainer.model).items())
+    assert trainer.model.base_model.model.model.layers[0].mlp.up_proj.scaling == {"default": 3.0}
+
+
+def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path):
+    options = {"bf16": False, "optim": "adamw_torch", "objective": "grpo", "max_steps": 2}
+    ours = make(base, tmp_path / "ours", lora(), scheme="bf16", **options)
+    ours.train()
+    args = arguments(tmp_path / "stock", **options)
+    fields = [f for f in GRPOConfig.__dataclass_fields__.values() if f.init and f.name != "generation_batch_size"]
+    stock_args = GRPOConfig(**{f.name: getattr(args, f.name) for f in fields})
+    stock = GRPOTrainer(base, spread, stock_args, make_problems(), peft_config=lora())
+    stock.train()
+    assert_equal(adapter_tensors(ours.model), adapter_tensors(stock.model))
+
+
+def test_muon_leaves_the_factors_of_an_adapter_to_adamw(base, tmp_path):
+    muon = make(base, tmp_path, lora(), max_steps=2)
+    muon.train()
+    adamw = make(base, tmp_path, lora(), max_steps=2, optim="adamw_torch")
+    adamw.train()
+    assert list(muon.optimizer.optimizer.parts) == ["adamw"]
+    ours, theirs = adapter_tensors(muon.model), adapter_tensors(adamw.model)
+    assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-7) for name in ours)
+
+
+def test_a_learner_in_high_precision_keeps_its_masters(base, tmp_path):
+    trainer = make(base, tmp_path, lora(), quantize_learner=False, max_steps=1)
+    trainer.train()
+    assert not any(layer.is_frozen or layer.weight.requires_grad for layer in quantized_layers(trainer.model).values())
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert row["mismatch/abs_logp_mean"] > 0.001 and "quant/code_flip_rate" not in row and row["quant/sqnr"] > 10
+
+
+def test_trls_example_runs_with_the_two_names_changed(base, tmp_path, caplog):
+    # https://huggingface.co/docs/trl/peft_integration, its `...` filled in.
+    peft_config = peft.LoraConfig(r=32, lora_alpha=16, lora_dropout=0.05, bias="none", task_type="CAUSAL_LM")
+    training_args = QaRLConfig(str(tmp_path), **(TRAINING | {"learning_rate": 1.0e-5, "max_steps": 1}))
+    trainer = QaRLTrainer(
+        model=base, reward_funcs=spread, args=training_args, train_dataset=make_problems(), peft_config=peft_config
+    )
+    trainer.train()
+    assert "lora_dropout=0.05 is switched off" in caplog.text
+    assert len(adapter_tensors(trainer.model)) == 2 * 2 * 2, "PEFT's default: q_proj and v_proj"

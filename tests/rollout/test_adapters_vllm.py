@@ -1,0 +1,133 @@
+"""Training a LoRA adapter on a low-bit base through vLLM: a server that the trainer starts, and an engine in its own process."""
+
+import pytest
+import requests
+import torch
+from datasets import Dataset
+
+from testing_utils import TRAINING, logged, make_tiny_model, spread
+from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.rollout.deep_audit import deep_audit
+from trl_qarl.rollout.protocol import PublishError
+from trl_qarl.rollout.server import free_port
+
+
+pytest.importorskip("vllm")
+peft = pytest.importorskip("peft")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(16)]})
+ROLLOUTS = {"use_vllm": True, "bf16": False, "vllm_max_model_length": 128, "steps_per_generation": 1, "max_steps": 3}
+
+
+def make(directory, arch="qwen2", **arguments):
+    """A trainer of three updates, each on completions of its own, whose adapter moves far in each."""
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    args = QaRLConfig(str(directory / "out"), **(TRAINING | ROLLOUTS | {"learning_rate": 3e-2} | arguments))
+    return QaRLTrainer(make_tiny_model(directory, arch), spread, args, PROMPTS, peft_config=config)
+
+
+def check(trainer, bound=1e-5):
+    """Three versions, of which the first alone had a base with it, and learner and engine agree on every token."""
+    num_adapter = sum("lora_" in name for name, _ in trainer.model.named_parameters())
+    assert logged(trainer, "rollout/weight_version") == [0, 1, 2]
+    first, *others = logged(trainer, "publish/tensors")
+    num_base = logged(trainer, "publish/unchanged_tensors")[-1]
+    assert num_base > 20 and first == num_base + num_adapter and others == [num_adapter] * 2
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < bound
+    assert logged(trainer, "mismatch/unknown_tokens") == [0, 0, 0]
+    # Without its adapter the learner is another model.
+    batch = [{"prompt": "1 +"}] * 4
+    output = trainer._generate_and_score_completions(batch)
+    mask, sampled = output["completion_mask"].bool(), output["sampling_per_token_logps"]
+    with torch.no_grad(), trainer.model.disable_adapter():
+        base, _, _ = trainer._score(trainer.model, output)
+    assert (base - sampled)[mask].abs().mean() > 20 * max(logged(trainer, "mismatch/abs_logp_mean"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "arch", "bound"), [("w8a8", "llama", 5e-3), ("fp8", "gemma", 5e-3), ("bf16", "qwen3", 1e-5)], ids=str
+)
+def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, scheme, arch, bound):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    trainer = make(tmp_path, arch, scheme=scheme, vllm_mode="colocate")
+    trainer.train()
+    check(trainer, bound)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A training through a server that the trainer started, which still runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        server = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
+        # Where many share the cores, vLLM takes long to start.
+        server["vllm_server_timeout"] = 900
+        trainer = make(tmp_path_factory.mktemp("server"), scheme="w4a16", **server)
+        try:
+            trainer.train()
+            yield trainer
+        finally:
+            trainer.vllm_generation.stop_server()
+
+
+def complete(trainer):
+    client = trainer.vllm_generation.vllm_client
+    body = {"model": client.model, "prompt": [5, 6, 7], "max_tokens": 2}
+    return requests.post(f"{client.base_url}/v1/completions", json=body).status_code
+
+
+def move(trainer):
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+@pytest.mark.xdist_group("adapter_server")
+class TestServer:
+    def test_rollouts_of_a_server_follow_the_adapter(self, trained):
+        trained.vllm_generation.sync_weights()
+        check(trained)
+        assert complete(trained) == 200
+
+    def test_an_engine_that_loads_base_and_adapter_from_disk_computes_the_same(self, trained):
+        move(trained)
+        assert deep_audit(trained.vllm_generation, [list(range(5, 40)), [7, 8]]) < 1e-5
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda name, tensor: tensor.flip(0), "lora_B.weight: learner float32"),
+            (lambda name, tensor: None, "lora_B.weight: the engine received nothing"),
+        ],
+        ids=["damaged", "half"],
+    )
+    def test_the_gate_stays_closed_until_the_adapter_is_right(self, trained, change, message):
+        publisher = trained.vllm_generation.publisher
+        send = publisher.transport.send
+
+        def send_changed(tensors):
+            changed = [(n, change(n, t) if n.endswith("q_proj.lora_B.weight") else t) for n, t in tensors]
+            send([(n, t) for n, t in changed if t is not None])
+
+        move(trained)
+        publisher.transport.send = send_changed
+        try:
+            with pytest.raises(PublishError, match=message):
+                publisher.publish("wrong")
+        finally:
+            del publisher.transport.send
+        assert complete(trained) == 503
+        trained.vllm_generation.sync_weights()
+        assert complete(trained) == 200
+
+    def test_a_server_that_was_killed_gets_base_and_adapter_again(self, trained):
+        generation = trained.vllm_generation
+        generation.server._process.kill()
+        generation.server._process.wait()
+        move(trained)
+        generation.sync_weights()
+        assert generation.publication["publish/unchanged_tensors"] == 0
+        assert generation.publication["publish/canary_abs_logp"] < 1e-5
+        assert complete(trained) == 200

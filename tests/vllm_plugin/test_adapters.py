@@ -1,0 +1,244 @@
+"""A LoRA adapter beside low-bit weights in a real vLLM engine: what arrives, what is refused, and what the engine then computes."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing_utils import make_tiny_model
+from trl_qarl import prepare_model
+from trl_qarl.quantization.swap import freeze_model
+
+
+pytest.importorskip("vllm")
+peft = pytest.importorskip("peft")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in range(40)]]
+A = "model.layers.1.self_attn.v_proj.lora_A.weight"
+B = "model.layers.1.self_attn.v_proj.lora_B.weight"
+
+
+@pytest.fixture(scope="module")
+def publisher(tmp_path_factory):
+    from trl_qarl.rollout.engines import make_engine
+    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.server import cpu_environment
+    from trl_qarl.rollout.transports import DirectTransport
+
+    path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    # In vLLM k_proj and up_proj share a layer with others that are adapted. A rank below the engine's, a scaling other than 1.
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets)).eval()
+    prepare_model(model, "w4a16", scale_dtype=torch.float32)
+    freeze_model(model)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            patch.setenv(name, value)
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        llm = make_engine(model, torch.float32, on_cpu=True, max_model_len=128, max_num_seqs=8, max_logprobs=-1)
+        publisher = Publisher(model, torch.float32, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+        publisher.engine = publisher.check_engine()
+        publisher.publish("0")
+        yield publisher
+
+
+def update(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def engine_logps(llm) -> torch.Tensor:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
+    return torch.tensor(
+        [
+            entry[token].logprob
+            for output in outputs
+            for entry, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        ]
+    )
+
+
+@torch.no_grad()
+def learner_logps(model) -> torch.Tensor:
+    rows = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        rows.append(model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    return torch.cat(rows)
+
+
+def mismatch(publisher) -> float:
+    return (engine_logps(publisher.transport.llm) - learner_logps(publisher.model)).abs().max().item()
+
+
+def engine_model(publisher):
+    return publisher.transport._worker.model_runner.model
+
+
+class Tampering:
+    """A transport that changes what is sent on its way."""
+
+    def __init__(self, transport, change):
+        self.transport, self.change = transport, change
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def send(self, tensors):
+        self.transport.send([item for tensor in tensors for item in self.change(*tensor)])
+
+
+def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher):
+    llm, model = publisher.transport.llm, publisher.model
+    assert publisher.engine["lora"] == {
+        "max_rank": 8,
+        "dtype": "float32",
+        "modules": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+    }
+    num_tensors = sum("lora_" in name for name, _ in model.named_parameters())
+    before = engine_logps(llm)
+    for version in range(3):
+        update(model, version)
+        result = publisher.publish(str(version))
+        assert result["publish/tensors"] == num_tensors and result["publish/unchanged_tensors"] > num_tensors
+        assert result["publish/canary_abs_logp"] < 1e-5
+        after = engine_logps(llm)
+        assert mismatch(publisher) < 1e-5 < 0.01 < (after - before).abs().mean()
+        before = after
+    # Nothing new, and everything again.
+    assert publisher.publish("again")["publish/tensors"] == 0
+    assert torch.equal(engine_logps(llm), before)
+    publisher.forget()
+    assert publisher.publish("all of it")["publish/unchanged_tensors"] == 0
+    assert torch.equal(engine_logps(llm), before)
+    with model.disable_adapter():
+        assert mismatch(publisher) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda n, t: [] if n == A else [(n, t)], f"{A}: the engine received nothing"),
+        (lambda n, t: [(n, t.flip(0) if n == B else t)], f"{B}: learner float32"),
+        (
+            lambda n, t: [(n, t), (n.replace("v_proj", "rotary_emb"), t)],
+            "rotary_emb.lora_A.weight: the learner did not",
+        ),
+    ],
+    ids=["missing", "rows elsewhere", "unknown"],
+)
+def test_an_adapter_that_is_damaged_on_its_way_is_refused_and_the_next_one_heals(publisher, change, message):
+    from trl_qarl.rollout.protocol import PublishError
+
+    transport = publisher.transport
+    update(publisher.model, 7)
+    publisher.transport = Tampering(transport, change)
+    try:
+        with pytest.raises(PublishError) as error:
+            publisher.publish("damaged")
+    finally:
+        publisher.transport = transport
+    assert message in str(error.value)
+    publisher.publish("healed")
+    assert mismatch(publisher) < 1e-5
+
+
+def scale_b(layer, set_lora):
+    def set_wrongly(index, a, b):
+        set_lora(index, a, [None if part is None else 1.5 * part for part in b])
+
+    return set_wrongly
+
+
+def keep_the_old(layer, set_lora):
+    return lambda index, a, b: None
+
+
+def leave_a_row(layer, set_lora):
+    def set_and_write(index, a, b):
+        set_lora(index, a, b)
+        layer.lora_a_stacked[1][index, 0, 0, 0] = 1
+
+    return set_and_write
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (scale_b, "lora_B.weight: learner float32[128, 4] "),
+        (keep_the_old, "lora_A.weight: learner float32[4, 128] "),
+        # Of k_proj, which has no adapter.
+        (leave_a_row, "k_proj: the engine's buffer holds more than was sent"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_values_that_do_not_reach_the_running_buffers_are_noticed(publisher, monkeypatch, wrong, message):
+    from trl_qarl.rollout.protocol import PublishError
+
+    layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
+    update(publisher.model, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "set_lora", wrong(layer, layer.set_lora))
+        with pytest.raises(PublishError, match="The published adapter is not the learner's") as error:
+            publisher.publish("wrong")
+    assert message in str(error.value)
+    assert publisher.publish("right")["publish/unchanged_tensors"] == 0
+    assert mismatch(publisher) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tensor", "named"),
+    [
+        (lambda model: model.get_submodule("model.layers.1.mlp.down_proj").lora_b_stacked[0], "the adapter"),
+        (lambda model: model.get_submodule("model.layers.1.mlp.down_proj").base_layer.weight_packed, "model.layers.1"),
+    ],
+    ids=["adapter", "base"],
+)
+def test_what_has_changed_in_the_engine_is_named_and_sent_again(publisher, caplog, tensor, named):
+    memory = tensor(engine_model(publisher)).data.view(torch.uint8).view(-1)
+    memory[0] ^= 1
+    result = publisher.publish("repaired")
+    assert f"Sent again: {named}" in caplog.text and result["publish/tensors"] > 0
+    assert result["publish/unchanged_tensors"] > 0
+    assert mismatch(publisher) < 1e-5
+
+
+def test_an_update_that_was_never_finished_does_not_spoil_the_next(publisher):
+    names = [name for name, _ in engine_model(publisher).named_parameters()]
+    assert any(".base_layer." in name for name in names)
+    publisher.transport.begin()
+    publisher.transport.send([("model.norm.weight", torch.zeros(128)), (A, torch.zeros(4, 128))])
+    publisher.forget()
+    publisher.publish("complete")
+    assert mismatch(publisher) < 1e-5
+    assert [name for name, _ in engine_model(publisher).named_parameters()] == names
+
+
+def test_a_trainer_without_an_adapter_gets_the_base(publisher):
+    """The next trainer of a server; its base happens to be the same."""
+    from trl_qarl.rollout.publisher import Publisher
+
+    base = AutoModelForCausalLM.from_pretrained(publisher.model.get_base_model().name_or_path, dtype=torch.float32)
+    prepare_model(base, "w4a16", scale_dtype=torch.float32)
+    other = Publisher(base.eval(), torch.float32, publisher.transport)
+    other.publish("base")
+    assert mismatch(other) < 1e-5
+    publisher.forget()
+    publisher.publish("back")
+    assert mismatch(publisher) < 1e-5
+
+
+def test_an_interrupted_rollout_leaves_no_cache_of_the_old_adapter(publisher):
+    llm = publisher.transport.llm
+    before = engine_logps(llm)
+    update(publisher.model, 9)
+    publisher.publish("new")
+    assert (engine_logps(llm) - before).abs().mean() > 0.01
+    assert mismatch(publisher) < 1e-5

@@ -1,0 +1,1 @@
+"""LoRA on a low-bit base: PEFT's adapters in high precision beside frozen codes."""

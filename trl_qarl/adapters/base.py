@@ -1,0 +1,216 @@
+"""The model an adapter is trained beside: how it is loaded, frozen and told from others."""
+
+import hashlib
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from trl.trainer.utils import create_model_from_path
+
+from ..quantization.linear import QuantizedLinear
+from ..quantization.load import is_low_bit_checkpoint, load_frozen_model
+from ..quantization.names import base_model, base_modules
+from ..quantization.schemes import QuantScheme
+from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen
+from ..quantization.tensors import LowBitTensor
+from .tensors import CONFIG_FILE, is_adapter_folder, saved_adapter_config
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+
+__all__ = [
+    "base_fingerprint",
+    "check_record",
+    "keep_adapter_precise",
+    "load_adapter",
+    "load_base",
+    "load_start",
+    "prepare_base",
+]
+
+logger = logging.getLogger(__name__)
+
+RECORD_FILE = "qarl.json"
+
+
+def load_start(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any] | None) -> str | nn.Module:
+    """
+    What to train for `model="..."`: a folder with an adapter is loaded on the base it names, to go on training; a low-bit
+    checkpoint that gets an adapter is loaded without a high-precision copy. Everything else stays a name, which TRL loads.
+    """
+    kwargs = dict(model_init_kwargs or {})
+    if is_adapter_folder(name_or_path):
+        return load_adapter(name_or_path, kwargs, is_trainable=True)
+    if peft_config is not None and is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
+        _as_linear(peft_config)
+        return load_base(name_or_path, kwargs)
+    return name_or_path
+
+
+def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
+    """The base model, in the precision of its checkpoint: low-bit without masters, or high."""
+    kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None}
+    if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
+        return create_model_from_path(name_or_path, **kwargs)
+    known = ("dtype", "revision", "trust_remote_code", "attn_implementation")
+    unknown = sorted(set(kwargs) - {*known, "device_map"})
+    if unknown:
+        raise ValueError(f"model_init_kwargs {unknown} are not used for a low-bit checkpoint. Remove them.")
+    return load_frozen_model(name_or_path, **{name: kwargs[name] for name in known if name in kwargs})
+
+
+def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
+    """
+    The adapter in `folder` as a `PeftModel` on its base, which is loaded too.
+
+    Raises:
+        ValueError: if its base is another model than the one that it was trained on.
+    """
+    from peft import PeftModel
+
+    config = json.loads((Path(folder) / CONFIG_FILE).read_text())
+    name = config.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{folder}/{CONFIG_FILE} does not name its base (base_model_name_or_path). Add it.")
+    model = load_base(name, {"revision": config.get("revision"), **model_init_kwargs})
+    return PeftModel.from_pretrained(
+        model, folder, config=_as_linear(saved_adapter_config(folder)), is_trainable=is_trainable
+    )
+
+
+def _as_linear(config: "PeftConfig") -> "PeftConfig":
+    """Has PEFT take a layer without masters for the linear layer that it is, and not for one of torchao's."""
+    from peft.tuners.lora import Linear
+
+    config._register_custom_module({QuantizedLinear: Linear})
+    return config
+
+
+def prepare_base(
+    model: nn.Module, scheme: QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
+) -> SwapReport:
+    """
+    Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop the masters that are not
+    needed, unless they are to be kept or are gone already.
+
+    Raises:
+        ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint does not have `scheme`.
+    """
+    layers = quantized_layers(model)
+    if any(layer.is_frozen for layer in layers.values()):
+        if is_merged:
+            raise ValueError(
+                "lora_mode='merged' quantizes base and adapter together, but the base comes from a low-bit checkpoint: its "
+                "masters are gone. Start from the high-precision checkpoint, or use lora_mode='adapter'."
+            )
+        _check_same_scheme(layers, scheme, keep_masters, **arguments)
+        _hide_from_ddp(model)
+        return report_frozen(model)
+    if not scheme.is_quantized:
+        # Also a base that bitsandbytes has quantized.
+        return SwapReport(scheme, {}, {}, 0, 0, 0)
+    report = prepare_model(model, scheme, **arguments)
+    if is_merged:
+        # PEFT is optional.
+        from .merged import merge_adapters
+
+        merge_adapters(model)
+    if not keep_masters and scheme.is_quantized:
+        report = replace(report, dropped_bytes=freeze_model(model))
+        _hide_from_ddp(model)
+    return report
+
+
+def keep_adapter_precise(model: nn.Module) -> None:
+    """Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing."""
+    if getattr(base_model(model), "is_loaded_in_4bit", False):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+
+def _hide_from_ddp(model: nn.Module) -> None:
+    # It would broadcast what it finds, which codes and scales in one object cannot be; each process quantizes the same base.
+    names = [name for name, p in model.named_parameters() if isinstance(p, LowBitTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def _check_same_scheme(layers, scheme: QuantScheme, keep_masters: bool, exclude_modules, scale_dtype) -> None:
+    if keep_masters:
+        raise ValueError(
+            "quantize_learner=False needs the base in high precision, but it comes from a low-bit checkpoint. Leave out "
+            "`quantize_learner`, or start from the high-precision checkpoint."
+        )
+    layer = next(iter(layers.values()))
+    theirs, ours = (layer.scheme.name, layer.scale_dtype), (scheme.name, scale_dtype)
+    if scheme.scale_dtype is not None:
+        theirs, ours = theirs[:1], ours[:1]
+    sizes = {layer.group_size for layer in layers.values()}
+    if theirs != ours or any(
+        layer.group_size != scheme.group_size_for(layer.in_features) for layer in layers.values()
+    ):
+        raise ValueError(
+            f"The base is a low-bit checkpoint of scheme {layer.scheme.name!r} with group sizes {sorted(map(str, sizes))} and "
+            f"scales in {layer.scale_dtype}; this run has scheme={scheme.name!r}, group_size={scheme.group_size} and scales in "
+            f"{scale_dtype} (`bf16`). Use the same, or start from the high-precision checkpoint."
+        )
+    if exclude_modules:
+        raise ValueError(
+            f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint says itself which layers are quantized. "
+            "Remove it."
+        )
+
+
+@torch.no_grad()
+def base_fingerprint(model: nn.Module) -> str:
+    """
+    16 hexadecimal digits that are others for another base or scheme: over names, shapes and the scales of quantized layers, or,
+    where nothing is quantized, the first row of each layer.
+    """
+    digest = hashlib.sha256()
+    layers = quantized_layers(model)
+    for name, module in base_modules(base_model(model)):
+        if not isinstance(module, nn.Linear):
+            continue
+        digest.update(f"{name}{tuple(module.weight.shape)}".encode())
+        if name in layers or not layers:
+            # Other layers are in high precision in a run and in 16 bits in its export.
+            tensor = _low_bit_base(layers[name]).scale if name in layers else module.weight[0].bfloat16()
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _low_bit_base(layer: QuantizedLinear) -> LowBitTensor:
+    if not layer.holds_adapter:
+        return layer.low_bit_weight()
+    return LowBitTensor.from_hp(layer.weight, layer.scheme, layer.scale_dtype)
+
+
+def check_record(folder: str | Path, record: dict[str, Any]) -> None:
+    """Raises `ValueError` if the adapter in `folder` was trained beside another base or scheme than those of `record`."""
+    path = Path(folder) / RECORD_FILE
+    if not path.is_file():
+        logger.warning(
+            "%s has no %s, so whether its adapter fits this base and scheme is not known.", folder, RECORD_FILE
+        )
+        return
+    theirs = json.loads(path.read_text())
+    names = ("scheme", "group_size", "scale_dtype", "base")
+    differing = [
+        f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
+        for name in names
+        if theirs.get(name) != record[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"The adapter in {folder} was trained beside another low-bit base ({'; '.join(differing)}); `base` is a "
+            "fingerprint of its scales. Use the same base, scheme, group_size and bf16, or train a new adapter."
+        )

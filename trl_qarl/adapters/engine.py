@@ -1,0 +1,99 @@
+"""What vLLM needs to serve an adapter: the tensors that it is sent, how it is started, and what it cannot serve."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .tensors import adapter_config, adapter_tensors, is_peft_model
+
+
+__all__ = [
+    "ENGINE_RANKS",
+    "adapter_problems",
+    "engine_rank",
+    "iter_adapter_tensors",
+    "lora_arguments",
+]
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
+
+
+def engine_rank(rank: int) -> int:
+    """
+    The smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is padded with 0.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for largest in ENGINE_RANKS:
+        if rank <= largest:
+            return largest
+    raise ValueError(
+        f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
+    )
+
+
+def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    A and B of the adapter beside the layers of `model`, if it has one, as the engine holds them: B multiplied by the scaling and then rounded.
+
+    Args:
+        model (`nn.Module`):
+            The learner.
+        dtype (`torch.dtype`):
+            Dtype in which the engine runs the model.
+    """
+    if not _runs_beside(model):
+        return
+    scaling = _scaling(adapter_config(model))
+    for name, tensor in adapter_tensors(model).items():
+        name = name.removeprefix("base_model.model.")
+        yield name, (tensor * scaling if name.endswith(".lora_B.weight") else tensor).to(dtype)
+
+
+def lora_arguments(model: nn.Module) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for the adapter of `model`; none if it has none."""
+    if not _runs_beside(model):
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": engine_rank(adapter_config(model)["r"]),
+        "lora_target_modules": _targets(model),
+    }
+
+
+def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[str]:
+    """What of the adapter of `model` an engine that describes itself as `engine` could not serve."""
+    if not _runs_beside(model):
+        return
+    lora, rank = engine.get("lora"), adapter_config(model)["r"]
+    add = f"Start it with `--max_lora_rank {engine_rank(rank)}`"
+    if lora is None:
+        yield f"adapter: the learner trains one of rank {rank}, the engine was started without LoRA. {add}"
+        return
+    if rank > lora["max_rank"]:
+        yield f"adapter: learner rank {rank}, engine at most {lora['max_rank']}. {add}"
+    if lora["dtype"] != engine["dtype"]:
+        yield f"adapter: the engine would round it to {lora['dtype']}, its weights are {engine['dtype']}. Leave out --lora-dtype"
+    missing = sorted(set(_targets(model)) - set(lora["modules"]))
+    if missing:
+        yield f"adapter: the learner trains one on {missing}, the engine serves adapters on {lora['modules']} alone"
+
+
+def _runs_beside(model: nn.Module) -> bool:
+    """Whether `model` has an adapter that is not a part of its low-bit weights."""
+    return is_peft_model(model) and not any(getattr(module, "holds_adapter", False) for module in model.modules())
+
+
+def _scaling(config: Mapping[str, Any]) -> float:
+    return config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+
+
+def _targets(model: nn.Module) -> list[str]:
+    """Last components of the names of the layers that have an adapter."""
+    return sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)})

@@ -1,0 +1,76 @@
+"""An adapter merged into its base and quantized with it, and how much of it survives."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..quantization.names import base_model
+from ..quantization.quantize import count_code_flips
+from ..quantization.swap import quantized_layers
+from .tensors import ADAPTER_NAME
+
+
+__all__ = ["MergeLoss", "merge_adapter"]
+
+
+@dataclass(frozen=True)
+class MergeLoss:
+    """
+    What quantizing the merged weight does to an adapter `D` beside the low-bit base `Q(W)`.
+
+    Args:
+        relative_error (`float`):
+            `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized layers: 0 if the merged policy is the one that was trained, 1 if
+            what is left of the adapter is nothing, or as far from it as nothing is.
+        flipped_share (`float`):
+            Share of the codes in which `Q(W + D)` and `Q(W)` differ.
+    """
+
+    relative_error: float
+    flipped_share: float
+
+    def __str__(self) -> str:
+        return (
+            f"The merged policy is not the one that was trained: merged and quantized again, the adapter's layers are off by "
+            f"{self.relative_error:.0%} of what the adapter changes in them, and {self.flipped_share:.2%} of their codes changed. "
+            "Serve the adapter beside the base instead, where nothing is lost."
+        )
+
+
+@torch.no_grad()
+def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
+    """
+    Add the adapter of `model`, a `PeftModel` whose base is prepared and has its masters, to these; layers in high precision take
+    it as it is.
+
+    Returns:
+        The base model without adapters, prepared as before, and what was lost.
+
+    Raises:
+        ValueError: if the masters are gone.
+    """
+    frozen = [name for name, layer in quantized_layers(model).items() if layer.is_frozen]
+    if frozen:
+        raise ValueError(
+            f"An adapter is merged into masters, which are gone here ({frozen[0]!r} is low-bit alone). Load the adapter on the "
+            "high-precision base."
+        )
+    sums = torch.zeros(4, dtype=torch.float64)
+    layers = {id(layer) for layer in quantized_layers(model).values()}
+    for wrapper in base_model(model).modules():
+        if ADAPTER_NAME not in getattr(wrapper, "lora_A", ()):
+            continue
+        delta, layer = wrapper.get_delta_weight(ADAPTER_NAME).float(), wrapper.base_layer
+        before = layer.low_bit_weight() if id(layer) in layers else None
+        layer.weight.add_(delta.to(layer.weight.dtype))
+        if before is not None:
+            after = layer.low_bit_weight()
+            trained = before.gemm_weight().dequantize(torch.float32) + delta
+            error = after.gemm_weight().dequantize(torch.float32) - trained
+            flips = count_code_flips(before.qdata, after.qdata)
+            sums += torch.tensor(
+                [error.square().sum(), delta.square().sum(), flips, delta.numel()], dtype=torch.float64
+            )
+    error, size, flips, count = sums.tolist()
+    return model.unload(), MergeLoss((error / size) ** 0.5 if size else 0.0, flips / count if count else 0.0)

@@ -1,0 +1,74 @@
+"""The adapter that is trained, as PEFT writes it and an engine reads it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+__all__ = [
+    "ADAPTER_NAME",
+    "CONFIG_FILE",
+    "adapter_config",
+    "adapter_tensors",
+    "is_adapter_folder",
+    "is_peft_model",
+    "saved_adapter_config",
+]
+
+CONFIG_FILE = "adapter_config.json"
+"""PEFT's description of a saved adapter."""
+
+ADAPTER_NAME = "default"
+"""Name of the adapter that is trained; TRL may add `ref`, a copy of where training started."""
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a configuration of it."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def is_adapter_folder(name_or_path: Any) -> bool:
+    """Whether PEFT has saved an adapter there."""
+    return isinstance(name_or_path, (str, Path)) and (Path(name_or_path) / CONFIG_FILE).is_file()
+
+
+def saved_adapter_config(folder: str | Path) -> "PeftConfig":
+    """The configuration of a saved adapter."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(str(folder))
+
+
+def adapter_tensors(model: "PeftModel", dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """
+    The trained adapter under the names of `adapter_model.safetensors`, such as
+    `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`; detached, on the model's device.
+
+    Args:
+        model ([`~peft.PeftModel`]):
+            The learner, not wrapped by accelerate.
+        dtype (`torch.dtype`, *optional*):
+            Dtype in which an engine holds the adapter. Defaults to that of the learner, float32.
+    """
+    from peft import get_peft_model_state_dict
+
+    # Embeddings are never targets here, so PEFT need not look for changed ones.
+    tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+    return {name: tensor.detach().to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+
+
+def adapter_config(model: "PeftModel") -> dict[str, Any]:
+    """Content of the trained adapter's `adapter_config.json`, which is JSON."""
+    # As PEFT writes it: a saved adapter is for inference until it is loaded to be trained.
+    config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
+    return json.loads(json.dumps(config, default=sorted))

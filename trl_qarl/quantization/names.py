@@ -1,0 +1,67 @@
+"""
+Modules and tensors under the names they have in a checkpoint of the model alone, also where PEFT has wrapped its layers.
+
+PEFT puts a model into `base_model.model` and a layer it adapts into `base_layer` of a wrapper that holds the adapters. Both are
+recognised by their attributes, as PEFT is optional.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+__all__ = ["base_model", "base_modules", "base_state_dict", "is_adapted"]
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether PEFT has put adapters into `model`."""
+    return any(_is_wrapper(module) for module in model.modules())
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model itself, of a `PeftModel` the one inside; its adapted layers stay wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules` of the model without its adapters: an adapted layer goes by its own name, its wrapper not at all."""
+    yield from _walk(base_model(model), "", set())
+
+
+def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`state_dict` of the model without its adapters."""
+    model = base_model(model)
+    wrappers = {name for name, module in model.named_modules() if _is_wrapper(module)}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        wrapper, rest = _split(name, wrappers)
+        if wrapper is None:
+            tensors[name] = tensor
+        elif rest.startswith("base_layer."):
+            tensors[f"{wrapper}.{rest.removeprefix('base_layer.')}"] = tensor
+    return tensors
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return hasattr(module, "adapter_layer_names") and hasattr(module, "base_layer")
+
+
+def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    while _is_wrapper(module):
+        module = module.base_layer
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from _walk(child, f"{name}.{child_name}" if name else child_name, seen)
+
+
+def _split(name: str, wrappers: set[str]) -> tuple[str | None, str]:
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        prefix = ".".join(parts[:end])
+        if prefix in wrappers:
+            return prefix, ".".join(parts[end:])
+    return None, name

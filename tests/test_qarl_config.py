@@ -238,6 +238,29 @@ def test_option_that_contradicts_a_preset_raises_and_names_both_even_at_trls_def
         ("on-policy", {"generation_batch_size": 32}, "generation_batch_size=32.*gradient_accumulation_steps=1"),
         ("gspo", {"loss_type": "dapo"}, "loss_type='dapo' contradicts objective='gspo'"),
         ("gspo", {"mismatch_cap": 3.0}, "belongs to objective='tbpo'"),
+        (
+            "icepop",
+            {"vllm_importance_sampling_clip_max": 5.0},
+            "rule of its own for the mismatch, `mismatch_low`, `mism",
+        ),
+        ("icepop", {"mismatch_low": 1.5}, "0 < mismatch_low < 1 < mismatch_high"),
+        ("icepop", {"top_p": 0.9}, "top_p=0.9 is not honoured: objective='icepop' weighs by the sampling"),
+        ("geo-mask", {"mismatch_high": 0.9}, "mismatch_high=0.9"),
+        (
+            "geo-mask",
+            {"divergence_threshold": 0.1},
+            "belongs to objective='kpop' and objective='dppo-tv', but objective='geo",
+        ),
+        ("kpop", {"divergence_threshold": 0.0}, "divergence_threshold=0.0 must be greater than 0"),
+        ("kpop", {"mismatch_low": 0.5}, "mismatch_low=0.5 belongs to objective='icepop' and objective='geo-mask'"),
+        ("dppo-tv", {"divergence_threshold": 1.5}, "bounds a change of probability"),
+        ("dppo-tv", {"epsilon": 0.2}, "epsilon=0.2 is not honoured: objective='dppo-tv' bounds the change"),
+        ("dppo-tv", {"entropy_coef": 0.01}, "entropy_coef=0.01 is not honoured"),
+        ("acr", {"vllm_importance_sampling_mode": "token_mask"}, "mode='token_mask' is not honoured"),
+        ("acr", {"delta": 3.0}, "delta=3.0 is not honoured"),
+        ("grpo-tis", {"mismatch_high": 5.0}, "mismatch_high=5.0 belongs to objective='icepop'"),
+        ("tbpo", {"divergence_threshold": 0.1}, "belongs to objective='kpop'"),
+        ("grpo", {"mismatch_low": 0.5}, "belongs to objective='icepop'"),
     ],
 )
 def test_what_a_preset_cannot_honour_raises(tmp_path, objective, kwargs, match):
@@ -249,6 +272,10 @@ def test_defaults_of_a_preset_may_be_changed(tmp_path):
     c = config(tmp_path, objective="mis-gspo", epsilon=0.01, vllm_importance_sampling_clip_max=2.0)
     assert (c.epsilon, c.epsilon_high, c.vllm_importance_sampling_clip_max) == (0.01, 4e-4, 2.0)
     assert config(tmp_path, objective="dual-clip", delta=1.2).delta == 1.2
+    c = config(tmp_path, objective="icepop", mismatch_high=2.0, epsilon=0.1)
+    assert (c.mismatch_low, c.mismatch_high, c.epsilon) == (0.5, 2.0, 0.1)
+    c = config(tmp_path, objective="acr", vllm_importance_sampling_clip_max=2.0)
+    assert c.vllm_importance_sampling_clip_max == 2.0
 
 
 def test_on_policy_makes_one_update_per_generation_batch(tmp_path):

@@ -19,6 +19,7 @@ import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, TRAINING, make_problems, make_tiny_model, make_tiny_tokenizer, spread, stop_at
 from trl_qarl.forward import FORWARD_KEYS, takes_positions
 from trl_qarl.objectives.presets import PRESETS
+from trl_qarl.objectives.token_losses import OWN_LOSSES
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.export import export_checkpoint
@@ -519,10 +520,31 @@ def test_objectives_of_the_comparison_train_and_weigh_embedded_rollouts_by_their
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
     assert len(batches) == (2 if objective == "on-policy" else 1)
     for batch in batches:
-        assert ("importance_sampling_ratio" in batch) == PRESETS[objective].corrects_mismatch
+        is_weighed = PRESETS[objective].corrects_mismatch or objective in ("icepop", "kpop", "geo-mask")
+        assert ("importance_sampling_ratio" in batch) == is_weighed
+    assert bool(advantages) == (objective not in OWN_LOSSES)
     for weighed, ratio in advantages:
         assert ratio is None or weighed.shape == ratio.shape
         assert objective != "positive-only" or (weighed.min() == 0 and weighed.max() > 0)
+
+
+@pytest.mark.parametrize("objective", ["bypass", "gspo"])
+def test_bypass_saves_the_forward_that_scores_the_rollout_and_measures_no_mismatch(tiny_model, tmp_path, objective):
+    trainer = make(tiny_model, tmp_path, objective=objective, max_steps=8)
+    rows_scored = []
+    score = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def count(self, model, input_ids, *args, **kwargs):
+        rows_scored.append((len(input_ids), torch.is_grad_enabled()))
+        return score(self, model, input_ids, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", count)
+        trainer.train()
+    is_bypass = objective == "bypass"
+    assert any(not has_gradient for _, has_gradient in rows_scored) != is_bypass
+    assert any(name.startswith("mismatch/") for row in rows(trainer) for name in row) != is_bypass
+    assert all(math.isfinite(row["loss"]) for row in rows(trainer))
 
 
 def test_reference_model_is_the_initial_low_bit_policy(tiny_model, tmp_path):

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .inherited_options import (
     GENERATION_KWARGS_THAT_RESHAPE,
     MODEL_INIT_KWARGS_REFUSED,
     OF_ONE_LOSS,
+    OF_TRLS_LOSS,
     REFUSED,
     REFUSED_BY_TBPO,
     RESHAPES_SAMPLING,
@@ -21,7 +22,7 @@ from .inherited_options import (
     VLLM_SAMPLING_KWARGS,
 )
 from .numerics.kernels import SCHEMES as ENGINE_SCHEMES
-from .objectives.presets import OBJECTIVES, PRESETS
+from .objectives.presets import OBJECTIVES, OWN_OPTIONS, PRESETS
 from .quantization.schemes import get_scheme
 
 
@@ -148,10 +149,17 @@ def check_objective(config) -> Iterator[str]:
                     f"{name}={getattr(config, name)!r} contradicts objective={config.objective!r}, which is {name}={value!r}. "
                     "Remove it, or use objective='grpo', which takes every option of TRL's."
                 )
+    for name in ("epsilon", "epsilon_high"):
+        if config.objective == "dppo-tv" and getattr(config, name) is not None:
+            yield (
+                f"{name}={getattr(config, name)!r} is not honoured: objective='dppo-tv' bounds the change of a token's "
+                "probability, by `divergence_threshold`, and not its ratio."
+            )
 
 
 def check_ratios(config) -> Iterator[str]:
     """Options of the loss, once `objective` has set its own."""
+    yield from _check_own_options(config)
     if config.objective in PRESETS:
         yield from _check_preset(config)
     if config.objective == "tbpo":
@@ -190,12 +198,40 @@ def _check_loss_of_trl(config) -> Iterator[str]:
             )
 
 
+def _check_own_options(config) -> Iterator[str]:
+    """Options of presets that TRL does not have."""
+    own = PRESETS[config.objective].defaults if config.objective in PRESETS else {}
+    for name in OWN_OPTIONS:
+        if name not in own and getattr(config, name) is not None:
+            users = [objective for objective, preset in PRESETS.items() if name in preset.defaults]
+            yield (
+                f"{name}={getattr(config, name)!r} belongs to {' and '.join(f'objective={user!r}' for user in users)}, but "
+                f"objective={config.objective!r}. Remove it or change the objective."
+            )
+    low, high, threshold = (getattr(config, name) if name in own else None for name in OWN_OPTIONS)
+    if low is not None and not 0 < low < 1 < high:
+        yield (
+            f"mismatch_low={low!r}, mismatch_high={high!r} must be bounds of a ratio around 1: 0 < mismatch_low < 1 < "
+            "mismatch_high."
+        )
+    if threshold is not None and not threshold > 0:
+        yield f"divergence_threshold={threshold!r} must be greater than 0: at 0 nothing would be left to train on."
+    if config.objective == "dppo-tv" and threshold is not None and threshold >= 1:
+        yield f"divergence_threshold={threshold!r} bounds a change of probability, which is below 1. Choose such as 0.2."
+
+
 def _check_preset(config) -> Iterator[str]:
     preset = PRESETS[config.objective]
     if not preset.corrects_mismatch:
         refused, why = BOUNDS_OF_MISMATCH, "does not correct the mismatch; `mis-gspo` and `grpo-tis` do"
+        if preset.is_ours:
+            why = "has a rule of its own for the mismatch" + "".join(f", `{name}`" for name in preset.defaults)
+        if config.objective == "acr":
+            refused = [name for name in refused if name != "vllm_importance_sampling_clip_max"]
         yield from _refuse_changed(config, refused, why)
-    elif not config.use_vllm:
+    if config.objective in ("dppo-tv", "acr"):
+        yield from _refuse_changed(config, OF_TRLS_LOSS, "does not use it: it is not a loss of TRL's")
+    if (preset.corrects_mismatch or preset.is_ours) and not config.use_vllm:
         yield from _refuse_changed(
             config,
             RESHAPES_SAMPLING,
@@ -217,7 +253,7 @@ def _check_preset(config) -> Iterator[str]:
         )
 
 
-def _refuse_changed(config, names: tuple[str, ...], why: str) -> Iterator[str]:
+def _refuse_changed(config, names: Sequence[str], why: str) -> Iterator[str]:
     for name in names:
         usual = None if name in UNSET else default(GRPOConfig, name)
         if getattr(config, name) not in (usual, *_NEUTRAL.get(name, ())):

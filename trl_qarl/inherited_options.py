@@ -5,6 +5,7 @@ __all__ = [
     "GENERATION_KWARGS_THAT_RESHAPE",
     "MODEL_INIT_KWARGS_REFUSED",
     "OF_ONE_LOSS",
+    "OF_TRLS_LOSS",
     "REFUSED",
     "REFUSED_BY_LORA",
     "REFUSED_BY_TBPO",
@@ -129,6 +130,7 @@ REFUSED_BY_TBPO = {
 
 RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 OF_ONE_LOSS = tuple(name for name in REFUSED_BY_TBPO if name.startswith(("sapo_", "vespo_")))
+OF_TRLS_LOSS = ("delta", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
 BOUNDS_OF_MISMATCH = (
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_max",

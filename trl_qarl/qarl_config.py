@@ -79,7 +79,8 @@ class QaRLConfig(GRPOConfig):
             logs the same.
         objective (`str`, *optional*, defaults to `"tbpo"`):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
-            `"on-policy"`, `"dual-clip"`, which set TRL's options; or one of TRL's losses (`"grpo"`, `"dapo"`, `"sapo"`,
+            `"on-policy"`, `"dual-clip"`, which set TRL's options; one that others use against the mismatch, `"icepop"`,
+            `"kpop"`, `"geo-mask"`, `"bypass"`, `"dppo-tv"`, `"acr"`; or one of TRL's losses (`"grpo"`, `"dapo"`, `"sapo"`,
             ...). Replaces `loss_type`.
         positive_epsilon_high (`float`, *optional*, defaults to `4e-4`):
             TBPO: for positive advantages, the ratio counts up to `1 + positive_epsilon_high`.
@@ -89,6 +90,12 @@ class QaRLConfig(GRPOConfig):
             ... to `1 + negative_epsilon_high`; outside, the sequence contributes no gradient.
         mismatch_cap (`float`, *optional*, defaults to `2.0`):
             TBPO: bound `c > 1` of the mismatch weight, which stays in `[1/c, c]`.
+        mismatch_low, mismatch_high (`float`, *optional*):
+            Bounds of the mismatch outside which `"icepop"` drops a token (0.5 and 5) and `"geo-mask"` a completion, by its
+            geometric mean (0.99 and 1.01).
+        divergence_threshold (`float`, *optional*):
+            Bound above which a token is dropped: by `"kpop"` of the divergence between learner and sampler (0.1 nats), by
+            `"dppo-tv"` of the change of its probability from the sampler's (0.2).
         epsilon (`float`, *optional*):
             For TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO does not use it.
         epsilon_high (`float`, *optional*):
@@ -180,7 +187,8 @@ class QaRLConfig(GRPOConfig):
         default="tbpo",
         metadata={
             "help": "Objective: 'tbpo', one of the paper's comparison ('grpo-tis', 'gspo', 'mis-gspo', 'positive-only', "
-            "'on-policy', 'dual-clip') or one of TRL's losses. Replaces `loss_type`.",
+            "'on-policy', 'dual-clip'), one that others use against the mismatch ('icepop', 'kpop', 'geo-mask', 'bypass', "
+            "'dppo-tv', 'acr') or one of TRL's losses. Replaces `loss_type`.",
             "choices": list(OBJECTIVES),
         },
     )
@@ -199,6 +207,25 @@ class QaRLConfig(GRPOConfig):
     mismatch_cap: float = field(
         default=2.0,
         metadata={"help": "TBPO: bound c > 1 of the mismatch weight, which stays in [1/c, c]."},
+    )
+    mismatch_low: float | None = field(
+        default=None,
+        metadata={
+            "help": "Lower bound of the mismatch: 'icepop' (0.5 unless given) drops tokens below, 'geo-mask' (0.99) completions."
+        },
+    )
+    mismatch_high: float | None = field(
+        default=None,
+        metadata={
+            "help": "Upper bound of the mismatch: 'icepop' (5 unless given) drops tokens above, 'geo-mask' (1.01) completions."
+        },
+    )
+    divergence_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "Bound above which a token is dropped: of the divergence between learner and sampler for 'kpop' (0.1 nats "
+            "unless given), of the change of its probability for 'dppo-tv' (0.2)."
+        },
     )
     epsilon: float | None = field(
         default=None,

@@ -28,8 +28,9 @@ from .muon import create_muon_adamw
 from .numerics.attach import attach_engine_numerics
 from .numerics.exact import describe_difference, largest_difference
 from .objectives.presets import PRESETS
-from .objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics
-from .objectives.weights import mismatch_ratio, sequence_log_ratio, weigh_advantages
+from .objectives.tbpo import reduce_metrics
+from .objectives.token_losses import OWN_LOSSES, own_loss
+from .objectives.weights import preset_weight, weigh_advantages
 from .qarl_config import QaRLConfig
 from .quantization.cards import adapter_card, masters_card
 from .quantization.schemes import get_scheme
@@ -121,6 +122,7 @@ class QaRLTrainer(GRPOTrainer):
             model = load_start(model, peft_config, args.model_init_kwargs)
         self._preset = PRESETS.get(args.objective)
         self._calls_tools = False
+        self._is_making_batch = False
         with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
             super().__init__(
                 model=model,
@@ -280,16 +282,19 @@ class QaRLTrainer(GRPOTrainer):
         """Adds the learner's log-probs where TRL leaves them out and measures mismatch and quantization error."""
         with self.recorder.time("scoring"):
             try:
+                self._is_making_batch = True
                 output = super()._generate_and_score_completions(inputs)
             except EngineLost:
                 self._save_before_leaving()
                 raise
+            finally:
+                self._is_making_batch = False
             self._complete(output)
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
-            self.recorder.observe_rollout(output, publication)
+            self.recorder.observe_rollout(output, publication, is_scored=not self._is_scored_by_sampler)
             if self.args.numerics == "engine":
                 self._check_exact(output)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
@@ -304,21 +309,23 @@ class QaRLTrainer(GRPOTrainer):
                 "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. Return "
                 "the log-prob of every sampled token."
             )
-        if "old_per_token_logps" not in output:
+        if self._is_scored_by_sampler:
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        elif "old_per_token_logps" not in output:
             is_training, args = self.model.training, self.args
             batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
             with torch.no_grad():
                 output["old_per_token_logps"], _, _ = self._score(self.model, output, batch_size=batch_size)
-        if not self.use_vllm and self._preset is not None and self._preset.corrects_mismatch:
-            # TRL does it for vLLM rollouts only.
-            output["importance_sampling_ratio"] = mismatch_ratio(
-                output["old_per_token_logps"],
-                output["sampling_per_token_logps"],
-                loss_mask(output),
-                self.vllm_importance_sampling_mode,
-                self.vllm_importance_sampling_clip_min,
-                self.vllm_importance_sampling_clip_max,
-            )
+        if self._preset is not None:
+            logps = output["old_per_token_logps"], output["sampling_per_token_logps"]
+            weight = preset_weight(self.args, *logps, loss_mask(output))
+            if weight is not None:
+                output["importance_sampling_ratio"] = weight
+
+    @property
+    def _is_scored_by_sampler(self) -> bool:
+        """Whether nothing needs the learner's log-probs of a rollout, of which `bypass` saves the forward."""
+        return self.args.objective == "bypass" and self.beta == 0.0 and self.args.numerics == "fast"
 
     def _check_exact(self, output: dict[str, Any]) -> None:
         """Raises, or warns, where a sampled token's log-prob is not the learner's, bit for bit."""
@@ -390,15 +397,20 @@ class QaRLTrainer(GRPOTrainer):
     @override
     def _compute_loss(self, model, inputs):
         """
-        TBPO instead of TRL's losses for `objective="tbpo"`; KL to the reference and MoE auxiliary loss as in TRL. The other
-        objectives are TRL's losses, for some with other advantages.
+        A loss of our own for `"tbpo"`, `"dppo-tv"` and `"acr"`; KL to the reference and MoE auxiliary loss as in TRL. The
+        other objectives are TRL's losses, for some with other advantages.
         """
-        if self.args.objective != "tbpo":
+        if self.args.objective not in OWN_LOSSES:
             weighed = inputs
             if self._preset is not None:
-                ratio = None if self.use_vllm else inputs.get("importance_sampling_ratio")
+                is_weighed_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
+                ratio = None if is_weighed_by_trl else inputs.get("importance_sampling_ratio")
                 advantages = weigh_advantages(inputs["advantages"], ratio, self._preset.is_positive_only)
                 weighed = inputs | {"advantages": advantages}
+            if self.args.objective == "bypass":
+                sampling = inputs["sampling_per_token_logps"]
+                weighed["old_per_token_logps"] = sampling.nan_to_num(0.0)
+                weighed["advantages"] = inputs["advantages"].unsqueeze(1) * ~sampling.isnan()
             loss = super()._compute_loss(model, weighed)
             self.recorder.observe_update(self._forward_logps, inputs)
             return loss
@@ -407,33 +419,21 @@ class QaRLTrainer(GRPOTrainer):
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         self.recorder.observe_update(per_token_logps, inputs)
-        loss, output = tbpo_loss(
-            per_token_logps,
-            inputs["old_per_token_logps"],
-            inputs["sampling_per_token_logps"],
-            inputs["advantages"],
-            mask,
-            positive_epsilon_high=self.args.positive_epsilon_high,
-            negative_epsilon_low=self.args.negative_epsilon_low,
-            negative_epsilon_high=self.args.negative_epsilon_high,
-            mismatch_cap=self.args.mismatch_cap,
-        )
-        metrics = {"entropy": self.recorder.masked_mean(entropies, mask)}
+        loss, kl_ratio, per_sequence = own_loss(self.args, per_token_logps, inputs, mask)
+        gathered = {name: self.accelerator.gather(values) for name, values in per_sequence.items()}
+        metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **reduce_metrics(gathered)}
         if self.beta != 0.0:
             log_ratio = inputs["ref_per_token_logps"] - per_token_logps
             per_token_kl = torch.exp(log_ratio) - log_ratio - 1
             if self.args.use_bias_correction_kl:
-                sequence_ratio = sequence_log_ratio(per_token_logps, inputs["old_per_token_logps"], mask).exp()
-                per_token_kl = per_token_kl * sequence_ratio.unsqueeze(1)
+                per_token_kl = per_token_kl * kl_ratio
             sequence_kl = (per_token_kl * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
             loss = loss + self.beta * sequence_kl.mean()
             metrics["kl"] = self.recorder.masked_mean(per_token_kl, mask)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
             metrics["aux_loss"] = self.accelerator.gather_for_metrics(aux_loss).mean().item()
-        per_sequence = tbpo_metrics(output, inputs["advantages"])
-        gathered = {name: self.accelerator.gather(values) for name, values in per_sequence.items()}
-        self.recorder.log(metrics | reduce_tbpo_metrics(gathered))
+        self.recorder.log(metrics)
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1.0)
 
     @override
@@ -442,6 +442,8 @@ class QaRLTrainer(GRPOTrainer):
         Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for what is
         measured beside TRL's losses, which do not return them.
         """
+        if self._is_making_batch and self._is_scored_by_sampler:
+            return None, None, None
         forward = count_positions(model) if takes_positions(self.accelerator.unwrap_model(model)) else model
         output = super()._get_per_token_logps_and_entropies(forward, *args, **kwargs)
         self._forward_logps = output[0].detach()

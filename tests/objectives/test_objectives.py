@@ -5,9 +5,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reference.objectives_naive import TEMPERATURES, naive_mismatch_ratio, naive_objective
+from reference.objectives_naive import (
+    TEMPERATURES,
+    naive_binary_kl,
+    naive_mismatch_ratio,
+    naive_objective,
+    naive_of_others,
+)
 from trl_qarl.objectives.presets import PRESETS
-from trl_qarl.objectives.weights import mismatch_ratio, weigh_advantages
+from trl_qarl.objectives.token_losses import MAX_RATIO, acr_loss, dppo_tv_loss
+from trl_qarl.objectives.weights import (
+    binary_kl,
+    geometric_mask,
+    kpop_weight,
+    mismatch_ratio,
+    preset_weight,
+    weigh_advantages,
+)
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.telemetry.bounds import sequence_bounds, token_bounds
 
@@ -15,6 +29,8 @@ from trl_qarl.telemetry.bounds import sequence_bounds, token_bounds
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SAPO_TEMPERATURES = {"sapo_temperature_pos": TEMPERATURES[0], "sapo_temperature_neg": TEMPERATURES[1]}
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 3.0, "clip_max": 2.0}
+OURS = [name for name, preset in PRESETS.items() if preset.is_ours]
+OWN_BOUNDS = {"icepop": (0.7, 1.5), "geo-mask": (0.9, 1.2), "kpop": 0.002, "dppo-tv": 0.02}
 
 
 def make_batch(seed, num_sequences=24, num_tokens=7):
@@ -35,6 +51,16 @@ def make_batch(seed, num_sequences=24, num_tokens=7):
     return {"logps": logps, "old": old, "sampling": sampling, "advantages": advantages, "mask": mask}
 
 
+def own_options(objective):
+    bounds = OWN_BOUNDS.get(objective)
+    low, high = bounds if isinstance(bounds, tuple) else (None, None)
+    return {
+        "mismatch_low": low,
+        "mismatch_high": high,
+        "divergence_threshold": bounds if isinstance(bounds, float) else None,
+    }
+
+
 def make_trainer(objective, use_vllm, per_token_logps):
     """A trainer without model and data: what TRL's `_compute_loss` reads, with log-probs that are given."""
     trainer = QaRLTrainer.__new__(QaRLTrainer)
@@ -43,11 +69,23 @@ def make_trainer(objective, use_vllm, per_token_logps):
     vars(trainer).update(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (per_token_logps, entropies, None),
         _preset=preset,
-        recorder=SimpleNamespace(observe_update=lambda *args: None),
+        recorder=SimpleNamespace(
+            observe_update=lambda *args: None, log=lambda values: None, masked_mean=lambda values, mask: 0.0
+        ),
+        _score=lambda *args, **kwargs: (per_token_logps, entropies, None),
         _forward_logps=per_token_logps.detach(),
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(
-            objective=objective, delta=CLIP["delta"] if objective == "dual-clip" else None, **SAPO_TEMPERATURES
+            objective=objective,
+            delta=CLIP["delta"] if objective == "dual-clip" else None,
+            use_vllm=use_vllm,
+            epsilon=CLIP["epsilon"],
+            epsilon_high=CLIP["epsilon_high"],
+            vllm_importance_sampling_mode=preset.options.get("vllm_importance_sampling_mode") if preset else None,
+            vllm_importance_sampling_clip_min=None,
+            vllm_importance_sampling_clip_max=CLIP["clip_max"],
+            **own_options(objective),
+            **SAPO_TEMPERATURES,
         ),
         epsilon_low=CLIP["epsilon"],
         epsilon_high=CLIP["epsilon_high"],
@@ -85,6 +123,9 @@ def loss_and_gradient(objective, batch, use_vllm=False):
         inputs["importance_sampling_ratio"] = mismatch_ratio(
             batch["old"], batch["sampling"], batch["mask"], mode, None, CLIP["clip_max"]
         )
+    elif trainer._preset is not None and trainer._preset.is_ours:
+        weight = preset_weight(trainer.args, batch["old"], batch["sampling"], batch["mask"])
+        inputs |= {} if weight is None else {"importance_sampling_ratio": weight}
     loss = trainer._compute_loss(None, inputs)
     loss.backward()
     return loss.detach(), logps.grad
@@ -96,11 +137,9 @@ def loss_and_gradient(objective, batch, use_vllm=False):
 def test_value_and_gradient_equal_the_naive_objective_whoever_applies_the_weight(objective, use_vllm, seed):
     batch = make_batch(seed)
     loss, gradient = loss_and_gradient(objective, batch, use_vllm)
-    expected, expected_gradient = naive_objective(
-        objective,
-        *(batch[name].tolist() for name in ("logps", "old", "sampling", "advantages", "mask")),
-        **CLIP,
-    )
+    naive, bounds = (naive_of_others, CLIP | OWN_BOUNDS) if objective in OURS else (naive_objective, CLIP)
+    tensors = (batch[name].tolist() for name in ("logps", "old", "sampling", "advantages", "mask"))
+    expected, expected_gradient = naive(objective, *tensors, **bounds)
     # Sums of some 150 terms in float64.
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(gradient, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-12, atol=1e-15)
@@ -113,6 +152,66 @@ def test_objectives_differ_on_the_batches_that_they_are_tested_with():
     # One update per batch is not a property of the loss.
     assert losses.pop("on-policy") == losses["grpo-tis"]
     assert len({round(loss, 6) for loss in losses.values()}) == len(losses)
+
+
+@pytest.mark.parametrize("objective", OURS)
+def test_batches_of_the_reference_reach_both_sides_of_every_bound(objective):
+    batch = make_batch(0)
+    gradient = loss_and_gradient(objective, batch)[1]
+    counts = (batch["mask"] != 0) & (batch["advantages"] != 0).unsqueeze(1)
+    assert 0.05 < (gradient[counts] == 0).double().mean() < 0.95
+
+
+def test_binary_kl_equals_a_naive_formula_and_stays_finite_at_certainty():
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, 200, generator=generator, dtype=torch.float64)
+    naive = [naive_binary_kl(*pair) for pair in zip(p.tolist(), q.tolist(), strict=True)]
+    torch.testing.assert_close(
+        binary_kl(p.log(), q.log()), torch.tensor(naive, dtype=torch.float64), rtol=1e-9, atol=1e-15
+    )
+    ends = torch.tensor([0.0, -1e4, -math.inf])
+    assert binary_kl(ends[:, None], ends[None]).isfinite().all()
+
+
+@pytest.mark.parametrize("weight", ["icepop", "kpop", "geo-mask", "dppo-tv", "acr"])
+def test_what_cannot_be_represented_is_dropped_and_makes_no_nan(weight):
+    """Log-probs a hundred nats apart, in float32, where `exp` overflows."""
+    old, sampling = torch.tensor([[-1.0, -0.01]]), torch.tensor([[-200.0, -0.01]])
+    mask, advantages = torch.ones(1, 2, dtype=torch.long), torch.ones(1)
+    logps = old.clone().requires_grad_()
+    if weight == "dppo-tv":
+        loss, dropped = dppo_tv_loss(logps, sampling, advantages, mask, 0.2)
+        assert dropped.tolist() == [[True, False]]
+    elif weight == "acr":
+        loss, dropped = acr_loss(logps, old, sampling, advantages, mask, 0.2, 0.2, 2.0)
+        assert not dropped.any()
+    else:
+        of_tokens = {
+            "icepop": lambda: mismatch_ratio(old, sampling, mask, "token_mask", 0.5, 5.0),
+            "kpop": lambda: kpop_weight(old, sampling, mask, 0.1),
+            "geo-mask": lambda: geometric_mask(old, sampling, mask, 0.99, 1.01),
+        }[weight]()
+        assert of_tokens.tolist() == ([[0.0]] if weight == "geo-mask" else [[0.0, 1.0]])
+        loss = (of_tokens * logps).sum()
+    loss.backward()
+    assert loss.isfinite() and logps.grad.isfinite().all()
+
+
+def test_ratio_to_the_sampler_that_weighs_a_token_of_dppo_is_bounded():
+    logps = torch.tensor([[-5.0]], requires_grad=True)
+    loss, dropped = dppo_tv_loss(logps, torch.tensor([[-12.0]]), torch.ones(1), torch.ones(1, 1), 0.2)
+    loss.backward()
+    assert not dropped.any() and logps.grad.item() == pytest.approx(-MAX_RATIO)
+
+
+def test_acr_widens_the_upper_clip_only_where_the_weight_was_truncated():
+    old = torch.zeros(1, 2)
+    sampling = torch.tensor([[-math.log(4.0), -math.log(1.5)]])
+    logps = torch.full((1, 2), math.log(1.8)).requires_grad_()
+    loss, dropped = acr_loss(logps, old, sampling, torch.ones(1), torch.ones(1, 2), 0.2, 0.2, 2.0)
+    loss.backward()
+    # 1.8 is below 1.2 * 4 / 2 and above 1.2.
+    assert dropped.tolist() == [[False, True]] and logps.grad[0, 0] < 0 and logps.grad[0, 1] == 0
 
 
 def test_negative_samples_give_no_gradient_to_positive_only():

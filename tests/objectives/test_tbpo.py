@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reference.tbpo_naive import naive_log_ratio, naive_tbpo
-from trl_qarl.objectives.tbpo import reduce_tbpo_metrics, tbpo_loss, tbpo_metrics, trust_band_clip
+from trl_qarl.objectives.tbpo import reduce_metrics, tbpo_loss, tbpo_metrics, trust_band_clip
 from trl_qarl.objectives.weights import mismatch_weight, sequence_log_ratio
 
 
@@ -389,7 +389,7 @@ class TestMetrics:
         mask[8] = 0  # an empty completion counts nowhere, whatever its padding holds
         logps = torch.tensor(log_ratios, dtype=torch.float64).unsqueeze(1)
         _, output = tbpo_loss(logps, torch.zeros_like(logps), None, advantages, mask, **EXACT_BAND, mismatch_cap=2.0)
-        metrics = reduce_tbpo_metrics(tbpo_metrics(output, advantages))
+        metrics = reduce_metrics(tbpo_metrics(output, advantages))
         ratios = [math.exp(x) for x in log_ratios[:8]]
         assert metrics == pytest.approx(
             {
@@ -413,14 +413,14 @@ class TestMetrics:
             _, _, output = loss_and_gradient({name: tensor[part] for name, tensor in batch.items()})
             parts.append(tbpo_metrics(output, batch["advantages"][part]))
         gathered = {name: torch.cat([part[name] for part in parts]) for name in whole}
-        assert reduce_tbpo_metrics(gathered) == reduce_tbpo_metrics(whole)
+        assert reduce_metrics(gathered) == reduce_metrics(whole)
 
     def test_metric_without_a_sequence_that_counts_is_left_out(self):
         batch = make_batch(0, num_sequences=3, num_tokens=4)
         batch["advantages"] = torch.ones(3, dtype=torch.float64)
         batch["mask"] = torch.ones(3, 4)
         metrics = tbpo_metrics(loss_and_gradient(batch)[2], batch["advantages"])
-        assert metrics.keys() - reduce_tbpo_metrics(metrics).keys() == {
+        assert metrics.keys() - reduce_metrics(metrics).keys() == {
             "tbpo/dropped/negative_low",
             "tbpo/dropped/negative_high",
         }

@@ -44,6 +44,62 @@ def _clipped(ratio, advantage, low, high, second_clip):
     return value, slope
 
 
+def naive_binary_kl(p, q):
+    p, q = (min(max(value, 1e-6), 1 - 1e-6) for value in (p, q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def _naive_term(name, now, old, sampling, advantage, geometric, bounds):
+    """One token's share of the objective and its derivative by `now`, for the objectives that others use."""
+    is_known = not math.isnan(sampling)
+    weight = math.exp(old - sampling) if is_known else 1.0
+    ratio = math.exp(now - old)
+    value, slope = _clipped(ratio, advantage, 1 - bounds["epsilon"], 1 + bounds["epsilon_high"], None)
+    if name == "icepop":
+        kept = weight if bounds["icepop"][0] <= weight <= bounds["icepop"][1] else 0.0
+        return kept * value, kept * slope * ratio
+    if name == "kpop":
+        p, q = math.exp(old), math.exp(sampling) if is_known else math.exp(old)
+        kept = weight if max(naive_binary_kl(p, q), naive_binary_kl(q, p)) <= bounds["kpop"] else 0.0
+        return kept * value, kept * slope * ratio
+    if name == "geo-mask":
+        kept = bounds["geo-mask"][0] <= geometric <= bounds["geo-mask"][1]
+        return (value, slope * ratio) if kept else (0.0, 0.0)
+    if name == "acr":
+        high = (1 + bounds["epsilon_high"]) / (min(weight, bounds["clip_max"]) / weight)
+        value, slope = _clipped(ratio, advantage, 1 - bounds["epsilon"], high, None)
+        kept = min(weight, bounds["clip_max"])
+        return kept * value, kept * slope * ratio
+    if not is_known:
+        return 0.0, 0.0
+    if name == "bypass":
+        ratio = math.exp(now - sampling)
+        value, slope = _clipped(ratio, advantage, 1 - bounds["epsilon"], 1 + bounds["epsilon_high"], None)
+        return value, slope * ratio
+    change = math.exp(now) - math.exp(sampling)
+    if (advantage > 0 and change > bounds["dppo-tv"]) or (advantage < 0 and change < -bounds["dppo-tv"]):
+        return 0.0, 0.0
+    # The ratio is a constant there, so that the derivative is that of log p alone.
+    ratio = min(math.exp(now - sampling), 20.0)
+    return ratio * advantage * now, ratio * advantage
+
+
+def naive_of_others(name, logps, old_logps, sampling_logps, advantages, mask, **bounds):
+    """As `naive_objective`, for `icepop`, `kpop`, `geo-mask`, `bypass`, `dppo-tv` and `acr`; bounds by their names."""
+    batch_size, num_tokens = len(logps), len(logps[0])
+    loss, gradient = 0.0, [[0.0] * num_tokens for _ in range(batch_size)]
+    for i in range(batch_size):
+        tokens = [t for t in range(num_tokens) if mask[i][t] != 0]
+        known = [old_logps[i][t] - sampling_logps[i][t] for t in tokens if not math.isnan(sampling_logps[i][t])]
+        geometric = math.exp(sum(known) / max(len(tokens), 1))
+        for t in tokens:
+            token = (logps[i][t], old_logps[i][t], sampling_logps[i][t], advantages[i])
+            value, slope = _naive_term(name, *token, geometric, bounds)
+            loss -= value / len(tokens) / batch_size
+            gradient[i][t] = -slope / len(tokens) / batch_size
+    return loss, gradient
+
+
 def naive_objective(name, logps, old_logps, sampling_logps, advantages, mask, epsilon, epsilon_high, delta, clip_max):
     """All tensors as nested lists. Returns the loss and its gradient by `logps`, a nested list."""
     low, high = 1 - epsilon, 1 + epsilon_high

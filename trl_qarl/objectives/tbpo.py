@@ -26,7 +26,7 @@ import torch
 from .weights import mismatch_weight, sequence_log_ratio
 
 
-__all__ = ["TBPOOutput", "reduce_tbpo_metrics", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]
+__all__ = ["TBPOOutput", "reduce_metrics", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]
 
 # Far outside every trust band, far below overflow: exp(89) is inf in float32, and the gradient 0 * inf of a dropped
 # sequence would be NaN.
@@ -125,7 +125,7 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
     """
     One value per sequence for each `tbpo/*` metric, shape `(B,)`, NaN where the sequence does not count.
 
-    Gather over processes, then [`reduce_tbpo_metrics`]: exact for any split of the batch. `tbpo/ratio/*` counts
+    Gather over processes, then [`reduce_metrics`]: exact for any split of the batch. `tbpo/ratio/*` counts
     completions that are not empty; of these, `tbpo/dropped/positive_high` counts those with a positive advantage,
     `tbpo/dropped/negative_{low,high}` those with a negative one, `tbpo/dropped/total` those with either.
     """
@@ -147,7 +147,7 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
     }
 
 
-def reduce_tbpo_metrics(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+def reduce_metrics(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     """
     Reduce gathered [`tbpo_metrics`] over the sequences that count: names in `/min` and `/max` by minimum and maximum,
     all others by mean. A metric for which no sequence counts is left out.

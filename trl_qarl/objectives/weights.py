@@ -1,11 +1,23 @@
 """Probability ratios between learner and sampler, and the weights that objectives make of them."""
 
 import math
+from typing import Any
 
 import torch
 
+from .presets import PRESETS
 
-__all__ = ["mismatch_ratio", "mismatch_weight", "sequence_log_ratio", "weigh_advantages"]
+
+__all__ = [
+    "binary_kl",
+    "geometric_mask",
+    "kpop_weight",
+    "mismatch_ratio",
+    "mismatch_weight",
+    "preset_weight",
+    "sequence_log_ratio",
+    "weigh_advantages",
+]
 
 
 @torch.no_grad()
@@ -51,6 +63,64 @@ def mismatch_ratio(
     if bound == "truncate":
         return ratio.clamp(low, high)
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def preset_weight(
+    config: Any, old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor | None:
+    """
+    What the preset of a [`QaRLConfig`] multiplies the loss with on account of the mismatch, `(B, T)` or `(B, 1)`, where TRL
+    does not do it; `None` where it does, and for presets without such a weight.
+    """
+    logps = old_per_token_logps, sampling_per_token_logps, mask
+    if config.objective == "icepop":
+        return mismatch_ratio(*logps, "token_mask", config.mismatch_low, config.mismatch_high)
+    if config.objective == "kpop":
+        return kpop_weight(*logps, config.divergence_threshold)
+    if config.objective == "geo-mask":
+        return geometric_mask(*logps, config.mismatch_low, config.mismatch_high)
+    if config.use_vllm or not PRESETS[config.objective].corrects_mismatch:
+        return None
+    bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    return mismatch_ratio(*logps, config.vllm_importance_sampling_mode, *bounds)
+
+
+@torch.no_grad()
+def geometric_mask(
+    old_per_token_logps: torch.Tensor,
+    sampling_per_token_logps: torch.Tensor,
+    mask: torch.Tensor,
+    low: float,
+    high: float,
+) -> torch.Tensor:
+    """1 where the geometric-mean mismatch of a completion lies in `[low, high]`, else 0: shape `(B, 1)`."""
+    log_ratio = sequence_log_ratio(old_per_token_logps, sampling_per_token_logps, mask)
+    return ((log_ratio >= math.log(low)) & (log_ratio <= math.log(high))).to(log_ratio.dtype).unsqueeze(1)
+
+
+@torch.no_grad()
+def kpop_weight(
+    old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """
+    Token mismatch `w` where neither direction of [`binary_kl`] between learner and sampler exceeds `threshold` nats, else 0:
+    shape `(B, T)`. Tokens are handled as in [`mismatch_ratio`].
+    """
+    counts = mask.bool() & ~sampling_per_token_logps.isnan()
+    old = torch.where(counts, old_per_token_logps, -1.0)
+    sampling = torch.where(counts, sampling_per_token_logps, -1.0)
+    is_near = torch.maximum(binary_kl(old, sampling), binary_kl(sampling, old)) <= threshold
+    # Decided before `exp`: a ratio that overflows is one that is dropped.
+    return torch.exp(torch.where(is_near, old - sampling, 0.0)) * is_near
+
+
+def binary_kl(logps: torch.Tensor, other_logps: torch.Tensor) -> torch.Tensor:
+    """
+    Kullback-Leibler divergence in nats between two distributions of *this token or any other*: `p log(p / q) +
+    (1 - p) log((1 - p) / (1 - q))`, elementwise. Probabilities are kept in `[1e-6, 1 - 1e-6]`.
+    """
+    p, q = (torch.exp(values).clamp(1e-6, 1 - 1e-6) for values in (logps, other_logps))
+    return p * (p.log() - q.log()) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
 
 
 def weigh_advantages(

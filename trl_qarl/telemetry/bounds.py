@@ -28,6 +28,12 @@ def sequence_bounds(config: Any) -> dict[str, dict[str, Bounds]] | None:
             "ratio": {"positive": (None, 1 + config.positive_epsilon_high), "negative": negative},
             "mismatch_weight": {"positive": cap, "negative": cap},
         }
+    if config.objective == "geo-mask":
+        band = (config.mismatch_low, config.mismatch_high)
+        return {
+            "ratio": {"positive": (None, None), "negative": (None, None)},
+            "mismatch_weight": {"positive": band, "negative": band},
+        }
     if config.importance_sampling_level != "sequence":
         return None
     positive: Bounds = (None, None)
@@ -55,7 +61,7 @@ def token_bounds(config: Any) -> dict[str, dict[str, Bounds]]:
     positive: Bounds = (None, None)
     negative: Bounds = (None, None)
     weight: Bounds = (None, None)
-    if config.objective != "tbpo" and config.importance_sampling_level == "token":
+    if config.objective not in ("tbpo", "dppo-tv") and config.importance_sampling_level == "token":
         epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
         if config.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
             positive, negative = (None, 1 + epsilon_high), (1 - config.epsilon, config.delta)
@@ -63,6 +69,10 @@ def token_bounds(config: Any) -> dict[str, dict[str, Bounds]]:
             positive = negative = (None, epsilon_high)
     if is_corrected(config) and config.vllm_importance_sampling_mode.startswith("token"):
         weight = (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
+    if config.objective == "icepop":
+        weight = (config.mismatch_low, config.mismatch_high)
+    if config.objective == "acr":
+        weight = (None, config.vllm_importance_sampling_clip_max)
     return {
         "token_ratio": {"positive": positive, "negative": negative},
         "token_mismatch_weight": {"positive": weight, "negative": weight},

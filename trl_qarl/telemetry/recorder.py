@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from typing_extensions import override
 
 from ..forward import FORWARD_KEYS, loss_mask
-from ..objectives.presets import rejects_by_product
+from ..objectives.presets import rejects, rejects_by_product
 from ..objectives.weights import mismatch_weight, sequence_log_ratio
 from ..quantization.linear import QuantizedLinear
 from ..quantization.swap import quantized_forward, quantized_layers
@@ -139,7 +139,9 @@ class Recorder(TrainerCallback):
         shares = {"repetition": loops / max(total, 1), "garbled": garbled / max(total, 1)}
         self.log({f"rollout/{name}_share": share for name, share in shares.items()})
 
-    def observe_rollout(self, output: dict[str, Any], publication: Mapping[str, float]) -> None:
+    def observe_rollout(
+        self, output: dict[str, Any], publication: Mapping[str, float], is_scored: bool = True
+    ) -> None:
         """
         Mismatch and quantization error of a generation batch.
 
@@ -148,7 +150,26 @@ class Recorder(TrainerCallback):
                 The batch as TRL makes it, with `old_per_token_logps` and `sampling_per_token_logps`.
             publication (`Mapping[str, float]`):
                 What was measured when its weights were published.
+            is_scored (`bool`, *optional*, defaults to `True`):
+                Whether `old_per_token_logps` are the learner's; without them there is no mismatch to measure.
         """
+        batch = {**(self._mismatch(output) if is_scored else {}), **sqnr(quantized_layers(self.model)), **publication}
+        self.log(batch)
+        if not self.model.training:
+            return
+        self._batches.append({"reward": self._metrics["train"]["reward"][-1], **batch})
+        if is_scored:
+            self._worst += worst_examples(
+                output["old_per_token_logps"],
+                output["sampling_per_token_logps"],
+                loss_mask(output),
+                output["advantages"],
+                without_padding(output["prompt_ids"], output["prompt_mask"]),
+                without_padding(output["completion_ids"], output["completion_mask"]),
+                self._decode,
+            )
+
+    def _mismatch(self, output: dict[str, Any]) -> dict[str, float]:
         old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], loss_mask(output)
         sums, maximum = mismatch_sums(old, sampling, mask)
         splits, maxima = split_sums(old, sampling, output["advantages"], mask)
@@ -164,26 +185,12 @@ class Recorder(TrainerCallback):
             **mismatch_metrics(sums, maximum, weights),
             **split_metrics(splits, maxima),
             **weight_metrics(weights, advantages),
-            **sqnr({name: layer for name, layer in quantized_layers(self.model).items() if not layer.is_frozen}),
         }
         ratio = output.get("importance_sampling_ratio")
-        if ratio is not None and self.args.vllm_importance_sampling_mode.endswith("mask"):
+        if ratio is not None and rejects(self.args):
             counts = mask.bool() if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
             batch["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
-        batch |= publication
-        self.log(batch)
-        if not self.model.training:
-            return
-        self._batches.append({"reward": self._metrics["train"]["reward"][-1], **batch})
-        self._worst += worst_examples(
-            old,
-            sampling,
-            mask,
-            output["advantages"],
-            without_padding(output["prompt_ids"], output["prompt_mask"]),
-            without_padding(output["completion_ids"], output["completion_mask"]),
-            self._decode,
-        )
+        return batch
 
     def probe(self, output: dict[str, Any], step: int, engine: Callable[..., Any] | None) -> None:
         """

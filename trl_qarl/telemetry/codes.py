@@ -72,10 +72,13 @@ def _sampled_rows(layer: QuantizedLinear) -> torch.Tensor:
 def sqnr(layers: Mapping[str, QuantizedLinear]) -> dict[str, float]:
     """
     Signal-to-quantization-noise ratio of the quantized weights, `10 log10(sum w^2 / sum (w - w')^2)`, in dB: `quant/sqnr` of all
-    together, `quant/sqnr/NAME` of the layers whose name ends in `NAME`, such as `q_proj`. NaN without noise.
+    together, `quant/sqnr/NAME` of the layers whose name ends in `NAME`, such as `q_proj`. NaN without noise; nothing about
+    layers whose masters are gone.
     """
     sums: dict[str, list[float]] = {}
     for name, layer in layers.items():
+        if layer.is_frozen:
+            continue
         weight = layer.master().float()
         low_bit = layer.low_bit_weight().gemm_weight()
         signal = weight.square().sum().item()

@@ -103,7 +103,8 @@ def test_what_is_measured_about_moving_weights_is_left_out(run):
     trainer, *_ = run
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == 4 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
-    assert 0 < rows[-1]["mismatch/abs_logp_mean"] < 0.05
+    # The row of the update that begins the second generation batch.
+    assert 0 < rows[2]["mismatch/abs_logp_mean"] < 0.05
     assert not [name for row in rows for name in row if name.startswith("quant/")]
 
 

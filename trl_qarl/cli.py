@@ -157,7 +157,7 @@ def _train(argv: list[str]) -> int:
     from trl.cli.commands.training import _subtract_subsequence
 
     parser = make_parser("trl-qarl train")
-    if "--help-all" in argv:
+    if {"--help-all", "--help_all"} & {*argv}:
         parser.print_help()
         return 0
     with configuration_errors(), _without_warnings():

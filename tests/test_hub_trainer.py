@@ -72,6 +72,36 @@ def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, 
         assert torch.equal(pushed(**inputs).logits, exported(**inputs).logits)
 
 
+@pytest.mark.parametrize("lora_mode", ["adapter", "merged"])
+def test_lora_is_pushed_as_a_policy_and_as_an_adapter(tiny_model, tmp_path, hub, lora_mode):
+    peft = pytest.importorskip("peft")
+    options = {"max_steps": 1, "hub_model_id": "policy", "lora_mode": lora_mode}
+    lora = peft.LoraConfig(r=20, target_modules=["q_proj"])
+    trainer = make_trainer(tiny_model, tmp_path / "run", peft_config=lora, **options)
+    trainer.train()
+    trainer.push_to_hub()
+    files = pushed_files(hub)
+    assert files == local_files(tmp_path / "run" / "w4a16")
+    card = files["README.md"].decode()
+    if lora_mode == "merged":
+        assert "vllm serve someone/policy" in card and not any("adapter" in path for path in files)
+    else:
+        command = "vllm serve DIR --dtype float32 --enable-lora --max-lora-rank 32 --lora-modules adapter=DIR/adapter"
+        assert (
+            f"hf download someone/policy --local-dir DIR\n{command.replace(' --dtype float32', '')}"
+            in card.replace(" --dtype float32", "")
+        )
+        assert 'PeftModel.from_pretrained(model, "DIR/adapter")' in card
+        assert "adapter/adapter_model.safetensors" in files
+
+    trainer.args.hub_export, trainer.hub_model_id = "adapter", "someone/adapter"
+    trainer.push_to_hub()
+    files = pushed_files(hub, "someone/adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {*files}
+    assert not any(path.startswith("model") for path in files)
+    assert "This is a LoRA adapter" in files["README.md"].decode()
+
+
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_strategies_upload_policy_and_checkpoints_where_they_belong(tiny_model, tmp_path, hub, strategy):
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_strategy=strategy, hub_always_push=True, **SAVING)

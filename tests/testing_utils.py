@@ -138,12 +138,29 @@ TRAINING = {
 """Arguments of a training of four updates on two generation batches."""
 
 
-def make_trainer(model, output_dir, reward=spread, train_dataset=None, eval_dataset=None, callbacks=None, **arguments):
+def make_trainer(
+    model,
+    output_dir,
+    reward=spread,
+    train_dataset=None,
+    eval_dataset=None,
+    callbacks=None,
+    peft_config=None,
+    **arguments,
+):
     """A [`QaRLTrainer`] with the arguments [`TRAINING`], whose rollouts come from the learner itself."""
     from trl_qarl import QaRLConfig, QaRLTrainer
 
     args = QaRLConfig(str(output_dir), **(TRAINING | arguments))
-    return QaRLTrainer(model, reward, args, train_dataset or make_problems(), eval_dataset, callbacks=callbacks)
+    return QaRLTrainer(
+        model,
+        reward,
+        args,
+        train_dataset or make_problems(),
+        eval_dataset,
+        callbacks=callbacks,
+        peft_config=peft_config,
+    )
 
 
 def stop_at(step: int):

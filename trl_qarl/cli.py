@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": "Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not",
     "report": "Write an HTML page that compares training runs",
     "bench": "Time the quantized model against bf16 on this machine",
+    "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before a training does",
     "env": "Print versions, hardware and the kernel of each scheme",
 }
 

@@ -1,0 +1,257 @@
+"""
+Share of problems that a policy solves, over several samples of each: pass@1 with its standard error.
+
+Completions come from transformers, or from vLLM with the kernels of rollouts ([`~trl_qarl.rollout.engines.load_engine`]).
+Problems come from a JSON Lines file, or from lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness),
+which then writes the prompts and scores the completions.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+__all__ = [
+    "PRESETS",
+    "compare_scores",
+    "evaluate_preset",
+    "evaluate_problems",
+    "load_preset",
+    "load_problems",
+    "make_transformers_sampler",
+    "make_vllm_sampler",
+    "mean_and_error",
+]
+
+# Name of a preset: task of lm-evaluation-harness, its metric, its filter.
+PRESETS = {
+    "gsm8k": ("gsm8k_cot_zeroshot", "exact_match", "flexible-extract"),
+    "math500": ("hendrycks_math500", "exact_match", "none"),
+    "aime24": ("aime24", "exact_match", "none"),
+    "aime25": ("aime25", "exact_match", "none"),
+    "gpqa_diamond": ("gpqa_diamond_cot_zeroshot", "exact_match", "flexible-extract"),
+}
+
+Sampler = Callable[[list[str], int], list[str]]
+"""One completion for each prompt, with a seed."""
+
+
+def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any]]:
+    """
+    Read problems from a JSON Lines file.
+
+    Args:
+        path (`str` or `Path`):
+            File with an object on each line: `prompt`, a text or a list of messages, and `answer` or `solution`, a text.
+        scoring (`str`, *optional*, defaults to `"math"`):
+            `"math"`: [`trl.rewards.accuracy_reward`], `"exact"`: the completion is the answer, but for space around it.
+
+    Returns:
+        `{"prompt", "answer"}` of each.
+
+    Raises:
+        ValueError: naming the line that is wrong: no JSON, an entry missing, or an answer that is not mathematics.
+    """
+    problems = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON ({error}).") from error
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        answer = row.get("answer", row.get("solution")) if isinstance(row, dict) else None
+        if not isinstance(prompt, (str, list)) or not prompt:
+            raise ValueError(f"{where} has no `prompt`, which must be a text or a list of messages.")
+        if not isinstance(answer, str):
+            raise ValueError(f"{where} has no `answer` and no `solution`, which must be a text.")
+        if scoring == "math" and _scorer(scoring)("", answer) is None:
+            raise ValueError(f"{where}: {answer!r} cannot be read as mathematics. Use `--score exact`.")
+        problems.append({"prompt": prompt, "answer": answer})
+    if not problems:
+        raise ValueError(f"{path} holds no problem.")
+    return problems
+
+
+def _scorer(scoring: str) -> Callable[[str, str], float | None]:
+    if scoring == "exact":
+        return lambda completion, answer: float(completion.strip() == answer.strip())
+    from trl.rewards import accuracy_reward
+
+    return lambda completion, answer: accuracy_reward([[{"content": completion}]], [answer])[0]
+
+
+def evaluate_problems(
+    sampler: Sampler, tokenizer, problems: Sequence[dict[str, Any]], num_samples: int, seed: int, scoring: str
+) -> list[float]:
+    """Share of `num_samples` completions of each of [`load_problems`] that is right."""
+    prompts = [
+        tokenizer.apply_chat_template(problem["prompt"], add_generation_prompt=True, tokenize=False)
+        if isinstance(problem["prompt"], list)
+        else problem["prompt"]
+        for problem in problems
+    ]
+    score, sums = _scorer(scoring), [0.0] * len(problems)
+    for sample in range(num_samples):
+        for index, completion in enumerate(sampler(prompts, seed + sample)):
+            sums[index] += score(completion, problems[index]["answer"]) or 0.0
+    return [total / num_samples for total in sums]
+
+
+def load_preset(name: str):
+    """
+    The harness's task of a preset; loads its dataset.
+
+    Raises:
+        ValueError: if there is no such preset, or if lm-evaluation-harness is not installed.
+        OSError: if the dataset cannot be had.
+    """
+    if name not in PRESETS:
+        raise ValueError(
+            f"Unknown task {name!r}. Choose one of {list(PRESETS)}, or give a file of problems that ends in .jsonl."
+        )
+    try:
+        from lm_eval.tasks import TaskManager, get_task_dict
+    except ImportError as error:
+        raise ValueError(
+            f'The task {name!r} needs lm-evaluation-harness ({error}). Install the extra: `pip install "trl-qarl[eval]"`; '
+            "a file of problems (--task FILE.jsonl) needs none."
+        ) from error
+    task = PRESETS[name][0]
+    return get_task_dict([task], TaskManager())[task]
+
+
+def evaluate_preset(
+    sampler: Sampler, tokenizer, task, metric: str, filter_name: str, num_samples: int, seed: int
+) -> list[float]:
+    """
+    Share of `num_samples` completions of each problem of a harness's task that is right.
+
+    Args:
+        sampler (`Callable`), tokenizer:
+            From [`make_transformers_sampler`] or [`make_vllm_sampler`]. A chat template, if there is one, is applied.
+        task:
+            From [`load_preset`], or another task of the harness that generates.
+        metric (`str`), filter_name (`str`):
+            Which of its numbers counts.
+        num_samples (`int`), seed (`int`):
+            The task is run so often, with consecutive seeds.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+
+    class Policy(LM):
+        """The harness's view of the sampler."""
+
+        tokenizer_name = "policy"
+
+        def __init__(self, seed: int):
+            super().__init__()
+            self.seed = seed
+
+        def loglikelihood(self, requests, **kwargs):
+            raise NotImplementedError("Only tasks that generate are evaluated.")
+
+        loglikelihood_rolling = loglikelihood
+
+        def generate_until(self, requests, **kwargs):
+            texts = sampler([request.args[0] for request in requests], self.seed)
+            return [
+                _cut(text, request.args[1].get("until", [])) for text, request in zip(texts, requests, strict=True)
+            ]
+
+        def apply_chat_template(self, chat_history, add_generation_prompt=True):
+            return tokenizer.apply_chat_template(
+                chat_history, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+
+    sums: dict[int, float] = {}
+    for sample in range(num_samples):
+        results = simple_evaluate(
+            model=Policy(seed + sample),
+            tasks=[task],
+            apply_chat_template=tokenizer.chat_template is not None,
+            bootstrap_iters=0,
+        )
+        (rows,) = results["samples"].values()
+        for row in rows:
+            if row["filter"] == filter_name:
+                sums[row["doc_id"]] = sums.get(row["doc_id"], 0.0) + float(row[metric])
+    return [sums[index] / num_samples for index in sorted(sums)]
+
+
+def _cut(text: str, stops: str | Sequence[str]) -> str:
+    """`text` up to the first of `stops`."""
+    for stop in [stops] if isinstance(stops, str) else stops:
+        text = text.split(stop, 1)[0] if stop else text
+    return text
+
+
+def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, batch_size: int):
+    """Sampler over transformers, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+
+    def sample(prompts: list[str], seed: int) -> list[str]:
+        torch.manual_seed(seed)
+        texts = []
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            inputs = tokenizer(batch, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+            with torch.no_grad():
+                tokens = model.generate(
+                    **inputs,
+                    **({"do_sample": False} | sampling),
+                    max_new_tokens=max_new_tokens,
+                    pad_token_id=tokenizer.pad_token_id,
+                )
+            texts += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return texts
+
+    return sample, tokenizer
+
+
+def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, max_model_len: int | None):
+    """Sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the engine."""
+    from vllm import SamplingParams
+
+    from .rollout.engines import load_engine
+
+    llm = load_engine(path, **({"max_model_len": max_model_len} if max_model_len else {}))
+    tokenizer = llm.get_tokenizer()
+
+    def sample(prompts: list[str], seed: int) -> list[str]:
+        inputs = [{"prompt_token_ids": tokenizer(prompt, add_special_tokens=False)["input_ids"]} for prompt in prompts]
+        # A seed per prompt: equal prompts differ, and a run repeats itself.
+        parameters = [
+            SamplingParams(
+                temperature=temperature, top_p=top_p, max_tokens=max_new_tokens, seed=seed * len(prompts) + index
+            )
+            for index in range(len(prompts))
+        ]
+        return [output.outputs[0].text for output in llm.generate(inputs, parameters)]
+
+    return sample, tokenizer, llm.llm_engine.engine_core.shutdown
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean over problems and its standard error, `None` for a single one."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return statistics.fmean(values), error
+
+
+def compare_scores(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
+    """Mean of `ours - theirs` over the same problems, and its standard error."""
+    return mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)])

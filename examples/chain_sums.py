@@ -1,0 +1,201 @@
+"""
+Sums modulo 100 written out step by step, and a model of 0.6 million parameters that is taught them from nothing.
+
+    python examples/chain_sums.py --output_dir DIR
+
+A problem is `38+47+91:`, its answer `38+47=85;85+91=76.`, character by character. Pretraining stops where the model
+still gets most long sums wrong somewhere, so that reinforcement learning has something to do (docs/study.md).
+"""
+
+import itertools
+import json
+import random
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+
+
+MIN_TERMS, MAX_TERMS = 12, 20
+NUM_TRAINING, NUM_HELD_OUT = 8000, 400
+# The longest answer has 19 steps of 9 characters and the end; there is room for a few more.
+MAX_NEW_TOKENS = 192
+CHARACTERS = "0123456789+=;:."
+# Pretraining: fewest and most terms, problems in a batch, batches.
+CURRICULUM = ((2, 2, 256, 125), (2, 6, 64, 100), (2, MAX_TERMS, 24, 2000))
+
+
+def make_problem(terms: list[int]) -> dict[str, str]:
+    """
+    Prompt, answer in steps, and nothing else.
+
+    >>> make_problem([38, 47, 91])
+    {'prompt': '38+47+91:', 'answer': '38+47=85;85+91=76.'}
+    """
+    total, steps = terms[0], []
+    for term in terms[1:]:
+        steps.append(f"{total:02}+{term}={(total + term) % 100:02}")
+        total = (total + term) % 100
+    return {"prompt": "+".join(map(str, terms)) + ":", "answer": ";".join(steps) + "."}
+
+
+def random_problem(rng: random.Random, min_terms: int = MIN_TERMS, max_terms: int = MAX_TERMS) -> dict[str, str]:
+    """Terms are different numbers of two digits."""
+    return make_problem(rng.sample(range(10, 100), rng.randint(min_terms, max_terms)))
+
+
+def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Problems to train on and held-out ones, the same for every seed of training; no prompt occurs twice."""
+    rng, problems = random.Random(0), {}
+    while len(problems) < NUM_TRAINING + NUM_HELD_OUT:
+        problem = random_problem(rng)
+        problems[problem["prompt"]] = problem
+    listed = list(problems.values())
+    train, held_out = listed[NUM_HELD_OUT:], listed[:NUM_HELD_OUT]
+    if {problem["prompt"] for problem in train} & {problem["prompt"] for problem in held_out}:
+        raise ValueError("A held-out problem is also one to train on.")
+    return train, held_out
+
+
+def right_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
+    """
+    1 for a completion that ends in the right sum and a full stop, else 0, whatever the steps are.
+
+    >>> right_sum(["38+47=85;85+91=76.", "76.", "38+47=85;85+91=76"], ["38+47=85;85+91=76."] * 3)
+    [1.0, 1.0, 0.0]
+    """
+    endings = (expected.replace(";", "=").rsplit("=", 1)[-1] for expected in answer)
+    return [
+        float(text.replace(";", "=").rsplit("=", 1)[-1] == ending)
+        for text, ending in zip(completions, endings, strict=True)
+    ]
+
+
+def make_tokenizer():
+    """One token per character; `<pad>` and `<eos>`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=512
+    )
+
+
+def make_model(seed: int = 0):
+    """A Llama of 0.64 million parameters, whose matrices have 128 or 384 inputs."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        # The usual 0.02 is for wide models: sums are learned many times faster from this.
+        initializer_range=0.08,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def answer_problems(model, tokenizer, problems: list[dict[str, str]], temperature: float, bf16: bool) -> list[str]:
+    """One completion for each problem, greedy at temperature 0."""
+    import torch
+
+    was_training, texts = model.training, []
+    model.eval()
+    options = {"do_sample": temperature > 0, "max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": tokenizer.pad_token_id}
+    options |= {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
+    for start in range(0, len(problems), 128):
+        prompts = [problem["prompt"] for problem in problems[start : start + 128]]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            tokens = model.generate(**inputs, **options)
+        texts += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    model.train(was_training)
+    return texts
+
+
+def score(texts: list[str], problems: list[dict[str, str]]) -> float:
+    """Share of the problems that were solved."""
+    return sum(right_sum(texts, [problem["answer"] for problem in problems])) / len(problems)
+
+
+def pretraining_batches(tokenizer, held_out: set[str]) -> Iterator[dict]:
+    """Batches of problems with their answers, first short ones, as in `CURRICULUM`; only the answers are learned."""
+    import torch
+
+    rng = random.Random(1)
+    stages = itertools.chain(*(itertools.repeat(stage, stage[-1]) for stage in CURRICULUM))
+    for min_terms, max_terms, size, _ in stages:
+        problems = [random_problem(rng, min_terms, max_terms) for _ in range(size)]
+        problems = [problem for problem in problems if problem["prompt"] not in held_out]
+        rows = [tokenizer.encode(problem["prompt"] + problem["answer"]) + [1] for problem in problems]
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        labels = torch.full_like(ids, -100)
+        for row, (tokens, problem) in enumerate(zip(rows, problems, strict=True)):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            start = len(problem["prompt"])
+            labels[row, start : len(tokens)] = ids[row, start : len(tokens)]
+        yield {"input_ids": ids, "labels": labels}
+
+
+def pretrain(output_dir: Path, target: float, learning_rate: float) -> None:
+    """Train until `target` of 128 training problems are solved by sampling at temperature 1, and save."""
+    import torch
+
+    tokenizer, model = make_tokenizer(), make_model()
+    training, held_out = make_problems()
+    probe = training[:128]
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=10 * learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    batches = pretraining_batches(tokenizer, {problem["prompt"] for problem in held_out})
+    start, history = time.monotonic(), []
+    for step, batch in enumerate(batches, 1):
+        # Padding is on the right and not learned, so causal attention needs no mask.
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 25 == 0:
+            row = {"step": step, "seconds": round(time.monotonic() - start), "loss": round(loss.item(), 4)}
+            if loss < 0.05 and step > sum(stage[-1] for stage in CURRICULUM[:-1]):
+                row["sampled"] = score(answer_problems(model, tokenizer, probe, 1.0, bf16=False), probe)
+            history.append(row)
+            print(json.dumps(row), flush=True)
+            if row.get("sampled", 0.0) >= target:
+                break
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    (output_dir / "pretraining.json").write_text(json.dumps(history))
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--target", type=float, default=0.4, help="stop when this share of sampled answers is right")
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    pretrain(args.output_dir, args.target, args.learning_rate)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import chain_sums  # noqa: E402
+import chain_sums
 
 
 # A scheme and its group size by the name that a cell has: one scale for 32 inputs of a matrix, or one for 128, which
@@ -40,7 +40,9 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=240, help="updates, eight per generation batch")
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--band_scale", type=float, default=30.0)
-    parser.add_argument("--error_share", type=float, default=0.0, help="of completions that get a burst of error tokens")
+    parser.add_argument(
+        "--error_share", type=float, default=0.0, help="of completions that get a burst of error tokens"
+    )
     parser.add_argument("--num_scored", type=int, default=256, help="held-out problems")
     args = parser.parse_args()
     train(args)
@@ -117,7 +119,12 @@ def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
     import torch
 
     from trl_qarl import get_scheme, prepare_model
-    from trl_qarl.quantization.swap import disable_quantized_forward, engine_precision, quantized_forward, restore_model
+    from trl_qarl.quantization.swap import (
+        disable_quantized_forward,
+        engine_precision,
+        quantized_forward,
+        restore_model,
+    )
 
     model, bf16 = trainer.model, trainer.args.bf16
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -142,10 +149,10 @@ def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
     return scores
 
 
-def inject_errors(model, share: float, seed: int, length: int = 8) -> None:
+def inject_errors(model, share: float, seed: int, length: int = 8, last_start: int = 90) -> None:
     """
-    A faulty engine: in `share` of the completions, `length` tokens at a random place are drawn uniformly from the
-    characters. The sampling log-probs stay those of the policy, to which such tokens are improbable: the paper's error
+    A faulty engine: in `share` of the completions, `length` tokens from a random place on, at most `last_start`, are
+    drawn uniformly from the characters. The sampling log-probs stay those of the policy, to which such tokens are improbable: the paper's error
     tokens, tiny under learner and sampler alike.
     """
     import torch
@@ -162,9 +169,8 @@ def inject_errors(model, share: float, seed: int, length: int = 8) -> None:
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             if self.starts is None:
                 size = len(input_ids)
-                self.starts = [rng.randrange(100) if rng.random() < share else -length for _ in range(size)]
+                self.starts = [rng.randrange(last_start) if rng.random() < share else -length for _ in range(size)]
             faulty = torch.tensor([start <= self.step < start + length for start in self.starts])
-            # Completions that have ended stay ended: what follows is padding.
             self.step += 1
             if not faulty.any():
                 return scores

@@ -91,18 +91,31 @@ def test_chain_sums_are_right_in_every_step(chain_sums):
 def test_chain_sums_held_out_problems_are_not_trained_on(chain_sums):
     train, held_out = chain_sums.make_problems()
     assert not {problem["prompt"] for problem in train} & {problem["prompt"] for problem in held_out}
-    batches = chain_sums.pretraining_batches(chain_sums.make_tokenizer(), set(), num_short=1)
-    first = next(batches)["input_ids"]
-    shown = chain_sums.make_tokenizer().batch_decode(first, skip_special_tokens=True)
-    prompts = {text.split(":")[0] + ":" for text in shown}
-    left_out = chain_sums.pretraining_batches(chain_sums.make_tokenizer(), prompts, num_short=1)
-    with pytest.raises(ValueError, match="max"):
-        next(left_out)
+
+
+def test_pretraining_leaves_held_out_problems_out(chain_sums, monkeypatch):
+    monkeypatch.setattr(chain_sums, "CURRICULUM", ((2, 3, 8, 1),))
+    tokenizer = chain_sums.make_tokenizer()
+
+    def shown(held_out):
+        (batch,) = chain_sums.pretraining_batches(tokenizer, held_out)
+        return [text.split(":")[0] + ":" for text in tokenizer.batch_decode(batch["input_ids"])]
+
+    problems = shown(set())
+    assert len(set(problems)) == 8
+    assert shown({problems[3]}) == problems[:3] + problems[4:]
 
 
 @pytest.mark.parametrize(
     "completion, reward",
-    [("38+47=85;85+91=76.", 1), ("76.", 0), ("38+47=84;84+92=76.", 1), ("38+47=85;85+91=76", 0), ("=76.;", 0), ("", 0)],
+    [
+        ("38+47=85;85+91=76.", 1),
+        ("76.", 0),
+        ("38+47=84;84+92=76.", 1),
+        ("38+47=85;85+91=76", 0),
+        ("=76.;", 0),
+        ("", 0),
+    ],
 )
 def test_chain_sums_reward_the_last_sum(chain_sums, completion, reward):
     problem = chain_sums.make_problem([38, 47, 91])
@@ -136,9 +149,18 @@ def test_a_cell_of_the_long_study_runs(
 def test_injected_errors_keep_the_log_probs_of_the_policy(chain_sums, long_study):
     from trl_qarl.rollout.transformers_rollout import record_sampling_logps
 
-    model = chain_sums.make_model()
+    model = chain_sums.make_model().eval()
     with torch.no_grad():
-        # A policy that says 0 and nothing else.
-        model.model.norm.weight.zero_()
-        model.lm_head.weight[2] += 1.0
-    long_study.inject_errors(model, share=1.0, seed=0, length=8)
+        # Sharp: a character that is drawn uniformly is improbable.
+        model.model.norm.weight.mul_(20)
+    prompt = torch.full((4, 5), 3)
+    long_study.inject_errors(model, share=0.5, seed=0, length=4, last_start=8)
+    torch.manual_seed(0)
+    with torch.no_grad(), record_sampling_logps(model, 1.0) as recorded:
+        tokens = model.generate(prompt, do_sample=True, top_k=0, max_new_tokens=16, min_new_tokens=16, pad_token_id=0)
+        logps = model(tokens).logits[:, 4:-1].log_softmax(-1).gather(2, tokens[:, 5:, None]).squeeze(2)
+    sampled = recorded[0]
+    # `min_new_tokens` takes the end away, so a policy that wanted to end is a little off.
+    torch.testing.assert_close(sampled, logps, atol=1e-3, rtol=1e-3)
+    improbable = (sampled < -7).sum(1)
+    assert (improbable > 0).sum() == 2 and improbable.max() <= 4

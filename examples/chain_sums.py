@@ -7,7 +7,6 @@ A problem is `38+47+91:`, its answer `38+47=85;85+91=76.`, character by characte
 still gets most long sums wrong somewhere, so that reinforcement learning has something to do (docs/study.md).
 """
 
-import itertools
 import json
 import random
 import time
@@ -21,8 +20,9 @@ NUM_TRAINING, NUM_HELD_OUT = 8000, 400
 # The longest answer has 19 steps of 9 characters and the end; there is room for a few more.
 MAX_NEW_TOKENS = 192
 CHARACTERS = "0123456789+=;:."
-# Pretraining: fewest and most terms, problems in a batch, batches.
-CURRICULUM = ((2, 2, 256, 125), (2, 6, 64, 100), (2, MAX_TERMS, 24, 2000))
+# Pretraining: most terms, batches. The learning rate falls linearly to 0 in the last stage.
+CURRICULUM = ((2, 100), (6, 100), (12, 75), (MAX_TERMS, 400))
+TOKENS_PER_BATCH = 4000
 
 
 def make_problem(terms: list[int]) -> dict[str, str]:
@@ -133,22 +133,19 @@ def score(texts: list[str], problems: list[dict[str, str]]) -> float:
 
 
 def pretraining_batches(tokenizer, held_out: set[str]) -> Iterator[dict]:
-    """Batches of problems with their answers, first short ones, as in `CURRICULUM`; only the answers are learned."""
+    """Batches of problems of one length with their answers, as in `CURRICULUM`; only the answers are learned."""
     import torch
 
     rng = random.Random(1)
-    stages = itertools.chain(*(itertools.repeat(stage, stage[-1]) for stage in CURRICULUM))
-    for min_terms, max_terms, size, _ in stages:
-        problems = [random_problem(rng, min_terms, max_terms) for _ in range(size)]
-        problems = [problem for problem in problems if problem["prompt"] not in held_out]
-        rows = [tokenizer.encode(problem["prompt"] + problem["answer"]) + [1] for problem in problems]
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        labels = torch.full_like(ids, -100)
-        for row, (tokens, problem) in enumerate(zip(rows, problems, strict=True)):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            start = len(problem["prompt"])
-            labels[row, start : len(tokens)] = ids[row, start : len(tokens)]
-        yield {"input_ids": ids, "labels": labels}
+    for max_terms, num_batches in CURRICULUM:
+        for _ in range(num_batches):
+            num_terms = rng.randint(2, max_terms)
+            problems = [random_problem(rng, num_terms, num_terms) for _ in range(TOKENS_PER_BATCH // (12 * num_terms))]
+            texts = [(p["prompt"], p["answer"]) for p in problems if p["prompt"] not in held_out]
+            ids = torch.tensor([tokenizer.encode(prompt + answer) + [1] for prompt, answer in texts])
+            labels = ids.clone()
+            labels[:, : 3 * num_terms] = -100
+            yield {"input_ids": ids, "labels": labels}
 
 
 def pretrain(output_dir: Path, target: float, learning_rate: float) -> None:
@@ -164,25 +161,30 @@ def pretrain(output_dir: Path, target: float, learning_rate: float) -> None:
         torch.optim.Muon(matrices, lr=10 * learning_rate, weight_decay=0.0),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    batches = pretraining_batches(tokenizer, {problem["prompt"] for problem in held_out})
+    last = CURRICULUM[-1][1]
+    num_steps = sum(num_batches for _, num_batches in CURRICULUM)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (num_steps - step) / last))
+        for optimizer in optimizers
+    ]
     start, history = time.monotonic(), []
-    for step, batch in enumerate(batches, 1):
-        # Padding is on the right and not learned, so causal attention needs no mask.
+    for step, batch in enumerate(pretraining_batches(tokenizer, {problem["prompt"] for problem in held_out}), 1):
         loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
+            schedule.step()
             optimizer.zero_grad()
         if step % 25 == 0:
             row = {"step": step, "seconds": round(time.monotonic() - start), "loss": round(loss.item(), 4)}
-            if loss < 0.05 and step > sum(stage[-1] for stage in CURRICULUM[:-1]):
+            if step > num_steps - last and loss < 0.03:
                 row["sampled"] = score(answer_problems(model, tokenizer, probe, 1.0, bf16=False), probe)
             history.append(row)
             print(json.dumps(row), flush=True)
+            model.save_pretrained(output_dir)
             if row.get("sampled", 0.0) >= target:
                 break
-    model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
     (output_dir / "pretraining.json").write_text(json.dumps(history))
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl_qarl.quantization import schemes
+
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -94,7 +96,8 @@ def test_chain_sums_held_out_problems_are_not_trained_on(chain_sums):
 
 
 def test_pretraining_leaves_held_out_problems_out(chain_sums, monkeypatch):
-    monkeypatch.setattr(chain_sums, "CURRICULUM", ((2, 3, 8, 1),))
+    monkeypatch.setattr(chain_sums, "CURRICULUM", ((3, 1),))
+    monkeypatch.setattr(chain_sums, "TOKENS_PER_BATCH", 12 * 3 * 8)
     tokenizer = chain_sums.make_tokenizer()
 
     def shown(held_out):
@@ -102,7 +105,7 @@ def test_pretraining_leaves_held_out_problems_out(chain_sums, monkeypatch):
         return [text.split(":")[0] + ":" for text in tokenizer.batch_decode(batch["input_ids"])]
 
     problems = shown(set())
-    assert len(set(problems)) == 8
+    assert len(set(problems)) >= 8
     assert shown({problems[3]}) == problems[:3] + problems[4:]
 
 
@@ -135,6 +138,7 @@ def test_a_cell_of_the_long_study_runs(
     chain_sums, long_study, untrained, tmp_path, monkeypatch, objective, quantize_learner
 ):
     monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 12)
+    monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
     options = ["--max_steps", "2", "--num_scored", "4", "--error_share", "1", "--objective", objective]
     options += ["--quantize_learner", quantize_learner, "--model", str(untrained), "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["long_study.py", *options])

@@ -3,8 +3,8 @@ Sums modulo 100 written out step by step, and a model of 0.6 million parameters 
 
     python examples/chain_sums.py --output_dir DIR
 
-A problem is `38+47+91:`, its answer `38+47=85;85+91=76.`, character by character. Pretraining stops where the model
-still gets most long sums wrong somewhere, so that reinforcement learning has something to do (docs/study.md).
+A problem is `03:38+47=`, its answer `85;02:47+85=32;01:85+32=17.`, character by character: each step adds the last two
+numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (docs/study.md).
 """
 
 import json
@@ -15,60 +15,58 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-MIN_TERMS, MAX_TERMS = 12, 20
-NUM_TRAINING, NUM_HELD_OUT = 8000, 400
-# The longest answer has 19 steps of 9 characters and the end; there is room for a few more.
-MAX_NEW_TOKENS = 192
+MIN_STEPS, MAX_STEPS = 10, 15
+NUM_HELD_OUT = 400
+# The longest answer has 171 characters and the end; there is room for two steps more.
+MAX_NEW_TOKENS = 196
 CHARACTERS = "0123456789+=;:."
-# Pretraining: most terms, batches. The learning rate falls linearly to 0 in the last stage.
-CURRICULUM = ((2, 100), (6, 100), (12, 75), (MAX_TERMS, 400))
+# Pretraining: most steps, batches. The learning rate falls linearly to 0 in the last stage.
+CURRICULUM = ((1, 100), (3, 50), (MAX_STEPS, 300))
 TOKENS_PER_BATCH = 4000
 
 
-def make_problem(terms: list[int]) -> dict[str, str]:
+def make_problem(first: int, second: int, num_steps: int) -> dict[str, str]:
     """
-    Prompt, answer in steps, and nothing else.
+    Prompt and answer.
 
-    >>> make_problem([38, 47, 91])
-    {'prompt': '38+47+91:', 'answer': '38+47=85;85+91=76.'}
+    >>> make_problem(38, 47, 3)
+    {'prompt': '03:38+47=', 'answer': '85;02:47+85=32;01:85+32=17.'}
     """
-    total, steps = terms[0], []
-    for term in terms[1:]:
-        steps.append(f"{total:02}+{term}={(total + term) % 100:02}")
-        total = (total + term) % 100
-    return {"prompt": "+".join(map(str, terms)) + ":", "answer": ";".join(steps) + "."}
+    prompt, answer = f"{num_steps:02}:{first}+{second}=", ""
+    for left in reversed(range(num_steps)):
+        first, second = second, (first + second) % 100
+        answer += f"{second:02};{left:02}:{first:02}+{second:02}=" if left else f"{second:02}."
+    return {"prompt": prompt, "answer": answer}
 
 
-def random_problem(rng: random.Random, min_terms: int = MIN_TERMS, max_terms: int = MAX_TERMS) -> dict[str, str]:
-    """Terms are different numbers of two digits."""
-    return make_problem(rng.sample(range(10, 100), rng.randint(min_terms, max_terms)))
+def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The pairs of numbers that chains start with, to train on and held out, the same for every seed."""
+    pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
+    random.Random(0).shuffle(pairs)
+    return pairs[NUM_HELD_OUT:], pairs[:NUM_HELD_OUT]
 
 
 def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Problems to train on and held-out ones, the same for every seed of training; no prompt occurs twice."""
-    rng, problems = random.Random(0), {}
-    while len(problems) < NUM_TRAINING + NUM_HELD_OUT:
-        problem = random_problem(rng)
-        problems[problem["prompt"]] = problem
-    listed = list(problems.values())
-    train, held_out = listed[NUM_HELD_OUT:], listed[:NUM_HELD_OUT]
-    if {problem["prompt"] for problem in train} & {problem["prompt"] for problem in held_out}:
+    """Problems to train on, and held-out ones, whose starts are not trained on with any number of steps."""
+    rng = random.Random(0)
+    train, held_out = (
+        [make_problem(*pair, rng.randint(MIN_STEPS, MAX_STEPS)) for pair in pairs] for pairs in split_pairs()
+    )
+    starts = [{problem["prompt"].split(":")[1] for problem in problems} for problems in (train, held_out)]
+    if starts[0] & starts[1]:
         raise ValueError("A held-out problem is also one to train on.")
     return train, held_out
 
 
 def right_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
     """
-    1 for a completion that ends in the right sum and a full stop, else 0, whatever the steps are.
+    1 for a completion that ends in the right last sum and a full stop, else 0, whatever the steps before are.
 
-    >>> right_sum(["38+47=85;85+91=76.", "76.", "38+47=85;85+91=76"], ["38+47=85;85+91=76."] * 3)
-    [1.0, 1.0, 0.0]
+    >>> right_sum(["85;02:47+85=32;01:85+32=17.", "17.", "85;02:47+85=32;01:85+32=17"], ["01:85+32=17."] * 3)
+    [1.0, 0.0, 0.0]
     """
-    endings = (expected.replace(";", "=").rsplit("=", 1)[-1] for expected in answer)
-    return [
-        float(text.replace(";", "=").rsplit("=", 1)[-1] == ending)
-        for text, ending in zip(completions, endings, strict=True)
-    ]
+    endings = ("=" + expected.rsplit("=", 1)[-1] for expected in answer)
+    return [float(text.endswith(ending)) for text, ending in zip(completions, endings, strict=True)]
 
 
 def make_tokenizer():
@@ -132,19 +130,19 @@ def score(texts: list[str], problems: list[dict[str, str]]) -> float:
     return sum(right_sum(texts, [problem["answer"] for problem in problems])) / len(problems)
 
 
-def pretraining_batches(tokenizer, held_out: set[str]) -> Iterator[dict]:
-    """Batches of problems of one length with their answers, as in `CURRICULUM`; only the answers are learned."""
+def pretraining_batches(tokenizer, pairs: list[tuple[int, int]]) -> Iterator[dict]:
+    """Batches of chains of one length that start with `pairs`, as in `CURRICULUM`; only the answers are learned."""
     import torch
 
     rng = random.Random(1)
-    for max_terms, num_batches in CURRICULUM:
+    for max_steps, num_batches in CURRICULUM:
         for _ in range(num_batches):
-            num_terms = rng.randint(2, max_terms)
-            problems = [random_problem(rng, num_terms, num_terms) for _ in range(TOKENS_PER_BATCH // (12 * num_terms))]
-            texts = [(p["prompt"], p["answer"]) for p in problems if p["prompt"] not in held_out]
-            ids = torch.tensor([tokenizer.encode(prompt + answer) + [1] for prompt, answer in texts])
+            num_steps = rng.randint(max(1, max_steps // 2), max_steps)
+            chosen = rng.choices(pairs, k=TOKENS_PER_BATCH // (12 * num_steps))
+            problems = [make_problem(*pair, num_steps) for pair in chosen]
+            ids = torch.tensor([tokenizer.encode(p["prompt"] + p["answer"]) + [1] for p in problems])
             labels = ids.clone()
-            labels[:, : 3 * num_terms] = -100
+            labels[:, : len(problems[0]["prompt"])] = -100
             yield {"input_ids": ids, "labels": labels}
 
 
@@ -153,8 +151,7 @@ def pretrain(output_dir: Path, target: float, learning_rate: float) -> None:
     import torch
 
     tokenizer, model = make_tokenizer(), make_model()
-    training, held_out = make_problems()
-    probe = training[:128]
+    probe = make_problems()[0][:128]
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
@@ -168,7 +165,7 @@ def pretrain(output_dir: Path, target: float, learning_rate: float) -> None:
         for optimizer in optimizers
     ]
     start, history = time.monotonic(), []
-    for step, batch in enumerate(pretraining_batches(tokenizer, {problem["prompt"] for problem in held_out}), 1):
+    for step, batch in enumerate(pretraining_batches(tokenizer, split_pairs()[0]), 1):
         loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,6 +1,7 @@
 """The examples behind docs/study.md: what is asked, what is rewarded, and that a cell runs."""
 
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -82,47 +83,42 @@ def test_counting_is_rewarded_up_to_the_first_wrong_number(study, completion, re
 def test_chain_sums_are_right_in_every_step(chain_sums):
     train, held_out = chain_sums.make_problems()
     for problem in (*train[:50], *held_out[:50]):
-        total, *terms = map(int, problem["prompt"].rstrip(":").split("+"))
-        steps = re.findall(r"(\d\d)\+(\d\d)=(\d\d)[;.]", problem["answer"])
-        assert len(steps) == len(terms) and 9 * len(steps) == len(problem["answer"])
-        for term, step in zip(terms, steps, strict=True):
-            assert [int(number) for number in step] == [total, term, (total + term) % 100]
-            total = int(step[2])
+        text = problem["prompt"] + problem["answer"]
+        steps = [[int(number) for number in re.findall(r"\d\d", step)] for step in text.rstrip(".").split(";")]
+        assert len(text) == 12 * len(steps) and text[-1] == "."
+        assert [step[0] for step in steps] == list(range(len(steps), 0, -1))
+        assert all(total == (first + second) % 100 for _, first, second, total in steps)
+        assert all(after[1:3] == before[2:] for before, after in itertools.pairwise(steps))
 
 
-def test_chain_sums_held_out_problems_are_not_trained_on(chain_sums):
-    train, held_out = chain_sums.make_problems()
-    assert not {problem["prompt"] for problem in train} & {problem["prompt"] for problem in held_out}
-
-
-def test_pretraining_leaves_held_out_problems_out(chain_sums, monkeypatch):
-    monkeypatch.setattr(chain_sums, "CURRICULUM", ((3, 1),))
-    monkeypatch.setattr(chain_sums, "TOKENS_PER_BATCH", 12 * 3 * 8)
+def test_chain_sums_held_out_starts_are_not_trained_on(chain_sums, monkeypatch):
+    train, held_out = (
+        {problem["prompt"].split(":")[1] for problem in problems} for problems in chain_sums.make_problems()
+    )
+    assert len(train) == 7700 and len(held_out) == 400 and not train & held_out
+    monkeypatch.setattr(chain_sums, "CURRICULUM", ((3, 4),))
     tokenizer = chain_sums.make_tokenizer()
-
-    def shown(held_out):
-        (batch,) = chain_sums.pretraining_batches(tokenizer, held_out)
-        return [text.split(":")[0] + ":" for text in tokenizer.batch_decode(batch["input_ids"])]
-
-    problems = shown(set())
-    assert len(set(problems)) >= 8
-    assert shown({problems[3]}) == problems[:3] + problems[4:]
+    for batch in chain_sums.pretraining_batches(tokenizer, chain_sums.split_pairs()[0]):
+        shown = tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
+        assert {text[3:9] for text in shown} <= train
+        # Only the answer and the end are learned.
+        assert ((batch["labels"] == -100).sum(1) == 9).all() and (batch["labels"][:, -1] == 1).all()
 
 
 @pytest.mark.parametrize(
     "completion, reward",
     [
-        ("38+47=85;85+91=76.", 1),
-        ("76.", 0),
-        ("38+47=84;84+92=76.", 1),
-        ("38+47=85;85+91=76", 0),
-        ("=76.;", 0),
+        ("85;02:47+85=32;01:85+32=17.", 1),
+        ("84;02:47+84=31;01:85+32=17.", 1),
+        ("85;02:47+85=32;01:85+32=17", 0),
+        ("85;02:47+85=32;01:85+32=17.;", 0),
+        ("85;02:47+85=32;01:85+32=27.", 0),
+        ("17.", 0),
         ("", 0),
     ],
 )
 def test_chain_sums_reward_the_last_sum(chain_sums, completion, reward):
-    problem = chain_sums.make_problem([38, 47, 91])
-    assert chain_sums.right_sum([completion], [problem["answer"]]) == [reward]
+    assert chain_sums.right_sum([completion], [chain_sums.make_problem(38, 47, 3)["answer"]]) == [reward]
 
 
 @pytest.fixture(scope="module")

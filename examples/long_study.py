@@ -70,6 +70,9 @@ def train(args: Namespace) -> None:
         inject_errors(trainer.model, args.error_share, args.seed)
     if args.max_steps:
         trainer.train()
+        # So that a report does not take runs with and without errors for the same.
+        record = args.output_dir / "run.json"
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"error_share": args.error_share}, indent=2))
         trainer.save_model(args.output_dir / "masters")
     # The policy is scored without a fault of its engine.
     vars(trainer.model).pop("generate", None)
@@ -106,7 +109,6 @@ def make_trainer(args: Namespace):
         per_device_train_batch_size=NUM_PROMPTS * NUM_GENERATIONS // NUM_UPDATES_PER_BATCH,
         steps_per_generation=NUM_UPDATES_PER_BATCH,
         max_completion_length=chain_sums.MAX_NEW_TOKENS,
-        run_name=f"error_share={args.error_share:g}",
         gradient_checkpointing=False,
         use_cpu=True,
         bf16=has_fast_bf16(),

@@ -1,5 +1,5 @@
 """
-The tables of docs/study.md from the directories that `trl-qarl compare` has filled so far, finished cells only.
+The tables of docs/study_long.md from the directories that `trl-qarl compare` has filled so far, finished cells only.
 
     python examples/long_tables.py outputs/long
 
@@ -7,7 +7,7 @@ prints Markdown: what each group of runs ends at, with 95 % intervals over its s
 
     python examples/long_tables.py --bands DIR
 
-prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study.md.
+prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study_long.md.
 """
 
 import json

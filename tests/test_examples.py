@@ -97,6 +97,7 @@ def test_chain_sums_held_out_starts_are_not_trained_on(chain_sums, monkeypatch):
     )
     assert len(train) == 7700 and len(held_out) == 400 and not train & held_out
     monkeypatch.setattr(chain_sums, "CURRICULUM", ((3, 4),))
+    monkeypatch.setattr(chain_sums, "TOKENS_PER_BATCH", 400)
     tokenizer = chain_sums.make_tokenizer()
     for batch in chain_sums.pretraining_batches(tokenizer, chain_sums.split_pairs()[0]):
         shown = tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
@@ -143,7 +144,8 @@ def test_a_cell_of_the_long_study_runs(
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["group_size"] == 128 and record["error_share"] == 1
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["mismatch/abs_logp_mean"] < 0.2
+    # Only a learner of the same low-bit weights agrees with the rollout.
+    assert (rows[0]["mismatch/abs_logp_mean"] < 0.05) == (quantize_learner == "true")
 
 
 def test_injected_errors_keep_the_log_probs_of_the_policy(chain_sums, long_study):

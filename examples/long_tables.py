@@ -110,7 +110,7 @@ def band_scale(directory: Path) -> dict[str, float]:
         if row["name"] == "ratio":
             edges = row["edges"]
             for low, high, count in zip(edges, edges[1:], row["counts"], strict=False):
-                distances = sorted(abs(math.log(edge)) for edge in (low, high))
+                distances = sorted(round(abs(math.log(edge)), 9) for edge in (low, high))
                 key = (distances[0], distances[1]) if (low < 1) == (high <= 1) else (0.0, distances[1])
                 counts[key] = counts.get(key, 0) + count
     left = CLIPPED_SHARE * sum(counts.values())

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from trl_qarl.quantization import schemes
+from trl_qarl.study.runs import Run
+from trl_qarl.study.statistics import make_groups
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -172,3 +175,25 @@ def test_injected_errors_keep_the_log_probs_of_the_policy(chain_sums, long_study
 
     assert count_improbable(0.0) == [0, 0, 0, 0]
     assert all(1 <= count <= 4 for count in count_improbable(1.0))
+
+
+def test_band_scale_leaves_the_stated_share_outside(long_tables, tmp_path):
+    edges = [math.exp(x) for x in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0)]
+    rows = [{"name": "ratio", "sign": sign, "edges": edges, "counts": [5, 0, 40, 0, 5]} for sign in ("a", "b")]
+    rows.append({"name": "token_ratio", "sign": "a", "edges": edges, "counts": [1000, 0, 0, 0, 0]})
+    (tmp_path / "distributions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    # 20 of 100 lie between 0.1 and 1 on either side; 15 of them above 0.325, if they are spread evenly.
+    found = long_tables.band_scale(tmp_path)
+    assert found["offset"] == pytest.approx(0.325) and found["band_scale"] == pytest.approx(0.325 / 3.5e-4)
+
+
+def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables):
+    runs = []
+    for seed, reward in enumerate((0.5, 0.6, 0.7)):
+        rows = {step: {"reward": reward if step > 6 else 0.0, "entropy": 0.1 * step} for step in range(1, 9)}
+        config = {"seed": seed, "max_steps": 8, "objective": "tbpo", "scheme": "w4a16", "quantize_learner": True}
+        runs.append(Run(f"seed{seed}", config, rows, evaluation={"greedy": {"correct": 3, "total": 4}}))
+    groups = make_groups(runs)
+    # The interval of Student's distribution with 2 degrees of freedom: 4.303 * 10 / sqrt(3).
+    assert long_tables.ends_table(groups)[2] == "| QaRL tbpo w4a16 | 0, 1, 2 | 60 ± 25 | 75 ± 0 |"
+    assert "| - | 0.15 to 0.75 | - |" in long_tables.behaviour_table(groups)[2]

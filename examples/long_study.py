@@ -33,10 +33,10 @@ VARIANTS = {
     "w3a16-g32": {"scheme": "w3a16", "group_size": 32},
     "w3a16-g128": {"scheme": "w3a16", "group_size": 128},
     # What others found to help low-bit learners (examples/long_variants.yaml).
-    "w3a16-g128-decay0": {"scheme": "w3a16", "group_size": 128, "weight_decay": 0.0},
-    "w3a16-g128-decay1": {"scheme": "w3a16", "group_size": 128, "weight_decay": 0.1},
-    "w3a16-g128-last": {"scheme": "w3a16", "group_size": 128, "exclude_modules": r"model\.layers\.2\..*"},
-    "w3a16-g128-first": {"scheme": "w3a16", "group_size": 128, "exclude_modules": r"model\.layers\.0\..*"},
+    "w3a16-g32-decay0": {"scheme": "w3a16", "group_size": 32, "weight_decay": 0.0},
+    "w3a16-g32-decay1": {"scheme": "w3a16", "group_size": 32, "weight_decay": 0.1},
+    "w3a16-g32-last": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.2\..*"},
+    "w3a16-g32-first": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.0\..*"},
 }
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 8, 8
 # The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_long.md says how that was chosen.

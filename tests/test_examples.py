@@ -1,24 +1,53 @@
 """The examples: what they ask, what they reward, and that they run."""
 
 import importlib.util
+import itertools
+import json
+import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from testing_utils import make_tiny_model
+from trl_qarl.quantization import schemes
+from trl_qarl.study.runs import Run
+from trl_qarl.study.statistics import make_groups
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("study", EXAMPLES / "study.py")
-    module = sys.modules["study"] = importlib.util.module_from_spec(spec)
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["study"]
+    del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def study():
+    yield from load_example("study")
+
+
+@pytest.fixture(scope="module")
+def chain_sums():
+    yield from load_example("chain_sums")
+
+
+@pytest.fixture(scope="module")
+def long_study(chain_sums):
+    path = sys.path.copy()
+    yield from load_example("long_study")
+    sys.path[:] = path
+
+
+@pytest.fixture(scope="module")
+def long_tables():
+    yield from load_example("long_tables")
 
 
 @pytest.mark.parametrize("task", ["addition", "counting"])
@@ -121,3 +150,119 @@ def test_settings_of_the_paper_are_what_the_command_line_reads():
     bands = args.positive_epsilon_high, args.negative_epsilon_low, args.negative_epsilon_high
     assert bands == (4e-4, 3e-4, 7e-4)
     assert model_args.model_name_or_path == "Qwen/Qwen3-8B-Base"
+
+
+def test_chain_sums_are_right_in_every_step(chain_sums):
+    train, held_out = chain_sums.make_problems()
+    for problem in (*train[:50], *held_out[:50]):
+        text = problem["prompt"] + problem["answer"]
+        steps = [[int(number) for number in re.findall(r"\d\d", step)] for step in text.rstrip(".").split(";")]
+        assert len(text) == 12 * len(steps) and text[-1] == "."
+        assert [step[0] for step in steps] == list(range(len(steps), 0, -1))
+        assert all(total == (first + second) % 100 for _, first, second, total in steps)
+        assert all(after[1:3] == before[2:] for before, after in itertools.pairwise(steps))
+
+
+def test_chain_sums_held_out_starts_are_not_trained_on(chain_sums, monkeypatch):
+    train, held_out = (
+        {problem["prompt"].split(":")[1] for problem in problems} for problems in chain_sums.make_problems()
+    )
+    assert len(train) == 7700 and len(held_out) == 400 and not train & held_out
+    monkeypatch.setattr(chain_sums, "CURRICULUM", ((3, 4),))
+    monkeypatch.setattr(chain_sums, "TOKENS_PER_BATCH", 400)
+    tokenizer = chain_sums.make_tokenizer()
+    for batch in chain_sums.pretraining_batches(tokenizer, chain_sums.split_pairs()[0]):
+        shown = tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
+        assert {text[3:9] for text in shown} <= train
+        # Only the answer and the end are learned.
+        assert ((batch["labels"] == -100).sum(1) == 9).all() and (batch["labels"][:, -1] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("85;02:47+85=32;01:85+32=17.", 1),
+        ("84;02:47+84=31;01:85+32=17.", 1),
+        ("85;02:47+85=32;01:85+32=17", 0),
+        ("85;02:47+85=32;01:85+32=17.;", 0),
+        ("85;02:47+85=32;01:85+32=27.", 0),
+        ("17.", 0),
+        ("", 0),
+    ],
+)
+def test_chain_sums_reward_the_last_sum(chain_sums, completion, reward):
+    assert chain_sums.right_sum([completion], [chain_sums.make_problem(38, 47, 3)["answer"]]) == [reward]
+
+
+@pytest.fixture(scope="module")
+def untrained(chain_sums, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untrained")
+    chain_sums.make_model().save_pretrained(folder)
+    chain_sums.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("objective, quantize_learner", [("tbpo", "false"), ("gspo", "true")])
+def test_a_cell_of_the_long_study_runs(
+    chain_sums, long_study, untrained, tmp_path, monkeypatch, objective, quantize_learner
+):
+    monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 12)
+    monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
+    options = ["--max_steps", "2", "--num_scored", "4", "--error_share", "1", "--objective", objective]
+    options += ["--quantize_learner", quantize_learner, "--model", str(untrained), "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["long_study.py", *options])
+    long_study.main()
+    assert set(json.loads((tmp_path / "scores.json").read_text())) == {"greedy", "sampled", "unquantized greedy"}
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["group_size"] == 128 and record["error_share"] == 1
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # Only a learner of the same low-bit weights agrees with the rollout.
+    assert (rows[0]["mismatch/abs_logp_mean"] < 0.05) == (quantize_learner == "true")
+
+
+def test_injected_errors_keep_the_log_probs_of_the_policy(chain_sums, long_study):
+    from trl_qarl.rollout.transformers_rollout import record_sampling_logps
+
+    model = chain_sums.make_model().eval()
+    with torch.no_grad():
+        # Sharp: a character that is drawn uniformly is improbable.
+        model.model.norm.weight.mul_(20)
+    prompt = torch.full((4, 5), 3)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "min_new_tokens": 16, "pad_token_id": 0}
+
+    def count_improbable(share):
+        long_study.inject_errors(model, share, seed=0, length=4, last_start=8)
+        torch.manual_seed(0)
+        with torch.no_grad(), record_sampling_logps(model, 1.0) as recorded:
+            tokens = model.generate(prompt, **options)
+        del model.generate
+        with torch.no_grad():
+            logps = model(tokens).logits[:, 4:-1].log_softmax(-1).gather(2, tokens[:, 5:, None]).squeeze(2)
+        # `min_new_tokens` takes the end away, so a policy that wanted to end is a little off.
+        torch.testing.assert_close(recorded[0], logps, atol=1e-3, rtol=1e-3)
+        return (recorded[0] < -7).sum(1).tolist()
+
+    assert count_improbable(0.0) == [0, 0, 0, 0]
+    assert all(1 <= count <= 4 for count in count_improbable(1.0))
+
+
+def test_band_scale_leaves_the_stated_share_outside(long_tables, tmp_path):
+    edges = [math.exp(x) for x in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0)]
+    rows = [{"name": "ratio", "sign": sign, "edges": edges, "counts": [5, 0, 40, 0, 5]} for sign in ("a", "b")]
+    rows.append({"name": "token_ratio", "sign": "a", "edges": edges, "counts": [1000, 0, 0, 0, 0]})
+    (tmp_path / "distributions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    # 20 of 100 lie between 0.1 and 1 on either side; 15 of them above 0.325, if they are spread evenly.
+    found = long_tables.band_scale(tmp_path)
+    assert found["offset"] == pytest.approx(0.325) and found["band_scale"] == pytest.approx(0.325 / 3.5e-4)
+
+
+def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables):
+    runs = []
+    for seed, reward in enumerate((0.5, 0.6, 0.7)):
+        rows = {step: {"reward": reward if step > 6 else 0.0, "entropy": 0.1 * step} for step in range(1, 9)}
+        config = {"seed": seed, "max_steps": 8, "objective": "tbpo", "scheme": "w4a16", "quantize_learner": True}
+        runs.append(Run(f"seed{seed}", config, rows, evaluation={"greedy": {"correct": 3, "total": 4}}))
+    groups = make_groups(runs)
+    # The interval of Student's distribution with 2 degrees of freedom: 4.303 * 10 / sqrt(3).
+    assert long_tables.ends_table(groups)[2] == "| QaRL tbpo w4a16 | 0, 1, 2 | 60 ± 25 | 75 ± 0 |"
+    assert "| - | 0.15 to 0.75 | - |" in long_tables.behaviour_table(groups)[2]

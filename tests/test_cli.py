@@ -208,7 +208,7 @@ def test_without_an_accelerator_only_the_training_process_says_that_it_uses_the_
             "use_dora=True is not supported",
             marks=pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),
         ),
-        (["--load_in_4bit"], "quantization_config was given"),
+        (["--load_in_4bit"], "A base that bitsandbytes quantizes has no export"),
         (["--dtype", "bfloat16"], "masters are bfloat16"),
         (["--output_dir", "run", "--export_dir", "run"], "is where the masters go"),
         (["--export_dir", "{model}"], "holds other weights"),

@@ -264,5 +264,5 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
         runs.append(Run(f"seed{seed}", config, rows, evaluation={"greedy": {"correct": 3, "total": 4}}))
     groups = make_groups(runs)
     # The interval of Student's distribution with 2 degrees of freedom: 4.303 * 10 / sqrt(3).
-    assert long_tables.ends_table(groups)[2] == "| QaRL tbpo w4a16 | 0, 1, 2 | 60 ± 25 | 75 ± 0 |"
+    assert long_tables.ends_table(groups)[2] == "| QaRL, TBPO | 0, 1, 2 | 60 ± 25 | 75 ± 0 |"
     assert "| - | 0.15 to 0.75 | - |" in long_tables.behaviour_table(groups)[2]

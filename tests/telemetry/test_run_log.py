@@ -75,6 +75,7 @@ def test_run_file_says_what_was_run(tiny_model, tmp_path):
         "objective": "gspo",
         "scheme": "w4a16",
         "quantize_learner": False,
+        "numerics": "fast",
         "group_size": 128,
         "seed": 7,
         "model": tiny_model,

@@ -6,7 +6,6 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from ..adapters.engine import ENGINE_RANKS
 from ..quantization.schemes import SCHEMES
 from ..rollout.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE
@@ -46,8 +45,8 @@ def make_parser(prog: str) -> ArgumentParser:
     parser.add_argument(
         "--max_lora_rank",
         type=int,
-        choices=ENGINE_RANKS,
-        help="for a learner that trains a LoRA adapter: its rank `r`, or the next larger of these",
+        metavar="RANK",
+        help="for a learner that trains a LoRA adapter: its rank `r`, or a larger one",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
@@ -72,6 +71,8 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     with configuration_errors():
         import torch
 
+        from ..adapters.engine import engine_rank
+
         argv, environment = build_server_command(
             args.model,
             _quantization_config(args),
@@ -81,7 +82,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             on_cpu=not torch.cuda.is_available(),
             transport=args.transport,
             transfer_dir=args.transfer_dir or default_transfer_dir(args.port, _largest_chunk(args)),
-            max_lora_rank=args.max_lora_rank,
+            max_lora_rank=args.max_lora_rank and engine_rank(args.max_lora_rank),
             lora_modules=_linear_layers(args) if args.max_lora_rank else (),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )

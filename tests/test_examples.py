@@ -266,3 +266,15 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
     # The interval of Student's distribution with 2 degrees of freedom: 4.303 * 10 / sqrt(3).
     assert long_tables.ends_table(groups)[2] == "| QaRL, TBPO | 0, 1, 2 | 60 ± 25 | 75 ± 0 |"
     assert "| - | 0.15 to 0.75 | - |" in long_tables.behaviour_table(groups)[2]
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
+def test_trust_bands_are_measured_by_length(tmp_path, monkeypatch, capsys, optim):
+    (module,) = [*load_example("trust_bands")]
+    model = make_tiny_model(tmp_path, "qwen3")
+    options = ["--length", "16", "--num_completions", "1", "--num_updates", "2", "--learning_rate", "1e-2"]
+    monkeypatch.setattr(sys, "argv", ["trust_bands.py", "--model_name_or_path", model, "--optim", optim, *options])
+    module.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
+    assert [int(row.split("|")[1]) for row in rows] == [4, 16]
+    assert all(float(row.split("|")[4]) > 1e-6 for row in rows)

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import chain_sums
+import long_starts
 
 from trl_qarl.quantization import schemes
 from trl_qarl.quantization.schemes import QuantScheme
@@ -37,6 +38,12 @@ VARIANTS = {
     "w3a16-g32-decay1": {"scheme": "w3a16", "group_size": 32, "weight_decay": 0.1},
     "w3a16-g32-last": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.2\..*"},
     "w3a16-g32-first": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.0\..*"},
+    # `start` and `low_bit_rate` are this script's own, see `improve_start` and `make_optimizer`.
+    "w3a16-g32-rate3": {"scheme": "w3a16", "group_size": 32, "low_bit_rate": 3.0},
+    "w3a16-g32-mse": {"scheme": "w3a16", "group_size": 32, "start": "mse"},
+    "w3a16-g32-gptq": {"scheme": "w3a16", "group_size": 32, "start": "gptq"},
+    "w3a16-g32-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
+    "w4a16-g128-distill": {"scheme": "w4a16", "group_size": 128, "start": "distill"},
 }
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
 # The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_long.md says how that was chosen.
@@ -95,6 +102,7 @@ def make_trainer(args: Namespace):
         **{name: args.band_scale * offset for name, offset in offsets.items()},
         **VARIANTS[args.scheme],
     }
+    start, rate = options.pop("start", None), options.pop("low_bit_rate", None)
     config = QaRLConfig(
         str(args.output_dir),
         **options,
@@ -121,13 +129,31 @@ def make_trainer(args: Namespace):
     )
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     training, _ = chain_sums.make_problems()
-    return QaRLTrainer(
+    trainer = QaRLTrainer(
         model,
         chain_sums.right_sum,
         config,
         Dataset.from_list(training),
         processing_class=AutoTokenizer.from_pretrained(args.model),
     )
+    if start:
+        long_starts.improve_start(trainer, start)
+    if rate:
+        trainer.create_optimizer()
+        speed_up(trainer.optimizer, trainer.model, rate)
+    return trainer
+
+
+def speed_up(optimizer, model, rate: float) -> None:
+    """Give the master weights of quantized layers `rate` times the learning rate of the others."""
+    from trl_qarl.quantization.swap import quantized_layers
+
+    low_bit = {id(layer.weight) for layer in quantized_layers(model).values()}
+    for group in list(optimizer.param_groups):
+        fast = [parameter for parameter in group["params"] if id(parameter) in low_bit]
+        if fast:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in low_bit]
+            optimizer.add_param_group({**group, "params": fast, "lr": rate * group["lr"]})
 
 
 def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:

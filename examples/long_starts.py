@@ -1,0 +1,154 @@
+"""
+Other starts for the low-bit policies of examples/long_study.py, which docs/study_long.md compares with rounding to nearest.
+Each changes the master weights of a trainer before its first update.
+"""
+
+import chain_sums
+import torch
+from torch.nn import functional as F
+
+from trl_qarl.quantization.swap import disable_quantized_forward, quantized_forward, quantized_layers
+from trl_qarl.quantization.tensors import LowBitTensor
+
+
+NUM_SAMPLES, NUM_DISTILLED, DISTILLED_EPOCHS = 256, 16, 5
+
+
+def improve_start(trainer, start: str) -> None:
+    """`mse`, `gptq` or `distill`, for a trainer whose model is quantized."""
+    if start == "mse":
+        clip_to_best_scale(trainer.model)
+    else:
+        tokens, mask = sample_answers(trainer)
+        (round_by_gptq if start == "gptq" else distill)(trainer, tokens, mask)
+
+
+@torch.no_grad()
+def clip_to_best_scale(model) -> None:
+    """
+    Clip the weights of each group to the share of its largest that makes the squared error of their low-bit form least. The
+    scale follows from the largest, so that it is the best one from the start on.
+    """
+    for layer in quantized_layers(model).values():
+        weight = layer.weight.detach().clone()
+        size = layer.scheme.group_size_for(weight.shape[1]) or weight.shape[1]
+        groups = weight.view(weight.shape[0], -1, size)
+        largest = groups.abs().amax(-1, keepdim=True)
+        best, least = groups.clone(), torch.full_like(largest, float("inf"))
+        for share in torch.linspace(1.0, 0.5, 26):
+            clipped = groups.clamp(-share * largest, share * largest)
+            error = (_low_bit(layer, clipped.view_as(weight)).view_as(groups) - groups).square().sum(-1, keepdim=True)
+            best, least = torch.where(error < least, clipped, best), torch.minimum(error, least)
+        layer.weight.copy_(best.view_as(weight))
+
+
+def sample_answers(trainer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of training problems with answers by the model before quantization, and which of them are answers."""
+    model, tokenizer = trainer.model, trainer.processing_class
+    problems = chain_sums.make_problems()[0][:NUM_SAMPLES]
+    disable_quantized_forward(model)
+    texts = chain_sums.answer_problems(model, tokenizer, problems, 1.0, trainer.args.bf16)
+    for layer in quantized_layers(model).values():
+        layer.use_quantized_forward = True
+    rows = [
+        tokenizer(problem["prompt"] + text)["input_ids"] + [tokenizer.eos_token_id]
+        for problem, text in zip(problems, texts, strict=True)
+    ]
+    tokens = torch.nn.utils.rnn.pad_sequence(
+        list(map(torch.tensor, rows)), batch_first=True, padding_value=tokenizer.pad_token_id
+    )
+    starts = torch.tensor([len(tokenizer(problem["prompt"])["input_ids"]) for problem in problems]).unsqueeze(1)
+    ends = torch.tensor(list(map(len, rows))).unsqueeze(1)
+    places = torch.arange(tokens.shape[1])
+    return tokens, (places >= starts) & (places < ends)
+
+
+def distill(trainer, tokens: torch.Tensor, mask: torch.Tensor) -> None:
+    """
+    Train the low-bit policy towards the model before quantization, by the divergence KL(unquantized || low-bit) at the tokens
+    that the unquantized one has sampled: `DISTILLED_EPOCHS` epochs in batches of `NUM_DISTILLED`, at the rate of the training.
+    """
+    model, bf16 = trainer.model, trainer.args.bf16
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=trainer.args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    teacher = []
+    disable_quantized_forward(model)
+    for ids in tokens.split(NUM_DISTILLED):
+        with torch.no_grad():
+            teacher.append(log_probs(model, ids, bf16))
+    order = torch.Generator().manual_seed(0)
+    with quantized_forward(model):
+        for _ in range(DISTILLED_EPOCHS):
+            for index in torch.randperm(len(teacher), generator=order).tolist():
+                ids, kept = (rows.split(NUM_DISTILLED)[index] for rows in (tokens, mask))
+                student = log_probs(model, ids, bf16)
+                loss = divergence(teacher[index], student, kept)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    for layer in quantized_layers(model).values():
+        layer.use_quantized_forward = True
+    print(f"distilled: {len(teacher) * DISTILLED_EPOCHS} updates, last loss {loss.item():.4f} nats")
+
+
+def log_probs(model, ids: torch.Tensor, bf16: bool) -> torch.Tensor:
+    """`(B, T - 1, V)` of the next tokens."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return logits.float().log_softmax(-1)
+
+
+def divergence(teacher: torch.Tensor, student: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || student) in nats per token that `mask` keeps, from log-probs `(B, T - 1, V)` and a mask `(B, T)`."""
+    each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    return each[mask[:, 1:]].mean()
+
+
+@torch.no_grad()
+def round_by_gptq(trainer, tokens: torch.Tensor, mask: torch.Tensor, damping: float = 0.01) -> None:
+    """
+    Put the error of each rounded column into the columns that are still to be rounded, weighted by the inputs' second moments
+    (GPTQ, https://arxiv.org/abs/2210.17323). Layers see the inputs of the unquantized model.
+    """
+    model = trainer.model
+    layers = quantized_layers(model)
+    moments = {name: torch.zeros(layer.in_features, layer.in_features) for name, layer in layers.items()}
+
+    def add(name):
+        def hook(module, inputs, output):
+            rows = inputs[0].float().flatten(0, -2)
+            moments[name] += rows.T @ rows
+
+        return hook
+
+    disable_quantized_forward(model)
+    hooks = [layer.register_forward_hook(add(name)) for name, layer in layers.items()]
+    for ids in tokens.split(NUM_DISTILLED):
+        log_probs(model, ids, trainer.args.bf16)
+    for hook in hooks:
+        hook.remove()
+    for name, layer in layers.items():
+        layer.use_quantized_forward = True
+        moment = moments[name]
+        moment.diagonal().add_(damping * moment.diagonal().mean())
+        factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moment)), upper=True)
+        weight, rounded = layer.weight.clone(), torch.empty_like(layer.weight)
+        size = layer.scheme.group_size_for(weight.shape[1]) or weight.shape[1]
+        for column in range(weight.shape[1]):
+            if column % size == 0:
+                scale = weight[:, column : column + size].abs().amax(1) / layer.scheme.scale_divisor
+                scale = scale.to(layer.scale_dtype).float()
+            codes = (weight[:, column] / scale).round().clamp(*layer.scheme.quant_range)
+            # A master at the edge of the range has the same code, and the scale of its group is what it was.
+            edge = layer.scheme.scale_divisor
+            rounded[:, column] = (
+                torch.where(codes == layer.scheme.quant_range[1], edge, codes.clamp(-edge, edge)) * scale
+            )
+            error = (weight[:, column] - codes * scale) / factor[column, column]
+            weight[:, column + 1 :] -= error.unsqueeze(1) * factor[column, column + 1 :]
+        layer.weight.copy_(rounded)
+
+
+def _low_bit(layer, weight: torch.Tensor) -> torch.Tensor:
+    return LowBitTensor.from_hp(weight.contiguous(), layer.scheme, layer.scale_dtype).dequantize()

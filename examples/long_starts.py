@@ -7,7 +7,8 @@ import chain_sums
 import torch
 from torch.nn import functional as F
 
-from trl_qarl.quantization.swap import disable_quantized_forward, quantized_forward, quantized_layers
+from trl_qarl import get_scheme, prepare_model
+from trl_qarl.quantization.swap import disable_quantized_forward, quantized_forward, quantized_layers, restore_model
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
@@ -19,7 +20,7 @@ def improve_start(trainer, start: str) -> None:
     if start == "mse":
         clip_to_best_scale(trainer.model)
     else:
-        tokens, mask = sample_answers(trainer)
+        tokens, mask = sample_answers(trainer, chain_sums.make_problems()[0][:NUM_SAMPLES])
         (round_by_gptq if start == "gptq" else distill)(trainer, tokens, mask)
 
 
@@ -42,10 +43,9 @@ def clip_to_best_scale(model) -> None:
         layer.weight.copy_(best.view_as(weight))
 
 
-def sample_answers(trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of training problems with answers by the model before quantization, and which of them are answers."""
+def sample_answers(trainer, problems: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `(B, T)` of problems with answers by the model before quantization, and which of them are answers."""
     model, tokenizer = trainer.model, trainer.processing_class
-    problems = chain_sums.make_problems()[0][:NUM_SAMPLES]
     disable_quantized_forward(model)
     texts = chain_sums.answer_problems(model, tokenizer, problems, 1.0, trainer.args.bf16)
     for layer in quantized_layers(model).values():
@@ -103,6 +103,20 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor, mask: torch.Tensor)
     """KL(teacher || student) in nats per token that `mask` keeps, from log-probs `(B, T - 1, V)` and a mask `(B, T)`."""
     each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return each[mask[:, 1:]].mean()
+
+
+@torch.no_grad()
+def measure_divergence(trainer, schemes: dict[str, dict], problems: list[dict[str, str]]) -> dict[str, float]:
+    """KL(unquantized || low-bit) by scheme, in nats per token that the unquantized model has sampled."""
+    model, bf16 = trainer.model, trainer.args.bf16
+    tokens, mask = sample_answers(trainer, problems)
+    unquantized = log_probs(model, tokens, bf16)
+    found = {}
+    for name, options in schemes.items():
+        prepare_model(model, get_scheme(**options), scale_dtype=torch.bfloat16 if bf16 else torch.float32)
+        found[name] = divergence(unquantized, log_probs(model, tokens, bf16), mask).item()
+        restore_model(model)
+    return found
 
 
 @torch.no_grad()

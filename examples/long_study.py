@@ -45,6 +45,7 @@ VARIANTS = {
     "w3a16-g32-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
     "w4a16-g128-distill": {"scheme": "w4a16", "group_size": 128, "start": "distill"},
 }
+PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
 # The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_long.md says how that was chosen.
 BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
@@ -85,6 +86,11 @@ def train(args: Namespace) -> None:
     # The policy is scored without a fault of its engine.
     vars(trainer.model).pop("generate", None)
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    if not args.max_steps and args.scheme == "bf16":
+        plain = {name: VARIANTS[name] for name in PLAIN}
+        problems = chain_sums.make_problems()[1][: args.num_scored]
+        divergences = long_starts.measure_divergence(trainer, plain, problems)
+        (args.output_dir / "divergences.json").write_text(json.dumps(divergences) + "\n")
     (args.output_dir / "scores.json").write_text(json.dumps(score_policies(trainer, args.num_scored)) + "\n")
 
 
@@ -187,7 +193,7 @@ def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
     if trainer.args.is_quantized:
         disable_quantized_forward(model)
         return scores | {"unquantized greedy": solved(0.0)}
-    for name in ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128"):
+    for name in PLAIN:
         restore_model(model)
         prepare_model(model, get_scheme(**VARIANTS[name]), scale_dtype=dtype)
         scores[f"{name} greedy"] = solved(0.0)

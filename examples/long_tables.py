@@ -1,23 +1,27 @@
 """
-The tables of docs/study_long.md from the directories that `trl-qarl compare` has filled so far, finished cells only.
+The tables of docs/study.md, from the directories that `trl-qarl compare` has filled so far, finished cells only.
 
-    python examples/long_tables.py outputs/long
+    python examples/long_tables.py --collect outputs/long outputs/long_variants --output docs/study.json
+    python examples/long_tables.py docs/study.json
 
-prints Markdown: what each group of runs ends at, with 95 % intervals over its seeds, and what the telemetry saw.
+The first keeps what the page and its pictures need of every cell, the second prints Markdown: means over the seeds with 95 %
+intervals, and what the telemetry saw.
 
     python examples/long_tables.py --bands DIR
 
-prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study_long.md.
+prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study.md.
 """
 
 import json
 import math
 import statistics
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from trl_qarl.study.runs import Run, read_run
-from trl_qarl.study.statistics import STUDENT_95, Group, make_groups
+from trl_qarl.study.runs import read_run
+from trl_qarl.study.statistics import STUDENT_95
 from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
 
 
@@ -25,63 +29,131 @@ from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
 CLIPPED_SHARE = 0.15
 # Table 2 of the paper: the mean of the offsets of GSPO's band.
 PAPER_OFFSET = 3.5e-4
-BEHAVIOUR = (
-    ("mismatch/abs_logp_mean", "mismatch, nats", 1, 4),
-    ("entropy", "entropy, nats", 1, 4),
-    ("rollout/error_token_share", "error tokens, %", 100, 3),
-    ("rollout/repetition_share", "repetition, %", 100, 2),
-    ("completions/clipped_ratio", "cut at the limit, %", 100, 2),
-    ("tbpo/dropped/total", "dropped by TBPO, %", 100, 1),
+# Kept for each generation batch, the means over its updates.
+METRICS = (
+    "reward",
+    "entropy",
+    "mismatch/abs_logp_mean",
+    "mismatch/k1/positive",
+    "mismatch/k1/negative",
+    "rollout/error_token_share",
+    "rollout/repetition_share",
+    "completions/clipped_ratio",
+    "completions/mean_length",
+    "tbpo/dropped/total",
+    "quant/code_flip_rate",
+    "grad_norm",
 )
+BEHAVIOUR = (
+    ("mismatch/abs_logp_mean", "mismatch, nats", 1, 2),
+    ("entropy", "entropy, nats", 1, 2),
+    ("rollout/error_token_share", "error tokens, %", 100, 2),
+    ("completions/clipped_ratio", "cut at the limit, %", 100, 2),
+    ("tbpo/dropped/total", "dropped, %", 100, 2),
+)
+Cell = dict[str, Any]
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("directories", nargs="+", type=Path)
+    parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--bands", action="store_true")
+    parser.add_argument("--collect", action="store_true")
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.bands:
-        for directory in args.directories:
+        for directory in args.paths:
             print(json.dumps(band_scale(directory)))
-        return
-    cells = [cell for directory in args.directories for cell in sorted(directory.iterdir())]
-    groups = make_groups([read_run(cell) for cell in cells if (cell / "finished").is_file()])
-    print("\n".join([*ends_table(groups), "", *behaviour_table(groups)]))
+    elif args.collect:
+        cells = [summary for directory in args.paths for summary in collect(directory)]
+        args.output.write_text("[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n")
+    else:
+        (path,) = args.paths
+        print("\n\n".join(tables(json.loads(path.read_text()))))
 
 
-def ends_table(groups: list[Group]) -> list[str]:
+def collect(directory: Path) -> list[Cell]:
+    """Settings, held-out scores and course of each finished cell."""
+    cells = []
+    for path in sorted(directory.iterdir()):
+        if (path / "finished").is_file():
+            run = read_run(path)
+            course = {}
+            steps = int(run.config["max_steps"])
+            updates = 8
+            for metric in METRICS:
+                values = run.values(metric)
+                batches = [
+                    [values[step] for step in range(first, first + updates) if step in values]
+                    for first in range(1, steps + 1, updates)
+                ]
+                if any(batches):
+                    course[metric] = [float(f"{statistics.fmean(batch):.3g}") if batch else None for batch in batches]
+            settings = json.loads((path / "cell.json").read_text())["cell"]
+            scores = {name: 100 * score["correct"] / score["total"] for name, score in run.evaluation.items()}
+            cells.append({"study": directory.name, **settings, "scores": scores, "course": course})
+    return cells
+
+
+def group_cells(cells: Sequence[Cell]) -> dict[tuple[str, str, str, str], list[Cell]]:
+    """Cells that differ by their seed alone, by study, scheme, kind (bf16, rollout-only, QaRL) and objective."""
+    groups: dict[tuple[str, str, str, str], list[Cell]] = {}
+    for cell in cells:
+        kind = "bf16" if cell["scheme"] == "bf16" else "QaRL" if cell["quantize_learner"] else "rollout-only"
+        groups.setdefault((cell["study"], cell["scheme"], kind, cell["objective"]), []).append(cell)
+    return groups
+
+
+def tables(cells: Sequence[Cell]) -> list[str]:
+    """For each study, what its groups end at and how they behaved, in Markdown."""
+    pages = []
+    for study in dict.fromkeys(cell["study"] for cell in cells):
+        groups = {name[1:]: members for name, members in group_cells(cells).items() if name[0] == study}
+        pages += [f"### {study}", "\n".join(ends_table(groups)), "\n".join(behaviour_table(groups))]
+    return pages
+
+
+def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
     """Final rewards and held-out scores in percent."""
-    names = list(dict.fromkeys(name for group in groups for run in group.runs for name in run.evaluation))
-    lines = [f"| run | seeds | final reward | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
-    for group in groups:
-        values = [[100 * final_mean(run, "reward") for run in group.runs]]
-        values += [[score for run in group.runs if (score := _solved(run, name)) is not None] for name in names]
-        seeds = ", ".join(str(run.config["seed"]) for run in group.runs)
-        lines.append(f"| {group.label} | {seeds} | {' | '.join(map(interval, values))} |")
+    header = ["scheme", "run", "seeds", "final reward", "greedy", "sampled", "masters, greedy"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for (scheme, kind, objective), cells in groups.items():
+        values = [[100 * quarter(cell, "reward", 3) for cell in cells]]
+        for name in ("greedy", "sampled", "unquantized greedy"):
+            values.append([cell["scores"][name] for cell in cells if name in cell["scores"]])
+        lines.append(_row([scheme, f"{kind}, {objective}", str(len(cells)), *map(interval, values)]))
     return lines
 
 
-def behaviour_table(groups: list[Group]) -> list[str]:
+def behaviour_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
     """Means over the seeds of what was measured in the first and in the last quarter of the updates."""
-    lines = [f"| run | {' | '.join(name for _, name, *_ in BEHAVIOUR)} |", "|---" * (1 + len(BEHAVIOUR)) + "|"]
-    for group in groups:
+    header = ["scheme", "run", *(name for _, name, *_ in BEHAVIOUR)]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for (scheme, kind, objective), cells in groups.items():
         texts = []
         for metric, _, factor, digits in BEHAVIOUR:
-            quarters = [[factor * final_mean(run, metric, part) for run in group.runs] for part in (0, 3)]
-            means = [statistics.fmean(values) for values in quarters]
+            means = [statistics.fmean(factor * quarter(cell, metric, part) for cell in cells) for part in (0, 3)]
             texts.append("-" if any(map(math.isnan, means)) else " to ".join(f"{mean:.{digits}g}" for mean in means))
-        lines.append(f"| {group.label} | {' | '.join(texts)} |")
+        lines.append(_row([scheme, f"{kind}, {objective}", *texts]))
     return lines
 
 
-def final_mean(run: Run, metric: str, quarter: int = 3) -> float:
-    """Mean over the logged steps of a quarter of the run, NaN where nothing was logged."""
-    low, high = (run.config["max_steps"] * part / 4 for part in (quarter, quarter + 1))
-    values = [value for step, value in run.values(metric).items() if low < step <= high]
+def quarter(cell: Cell, metric: str, part: int) -> float:
+    """Mean over the batches of a quarter of the run, NaN where nothing was logged."""
+    course = cell["course"].get(metric, [])
+    low, high = (round(len(course) * edge / 4) for edge in (part, part + 1))
+    values = [value for value in course[low:high] if value is not None]
     return statistics.fmean(values) if values else math.nan
 
 
-def interval(values: list[float]) -> str:
+def half_width(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean by Student's distribution, NaN for a single value."""
+    if len(values) < 2:
+        return math.nan
+    return STUDENT_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def interval(values: Sequence[float]) -> str:
     """
     Mean and half width of the 95 % interval of Student's distribution.
 
@@ -92,11 +164,12 @@ def interval(values: list[float]) -> str:
     """
     if not values:
         return "-"
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return f"{mean:.0f}"
-    width = STUDENT_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.0f} ± {width:.0f}"
+    width = half_width(values)
+    return f"{statistics.fmean(values):.0f}" + ("" if math.isnan(width) else f" ± {width:.0f}")
+
+
+def _row(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
 def band_scale(directory: Path) -> dict[str, float]:
@@ -120,11 +193,6 @@ def band_scale(directory: Path) -> dict[str, float]:
             return {"offset": offset, "band_scale": offset / PAPER_OFFSET}
         left -= count
     raise ValueError(f"{directory} has no distribution of sequence ratios.")
-
-
-def _solved(run: Run, name: str) -> float | None:
-    score = run.evaluation.get(name)
-    return None if score is None else 100 * score["correct"] / score["total"]
 
 
 if __name__ == "__main__":

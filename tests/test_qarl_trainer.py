@@ -3,9 +3,11 @@ import json
 import logging
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
@@ -612,6 +614,59 @@ def test_an_environment_may_supply_the_prompts(tiny_model, tmp_path):
     assert trainer.state.global_step == 1
 
 
+def test_tools_are_called_and_their_answers_are_not_trained_on(tiny_model, tmp_path, monkeypatch):
+    pytest.importorskip("jmespath", reason="TRL asks for it before transformers 5.13")
+    called = []
+
+    def add(a: int, b: int) -> int:
+        """
+        Adds two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        called.append((a, b))
+        return a + b
+
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
+    call = tokenizer('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>')[
+        "input_ids"
+    ]
+    generate, is_first = QaRLTrainer._generate_single_turn, [True]
+
+    def call_first(self, prompt_ids, *args, **kwargs):
+        # A random model calls no tool; its other turns are its own.
+        completion_ids, logps = generate(self, prompt_ids, *args, **kwargs)
+        if is_first.pop():
+            completion_ids[0], logps[0] = call, [-5.5] * len(call)
+        is_first.append(False)
+        return completion_ids, logps
+
+    monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", call_first)
+    prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
+    trainer = QaRLTrainer(
+        tiny_model,
+        lambda completions, **kwargs: spread([str(c) for c in completions]),
+        arguments(tmp_path, max_steps=1, max_completion_length=128),
+        Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        tools=[add],
+    )
+    made = []
+    generate_and_score = trainer._generate_and_score_completions
+    monkeypatch.setattr(
+        trainer, "_generate_and_score_completions", lambda inputs: made.append(generate_and_score(inputs)) or made[-1]
+    )
+    trainer.train()
+    assert called == [(2, 3)] and trainer.state.global_step == 1
+    (batch,) = made
+    of_tool = batch["completion_mask"].bool() & ~batch["tool_mask"].bool()
+    assert of_tool.any(1).sum() == 1
+    assert "5" in tokenizer.decode(batch["completion_ids"][of_tool])
+
+
 def test_conversational_prompts_work(tiny_model, tmp_path):
     prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
 
@@ -619,6 +674,14 @@ def test_conversational_prompts_work(tiny_model, tmp_path):
         return spread([c[0]["content"] for c in completions])
 
     make(tiny_model, tmp_path, reward=reward, train_dataset=Dataset.from_dict({"prompt": prompts})).train()
+
+
+def test_a_configuration_of_trl_is_refused_with_the_name_to_use(tiny_model, tmp_path):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(
+        TypeError, match="got GRPOConfig. QaRLConfig takes the options of GRPOConfig: replace the name"
+    ):
+        QaRLTrainer(tiny_model, spread, args, make_problems())
 
 
 def test_missing_arguments_get_a_qarl_config_named_after_the_model_that_trains_on_a_cpu(

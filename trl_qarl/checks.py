@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -28,7 +29,15 @@ from .quantization.checkpoint import stacked_experts
 from .quantization.names import is_adapted
 
 
-__all__ = ["PICTURES", "check_arguments", "check_dropout", "check_launch", "choose_numerics", "problems_of_masters"]
+__all__ = [
+    "PICTURES",
+    "check_arguments",
+    "check_dropout",
+    "check_launch",
+    "choose_numerics",
+    "problems_of_masters",
+    "without_warning_of_ignored_kwargs",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +48,21 @@ PICTURES = (
     "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
     "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
 )
+
+
+@contextmanager
+def without_warning_of_ignored_kwargs(are_used: bool) -> Iterator[None]:
+    """TRL says of any loaded model that `model_init_kwargs` are ignored, also where this trainer has loaded it with them."""
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not (are_used and "`model_init_kwargs` will be ignored" in record.getMessage())
+
+    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
+    trl_logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        trl_logger.removeFilter(is_true)
 
 
 def check_launch(accelerator, is_sharded: bool) -> None:
@@ -212,7 +236,10 @@ def check_arguments(
     has_environment,
 ) -> None:
     if not isinstance(args, QaRLConfig):
-        raise TypeError(f"`args` must be a QaRLConfig, got {type(args).__name__}.")
+        raise TypeError(
+            f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "
+            "name (`from trl_qarl import QaRLConfig`)."
+        )
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
     problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]

@@ -2,10 +2,11 @@
 Share of problems that a policy solves, over several samples of each: pass@1 with its standard error.
 
 Completions come from transformers, or from vLLM with the kernels of rollouts ([`~trl_qarl.rollout.engines.load_engine`]).
-Problems come from a JSON Lines file.
+Problems come from a JSON Lines file, or from a benchmark ([`~trl_qarl.harness`]).
 """
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,16 +14,22 @@ from typing import Any
 
 
 __all__ = [
+    "Sampler",
+    "add_to_card",
     "compare_scores",
+    "cut_at",
+    "encode",
     "evaluate_problems",
+    "format_score",
+    "is_right",
     "load_problems",
     "make_transformers_sampler",
     "make_vllm_sampler",
     "mean_and_error",
 ]
 
-Sampler = Callable[[list[str], int], list[str]]
-"""One completion for each prompt, with a seed."""
+Sampler = Callable[[list[list[int]], int, Sequence[str]], list[str]]
+"""One completion for each prompt of tokens, with a seed, and texts one of which ends a completion."""
 
 
 def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any]]:
@@ -56,7 +63,7 @@ def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any
             raise ValueError(f"{where} has no `prompt`, which must be a text or a list of messages.")
         if not isinstance(answer, str):
             raise ValueError(f"{where} has no `answer` and no `solution`, which must be a text.")
-        if scoring == "math" and _scorer(scoring)("", answer) is None:
+        if scoring == "math" and _accuracy("", answer) is None:
             raise ValueError(f"{where}: {answer!r} cannot be read as mathematics. Use `--score exact`.")
         problems.append({"prompt": prompt, "answer": answer})
     if not problems:
@@ -64,28 +71,43 @@ def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any
     return problems
 
 
-def _scorer(scoring: str) -> Callable[[str, str], float | None]:
+def is_right(completion: str, answer: str, scoring: str = "math") -> float:
+    """1 if a completion ends in the answer, else 0; see [`load_problems`]."""
     if scoring == "exact":
-        return lambda completion, answer: float(completion.strip() == answer.strip())
+        return float(completion.strip() == answer.strip())
+    return _accuracy(completion, answer) or 0.0
+
+
+def _accuracy(completion: str, answer: str) -> float | None:
     from trl.rewards import accuracy_reward
 
-    return lambda completion, answer: accuracy_reward([[{"content": completion}]], [answer])[0]
+    return accuracy_reward([[{"content": completion}]], [answer])[0]
+
+
+def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
+    """Tokens of a prompt as in training: special ones are added unless the chat template has written them."""
+    return tokenizer(text, add_special_tokens=not templated)["input_ids"]
+
+
+def cut_at(text: str, stop: Sequence[str]) -> str:
+    """What comes before the first of the texts in `stop`."""
+    return text[: min((text.find(end) for end in stop if end and end in text), default=len(text))]
 
 
 def evaluate_problems(
     sampler: Sampler, tokenizer, problems: Sequence[dict[str, Any]], num_samples: int, seed: int, scoring: str
 ) -> list[float]:
     """Share of `num_samples` completions of each of [`load_problems`] that is right."""
-    prompts = [
-        tokenizer.apply_chat_template(problem["prompt"], add_generation_prompt=True, tokenize=False)
-        if isinstance(problem["prompt"], list)
-        else problem["prompt"]
-        for problem in problems
-    ]
-    score, sums = _scorer(scoring), [0.0] * len(problems)
+    prompts = []
+    for problem in problems:
+        prompt, templated = problem["prompt"], isinstance(problem["prompt"], list)
+        if templated:
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        prompts.append(encode(tokenizer, prompt, templated))
+    sums = [0.0] * len(problems)
     for sample in range(num_samples):
-        for index, completion in enumerate(sampler(prompts, seed + sample)):
-            sums[index] += score(completion, problems[index]["answer"]) or 0.0
+        for index, completion in enumerate(sampler(prompts, seed + sample, ())):
+            sums[index] += is_right(completion, problems[index]["answer"], scoring)
     return [total / num_samples for total in sums]
 
 
@@ -102,16 +124,18 @@ def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: fl
         model = model.to(torch.accelerator.current_accelerator())
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
 
-    def sample(prompts: list[str], seed: int) -> list[str]:
+    def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
         torch.manual_seed(seed)
         texts = []
+        ends = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
         for start in range(0, len(prompts), batch_size):
-            batch = prompts[start : start + batch_size]
-            inputs = tokenizer(batch, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+            batch = {"input_ids": prompts[start : start + batch_size]}
+            inputs = tokenizer.pad(batch, return_tensors="pt").to(model.device)
             with torch.no_grad():
                 tokens = model.generate(
                     **inputs,
                     **({"do_sample": False} | sampling),
+                    **ends,
                     max_new_tokens=max_new_tokens,
                     pad_token_id=tokenizer.pad_token_id,
                 )
@@ -130,12 +154,16 @@ def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top
     llm = load_engine(path, **({"max_model_len": max_model_len} if max_model_len else {}))
     tokenizer = llm.get_tokenizer()
 
-    def sample(prompts: list[str], seed: int) -> list[str]:
-        inputs = [{"prompt_token_ids": tokenizer(prompt, add_special_tokens=False)["input_ids"]} for prompt in prompts]
+    def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         # A seed per prompt: equal prompts differ, and a run repeats itself.
         parameters = [
             SamplingParams(
-                temperature=temperature, top_p=top_p, max_tokens=max_new_tokens, seed=seed * len(prompts) + index
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=max_new_tokens,
+                seed=seed * len(prompts) + index,
+                stop=list(stop),
             )
             for index in range(len(prompts))
         ]
@@ -155,3 +183,55 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 def compare_scores(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
     """Mean of `ours - theirs` over the same problems, and its standard error."""
     return mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)])
+
+
+def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> bool:
+    """
+    Write scores into the card of a model, as metadata of the Hub and as a table; those of other tasks in it stay.
+
+    Args:
+        folder (`str` or `Path`):
+            The model's, with `README.md`. Without one nothing is done.
+        rows (`list[dict]`):
+            `"task"`, `"pass@1"`, a share, and `"standard_error"` of each.
+        settings (`dict`):
+            Of the sampling.
+
+    Returns:
+        Whether the folder has a card.
+    """
+    from huggingface_hub import EvalResult, ModelCard
+
+    path = Path(folder, "README.md")
+    if not path.is_file():
+        return False
+    card = ModelCard.load(path)
+    found = {result.dataset_name: result for result in card.data.eval_results or []}
+    for row in rows:
+        # A file's folder says something about a machine only.
+        name = Path(row["task"]).name
+        found[name] = EvalResult(
+            task_type="text-generation",
+            dataset_type=name,
+            dataset_name=name,
+            metric_type="pass@1",
+            metric_value=round(100 * row["pass@1"], 2),
+            metric_args={**settings, "standard_error": row["standard_error"]},
+        )
+    card.data.eval_results = list(found.values())
+    card.data.model_name = card.data.model_name or Path(folder).name
+    lines = ["## Evaluation", "", "| task | pass@1 | samples per problem | temperature |", "|---|---|---|---|"]
+    for name, result in found.items():
+        options = result.metric_args or {}
+        value = format_score(result.metric_value / 100, options.get("standard_error"))
+        lines.append(f"| {name} | {value} | {options.get('samples', '')} | {options.get('temperature', '')} |")
+    others = re.sub(r"\n## Evaluation\n.*?(?=\n## |\Z)", "", card.text.rstrip(), flags=re.DOTALL)
+    before, training, after = others.partition("\n## Training\n")
+    card.text = "\n".join([before.rstrip(), "", *lines, training + after, ""])
+    card.save(path)
+    return True
+
+
+def format_score(mean: float, error: float | None) -> str:
+    """Such as `"76.0% +- 4.3%"`."""
+    return f"{mean:.1%}" + ("" if error is None else f" +- {error:.1%}")

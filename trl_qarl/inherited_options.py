@@ -78,6 +78,8 @@ REFUSED = {
     "log-probs; set it to `False`",
     "torch_compile": "the low-bit weight is cached by the version of its master, which a compiled graph does not see; "
     "set `torch_compile=False`",
+    "use_liger_kernel": "Liger replaces layers when training starts, after they were quantized and rollouts were set up, and has "
+    "not been tried with quantized ones; leave it unset",
     "bf16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
     "fp16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
     "fsdp": "sharded master weights are not supported in this release; use DDP (`accelerate launch --multi_gpu`)",
@@ -92,6 +94,8 @@ REFUSED = {
 
 MODEL_INIT_KWARGS_REFUSED = {
     "quantization_config": "the masters must stay in high precision; `scheme` quantizes the forward",
+    "use_kernels": "kernels of the Hub replace the forward of whole modules, which may leave out the quantized layers in them; "
+    "leave it out",
     **dict.fromkeys(
         ("tp_plan", "tp_size", "distributed_config"),
         "master weights split over processes are not supported in this release; use DDP (`accelerate launch "

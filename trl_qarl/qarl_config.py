@@ -16,20 +16,17 @@ from .config_checks import (
     check_hub,
     check_inherited,
     check_numerics,
-    check_objective,
     check_precision,
     check_probe,
-    check_ratios,
     check_scheme,
     check_vllm,
-    default,
     raise_problems,
     raise_problems_of_config,
     refused_by_all,
-    refused_by_tbpo,
 )
 from .hub import HUB_EXPORTS
 from .inherited_options import UNSET
+from .objective_checks import check_objective, check_ratios, default, refused_by_tbpo
 from .objectives.presets import OBJECTIVES, PRESETS
 from .quantization.gemm import has_fast_bf16
 from .quantization.schemes import SCHEMES

@@ -20,7 +20,15 @@ from . import resume
 from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
 from .adapters.checks import problems_of_adapted_model
 from .adapters.tensors import is_adapter_folder, is_peft_model
-from .checks import PICTURES, check_arguments, check_dropout, check_launch, choose_numerics, problems_of_masters
+from .checks import (
+    PICTURES,
+    check_arguments,
+    check_dropout,
+    check_launch,
+    choose_numerics,
+    problems_of_masters,
+    without_warning_of_ignored_kwargs,
+)
 from .config_checks import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
 from .hub_trainer import HubTrainer
@@ -123,13 +131,15 @@ class QaRLTrainer(HubTrainer):
             has_environment=environment_factory is not None,
         )
         self._adapter_folder = model if is_adapter_folder(model) else None
-        if isinstance(model, str):
+        is_name = isinstance(model, str)
+        if is_name:
             model = load_start(model, peft_config, args.model_init_kwargs)
+        factory = use_generation_factory(self._make_generation) if args.use_vllm else nullcontext()
         self._preset = PRESETS.get(args.objective)
         self.export_dir = Path(args.output_dir, args.scheme)
         self._calls_tools = False
         self._is_making_batch = False
-        with use_generation_factory(self._make_generation) if args.use_vllm else nullcontext():
+        with factory, without_warning_of_ignored_kwargs(are_used=is_name):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,

@@ -220,3 +220,10 @@ def test_a_cut_off_weight_file_is_one_line_and_exit_code_2(masters, tmp_path, ca
     code, lines = export_folder(folder, capsys)
     assert code == 2 and len(lines) == 1, lines
     assert lines[0].startswith(f"trl-qarl: error: A weight file of {folder} is damaged or cut off")
+
+
+@pytest.mark.parametrize("what", ["out", object()], ids=["a folder", "a trainer"])
+def test_what_is_no_model_is_refused_with_the_command_to_use(tmp_path, what):
+    with pytest.raises(TypeError, match=r"got (str|object)\. .*`trainer.export_model\(\)`.*`trl-qarl export"):
+        export_checkpoint(what, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -51,7 +51,9 @@ def test_a_local_file_is_evaluated_as_the_model_completes_it(export, masters, tm
     ours, theirs = result["results"]
     assert ours["scores"] == [1.0, 0.0] and ours["pass@1"] == 0.5
     assert theirs["scores"] == [float(greedy(masters, prompts[0]).strip() == rows[0]["answer"].strip()), 0.0]
-    assert result["difference"]["mean"] == ours["pass@1"] - theirs["pass@1"]
+    task = str(tmp_path / "p.jsonl")
+    assert ours["task"] == theirs["task"] == task
+    assert result["differences"][task]["mean"] == ours["pass@1"] - theirs["pass@1"]
     assert result["versions"]["torch"] == torch.__version__
     assert "pass@1 50.0% +- 50.0%, 2 problems" in capsys.readouterr().out
 
@@ -61,8 +63,9 @@ def test_every_sample_has_a_seed_of_its_own_and_counts(masters):
         masters, max_new_tokens=8, temperature=1.0, top_p=1.0, batch_size=2
     )
     prompts = ["x", "x", "yyyy"]
-    first, second = sampler(prompts, 0), sampler(prompts, 1)
-    assert first == sampler(prompts, 0) and len({*first[:2], *second[:2]}) == 4
+    tokens = [evaluation.encode(tokenizer, prompt) for prompt in prompts]
+    first, second = sampler(tokens, 0, ()), sampler(tokens, 1, ())
+    assert first == sampler(tokens, 0, ()) and len({*first[:2], *second[:2]}) == 4
     problems = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, first, strict=True)]
     scores = evaluation.evaluate_problems(sampler, tokenizer, problems, 2, 0, "exact")
     # Empty completions aside, the second sample is another one.
@@ -73,8 +76,8 @@ def test_every_sample_has_a_seed_of_its_own_and_counts(masters):
 def test_messages_go_through_the_chat_template(masters):
     tokenizer, seen = AutoTokenizer.from_pretrained(masters), []
 
-    def sampler(prompts, seed):
-        seen.extend(prompts)
+    def sampler(prompts, seed, stop):
+        seen.extend(map(tokenizer.decode, prompts))
         return [r"The answer is $\boxed{0.5}$.", "unsure"]
 
     problems = [
@@ -118,7 +121,8 @@ def test_a_bad_file_is_named_with_its_line(masters, tmp_path, capsys, rows, mess
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--task", "amc"], "named benchmarks are not included"),
+        (["--task", "amc"], "--tasks takes names"),
+        (["--task", "p.jsonl", "--limit", "3"], "--limit and --no_chat_template need --tasks"),
         (["--task", "no_such.jsonl"], "No such file"),
         (["--task", "p.jsonl", "--samples", "0"], "--samples=0"),
         (["--task", "p.jsonl", "--samples", "2", "--temperature", "0"], "repeat one completion"),

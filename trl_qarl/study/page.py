@@ -131,8 +131,11 @@ def _subtitle(runs: list[Run]) -> str:
         start, end = (datetime.fromtimestamp(time, UTC) for time in (min(times), max(times)))
         end_text = f"{end:%H:%M}" if start.date() == end.date() else f"{end:%Y-%m-%d %H:%M}"
         when = f"{start:%Y-%m-%d %H:%M} to {end_text} UTC, "
-    unfinished = "" if all(run.last_step >= (run.config.get("max_steps") or 0) for run in runs) else ", not finished"
-    return f"{when}{', '.join(folders)}{unfinished}"
+    short = [run for run in runs if run.last_step < (run.config.get("max_steps") or 0)]
+    left = f", {short[0].last_step} of {short[0].config['max_steps']} updates" if short else ""
+    if short and len(runs) > 1:
+        left = f", {count_of(len(short), 'run')} without all updates"
+    return f"{when}{', '.join(folders)}{left}"
 
 
 def _warnings(groups: list[Group]) -> list[str]:

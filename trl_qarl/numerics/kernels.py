@@ -16,6 +16,10 @@ log-probs need kernels whose result for a row does not depend on the number of r
 
 [`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
 [`use_in_engine`].
+
+Where vLLM is not installed there is no engine to agree with, but the learner's own decoding still has to agree with its
+scoring. Then products run in blocks of as many rows ([`~trl_qarl.quantization.gemm.linear_in_blocks`]), and the rest
+is [`trl_qarl.numerics.portable`].
 """
 
 from functools import cache, lru_cache
@@ -26,8 +30,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 from ..quantization.quantize import unpack_int4
 from ..quantization.tensors import LowBitTensor
+from . import portable
 
 
 __all__ = [
@@ -103,23 +109,29 @@ class PackedLinear:
     """
 
     def __init__(self, weight: torch.Tensor):
-        import vllm._custom_ops as ops
-
         self.num_outputs, num_inputs = weight.shape
-        self._packed = self._handler = None
-        if torch.cpu._is_amx_tile_supported():
+        self._plain = self._packed = self._handler = None
+        if not has_engine_kernels():
+            self._plain = weight if has_fast_bf16() else weight.float()
+        elif torch.cpu._is_amx_tile_supported():
             # Output channels come in tiles of 16, input features in steps of 32; zeros change no sum.
             pad = (0, -num_inputs % 32, 0, -self.num_outputs % 16)
             self._padding = pad[1], pad[3]
             self._packed = torch.ops._C.convert_weight_packed(F.pad(weight, pad).contiguous())
         else:
+            import vllm._custom_ops as ops
+
             self._handler = ops.create_onednn_mm(weight.t(), 32)
 
+    @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` `(..., K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self._plain is not None:
+            y = linear_in_blocks(rows.to(self._plain.dtype), self._plain).to(x.dtype)
+            return (y if bias is None else y + bias.to(y.dtype)).view(*x.shape[:-1], self.num_outputs)
         import vllm._custom_ops as ops
 
-        rows = x.reshape(-1, x.shape[-1])
         if self._handler is not None:
             y = ops.onednn_mm(self._handler, rows.contiguous(), None if bias is None else bias.to(x.dtype))
             return y.view(*x.shape[:-1], self.num_outputs)
@@ -177,6 +189,8 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
         positions (`torch.Tensor`): `(tokens,)` int64.
         cache (`torch.Tensor`): `(max_positions, head_dim)` in the dtype of `x`, cosines before sines.
     """
+    if not has_engine_kernels():
+        return portable.rotate(x, positions, cache)
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
     # The kernel turns queries and keys at once; a query alone is allowed.
     torch.ops._C.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
@@ -205,6 +219,8 @@ def attention(
     Returns:
         `(sum(query_lengths), heads, head_dim)`; its bits are those of any other number of queries up to [`max_exact_length`].
     """
+    if not has_engine_kernels():
+        return portable.attention(query, key, value, query_lengths, key_lengths, scale)
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]
@@ -240,7 +256,7 @@ def attention(
 @cache
 def max_exact_length(head_dim: int) -> int:
     """
-    Longest sequence whose keys fill one tile, however many queries come with them.
+    Longest sequence whose keys fill one tile of vLLM's kernel, however many queries come with them.
 
     The kernel sizes a tile of keys such that it, the queries, the scores of one step and the output fill half the L2 cache;
     more queries leave less room, up to as many queries as keys (vLLM 0.31, `csrc/cpu/cpu_attn_impl.hpp`,

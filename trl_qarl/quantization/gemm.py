@@ -39,6 +39,7 @@ __all__ = [
     "fp8_product",
     "has_fast_bf16",
     "int4_kernel_operands",
+    "linear_in_blocks",
     "low_bit_linear",
     "low_bit_matmul",
     "uses_int4_kernel",
@@ -194,12 +195,13 @@ def _weight_only_linear(x, weight, bias, row_invariant):
     dense = weight.dequantize(dtype)
     name = EXPANDED.format(bits=weight.scheme.num_bits, dtype=str(dtype).removeprefix("torch."))
     if row_invariant:
-        return _add_bias(_linear_in_blocks(x.to(dtype), dense).to(x.dtype), bias), f"{name} in blocks of rows"
+        return _add_bias(linear_in_blocks(x.to(dtype), dense).to(x.dtype), bias), f"{name} in blocks of rows"
     y = F.linear(x.to(dtype), dense, None if bias is None else bias.to(dtype)).to(x.dtype)
     return y, name
 
 
-def _linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` of `(M, K)` and `(N, K)` in their dtype, with the same bits for a row among any others."""
     rows = x.shape[0]
     filled = F.pad(x, (0, 0, 0, -rows % ROW_INVARIANT_BLOCK))
     product = x.new_empty(filled.shape[0], weight.shape[0])

@@ -114,7 +114,7 @@ def _engine(scheme):
         return
     exact = "can" if has_engine_kernels() else "cannot"
     yield doctor.Finding(
-        "ok", f'numerics="engine" {exact} be used here: it needs a CPU and the vLLM release it was tested with'
+        "ok", f'numerics="engine" {exact} be used with vLLM here: it needs a CPU and the release it was tested with'
     )
     yield from doctor.check_engine(scheme)
 

@@ -44,8 +44,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--numerics",
         choices=["fast", "engine"],
         default=None,
-        help="how the learner computes; engine: as vLLM does, bit for bit (CPUs, needs vLLM); by default engine with --vllm "
-        "where it can be",
+        help="how the learner computes; engine: as the rollout does, bit for bit (CPUs); by default engine with --vllm where it "
+        "can be",
     )
     parser.add_argument("--output_dir", default="outputs/quickstart", help="where everything is written")
     parser.add_argument("--max_steps", type=int, default=40, help="updates; two per generation batch")

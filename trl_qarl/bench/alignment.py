@@ -1,0 +1,208 @@
+"""
+`trl-qarl bench alignment`: log-probs of sampled tokens, engine against learner.
+
+It samples at temperature 1 from an engine that was given the learner's tensors, and scores the same tokens with two
+learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
+`"engine"`; and one in high precision. One column is the difference of a learner from *itself* when its embeddings are rounded
+once more: two programs that round differently anywhere cannot be expected closer than that.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from .engines import TOPICS, autocast, join_names, load_learner, make_prompts, open_engine, open_server
+
+
+__all__ = ["measure_alignment", "summarize_alignment"]
+
+
+def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    """
+    One row per dtype, scheme and learner: share of equal log-probs, mean and max of |dlogp| and k3, over at least
+    `args.tokens` tokens.
+    """
+    import torch
+
+    from ..numerics.attach import engine_numerics
+    from ..quantization.swap import kernels_run, restore_model
+
+    rows = []
+    for dtype_name in args.dtypes:
+        dtype, floor = getattr(torch, dtype_name), None
+        for scheme in schemes:
+            model = load_learner(path, scheme, dtype)
+            with (
+                open_server(model, dtype)
+                if args.rollout == "server"
+                else open_engine(model, dtype, max_num_seqs=len(TOPICS))
+            ) as (sampler, publisher, *_):
+                publisher.publish("0")
+                samples = _sample(sampler, path, args.tokens)
+                engine_kernels = publisher.transport.describe()["kernels"]
+            learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
+            if _can_use_engine_numerics(model, dtype):
+                learners.append(f"{learners[-1]}, engine numerics")
+            measured = {}
+            for learner in reversed(learners):
+                is_exact = "engine" in learner
+                if learner == "high precision":
+                    restore_model(model)
+                with engine_numerics(model, dtype) if is_exact else nullcontext():
+                    logps = _learner_logps(model, samples, dtype)
+                measured[learner] = _mismatch(logps, [logp for *_, row in samples for logp in row])
+                if learner != "high precision" and not is_exact:
+                    with _one_rounding(model, dtype):
+                        other = _learner_logps(model, samples, dtype)
+                    measured[learner]["mean, itself rounded once more"] = _mismatch(logps, other)["mean"]
+                measured[learner]["learner kernels"] = join_names(kernels_run(model))
+            floor = measured["unquantized"]["mean"] if scheme == "bf16" else floor
+            for learner in learners:
+                row = {"dtype": dtype_name, "scheme": scheme, "learner": learner} | measured[learner]
+                row["mean / unquantized"] = None if floor is None else row["mean"] / floor
+                row["engine kernels"] = join_names(engine_kernels)
+                rows.append(row)
+                print({key: value for key, value in row.items() if "kernels" not in key}, flush=True)
+            if scheme == "w4a16" and args.rollout == "colocate":
+                rows.append(_same_weights_unquantized(path, scheme, dtype, args.tokens, floor))
+                print(rows[-1], flush=True)
+    return rows
+
+
+def summarize_alignment(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per dtype and scheme of what [`measure_alignment`] returns: its learners side by side."""
+    summary: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        name = _SUMMARIZED.get(row["learner"])
+        if name is None:
+            continue
+        line = summary.setdefault(
+            (row["dtype"], row["scheme"]), {key: row[key] for key in ("dtype", "scheme", "tokens")}
+        )
+        line |= {f"{name}: {key}": row[key] for key in ("equal", "mean", "max", "k3")}
+    return list(summary.values())
+
+
+_SUMMARIZED = {
+    "high precision": "unaligned",
+    "quantized": "fast",
+    "unquantized": "fast",
+    "quantized, engine numerics": "engine",
+    "unquantized, engine numerics": "engine",
+}
+
+
+def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, floor: float | None) -> dict[str, Any]:
+    """The floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
+    import torch
+
+    from ..quantization.swap import quantized_layers, restore_model
+
+    model = load_learner(path, scheme, dtype)
+    with torch.no_grad():
+        for layer in quantized_layers(model).values():
+            layer.weight.copy_(layer.low_bit_weight().dequantize(dtype))
+    restore_model(model)
+    with open_engine(model, dtype, max_num_seqs=len(TOPICS)) as (llm, publisher):
+        publisher.publish("0")
+        samples = _sample(llm, path, num_tokens)
+    logps = _learner_logps(model, samples, dtype)
+    row = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "scheme": scheme,
+        "learner": "its weights, unquantized on both sides",
+    }
+    row |= _mismatch(logps, [logp for *_, sampled in samples for logp in sampled])
+    with _one_rounding(model, dtype):
+        row["mean, itself rounded once more"] = _mismatch(logps, _learner_logps(model, samples, dtype))["mean"]
+    return row | {
+        "mean / unquantized": None if floor is None else row["mean"] / floor,
+        "engine kernels": "unquantized",
+    }
+
+
+def _can_use_engine_numerics(model, dtype) -> bool:
+    from ..numerics.attach import check_engine_numerics
+
+    try:
+        check_engine_numerics(model, dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def _sample(sampler, path: str, num_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompts, completions and their log-probs from `sampler`, an engine or the client of a server."""
+    samples: list[tuple[list[int], list[int], list[float]]] = []
+    prompts = make_prompts(path, len(TOPICS))
+    generate = _generate_in_process if hasattr(sampler, "llm_engine") else _generate_in_server
+    seed = 0
+    while sum(len(tokens) for _, tokens, _ in samples) < num_tokens:
+        samples += zip(prompts, *generate(sampler, prompts, seed), strict=True)
+        seed += 1
+    return samples
+
+
+def _generate_in_process(llm, prompts, seed: int) -> tuple[list[list[int]], list[list[float]]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0, seed=seed)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    tokens = [list(completion.token_ids) for completion in completions]
+    return tokens, [
+        [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)]
+        for completion, ids in zip(completions, tokens, strict=True)
+    ]
+
+
+def _generate_in_server(client, prompts, seed: int) -> tuple[list[list[int]], list[list[float]]]:
+    output = client.generate(prompts, max_tokens=128, generation_kwargs={"seed": seed})
+    return output["completion_ids"], [[entry[0] for entry in row] for row in output["logprobs"]]
+
+
+def _learner_logps(model, samples, dtype) -> list[float]:
+    """Log-prob of every sampled token, in order, scored a sequence at a time."""
+    import torch
+
+    logps: list[float] = []
+    for prompt, completion, _ in samples:
+        ids = torch.tensor([prompt + completion], device=model.device)
+        with torch.no_grad(), autocast(model, dtype):
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        logps += torch.log_softmax(logits.float(), -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    return logps
+
+
+@contextmanager
+def _one_rounding(model, dtype) -> Iterator[None]:
+    """While open, each embedding is half a unit in the last place of `dtype` larger or smaller, at random."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def change(module, inputs, output):
+        signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
+        return output * (1 + signs * torch.finfo(dtype).eps / 2)
+
+    hook = model.get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _mismatch(learner: list[float], engine: list[float]) -> dict[str, Any]:
+    import torch
+
+    from ..telemetry.mismatch import mismatch_metrics, mismatch_sums
+
+    a, b = torch.tensor([learner]), torch.tensor([engine])
+    metrics = mismatch_metrics(*mismatch_sums(a, b, torch.ones_like(a)), torch.ones(1))
+    return {
+        "tokens": a.numel(),
+        "equal": (a == b).double().mean().item(),
+        "mean": metrics["mismatch/abs_logp_mean"],
+        "max": metrics["mismatch/abs_logp_max"],
+        "k3": metrics["mismatch/k3"],
+    }

@@ -1,0 +1,161 @@
+"""Real models, prompts and engines for the modes of `trl-qarl bench` that need vLLM."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+__all__ = [
+    "TOPICS",
+    "autocast",
+    "join_names",
+    "load_learner",
+    "make_bench_engine",
+    "make_chats",
+    "make_prompts",
+    "open_engine",
+    "open_server",
+    "pad",
+]
+
+TOPICS = [
+    "the water cycle",
+    "why the sky is blue",
+    "how bread is made",
+    "the French Revolution",
+    "what a prime number is",
+    "how birds fly",
+    "the rules of chess",
+    "what causes earthquakes",
+    "how vaccines work",
+    "the life of a bee",
+    "why leaves change colour",
+    "how a bicycle stays upright",
+    "what inflation is",
+    "how rainbows form",
+    "the history of paper",
+    "why we dream",
+]
+
+
+def make_chats(count: int) -> list[list[dict[str, str]]]:
+    texts = [f"Explain {TOPICS[i % len(TOPICS)]} in a few sentences." for i in range(count)]
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def make_prompts(path: str, count: int) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    chats = make_chats(count)
+    if tokenizer.chat_template is None:
+        return [tokenizer(chat[0]["content"])["input_ids"] for chat in chats]
+    return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+
+
+def load_learner(path: str, scheme: str, dtype):
+    """Float32 master weights, as a trainer holds them, prepared for `scheme`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..quantization.swap import prepare_model
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    prepare_model(model, scheme, scale_dtype=dtype)
+    return model
+
+
+def make_bench_engine(model, dtype, max_num_seqs: int):
+    import torch
+
+    from ..rollout.engines import make_engine
+    from ..rollout.publisher import Publisher
+    from ..rollout.transports import DirectTransport
+
+    llm = make_engine(
+        model,
+        dtype,
+        on_cpu=not torch.cuda.is_available(),
+        distributed_executor_backend="uni",
+        max_model_len=512,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=4096,
+        gpu_memory_utilization=0.15,
+    )
+    return llm, Publisher(model, dtype, DirectTransport(llm))
+
+
+@contextmanager
+def open_engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
+    import gc
+
+    engine = make_bench_engine(model, dtype, max_num_seqs)
+    try:
+        yield engine
+    finally:
+        engine[0].llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+
+
+@contextmanager
+def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
+    """A server in another process: its client, the publisher to it, and the number of its process."""
+    from ..rollout.client import QaRLClient
+    from ..rollout.publisher import Publisher
+    from ..rollout.server import ServerProcess, build_server_command, free_port
+    from ..rollout.transports import FileTransport
+
+    port = free_port()
+    argv, environment = build_server_command(
+        model.name_or_path,
+        _config_of(model),
+        dtype=str(dtype).removeprefix("torch."),
+        port=port,
+        on_cpu=True,
+        vllm_args=["--max-model-len", "512"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess(argv, environment, Path(folder) / "server.log")
+        server.start()
+        try:
+            server.wait(f"http://127.0.0.1:{port}", 600)
+            client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
+            publisher = Publisher(model, dtype, FileTransport(client))
+            publisher.check_engine()
+            yield client, publisher, server._process.pid
+            client.close_session()
+        finally:
+            server.stop()
+
+
+def _config_of(model) -> dict[str, Any] | None:
+    from ..quantization.checkpoint import quantization_config
+    from ..quantization.swap import quantized_layers
+
+    return quantization_config(model) if quantized_layers(model) else None
+
+
+def pad(pairs, device):
+    import torch
+
+    length = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    batch, mask = torch.zeros(len(pairs), length, dtype=torch.long), torch.zeros(len(pairs), length, dtype=torch.long)
+    for row, (prompt, completion) in enumerate(pairs):
+        ids = prompt + completion
+        batch[row, : len(ids)], mask[row, : len(ids)] = torch.tensor(ids), 1
+    return batch.to(device), mask.to(device)
+
+
+def autocast(model, dtype):
+    import torch
+
+    return torch.autocast(model.device.type, dtype, enabled=dtype is not torch.float32)
+
+
+def join_names(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "unquantized"

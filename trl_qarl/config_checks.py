@@ -14,6 +14,7 @@ from .hub import HUB_EXPORTS, problem_of_access, problem_of_name
 from .inherited_options import (
     BOUNDS_OF_MISMATCH,
     GENERATION_KWARGS_THAT_RESHAPE,
+    LORA_MODES,
     MODEL_INIT_KWARGS_REFUSED,
     OF_ONE_LOSS,
     OF_TRLS_LOSS,
@@ -30,7 +31,6 @@ from .quantization.schemes import get_scheme
 
 __all__ = [
     "EXACT",
-    "LORA_MODES",
     "NUMERICS",
     "as_dict",
     "check_adapters",
@@ -54,7 +54,6 @@ __all__ = [
 
 NUMERICS = ("fast", "engine")
 EXACT = ("require", "warn")
-LORA_MODES = ("adapter", "merged")
 
 # Beside TRL's own defaults.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}

@@ -99,6 +99,14 @@ def test_no_layer_keeps_its_masters_and_the_report_says_what_they_took(run):
     assert set(trainer.swap_report.skipped.values()) == {"output head", "exclude_modules"}
 
 
+def test_the_record_of_the_run_says_which_adapter(run):
+    trainer, *_ = run
+    record = json.loads(Path(trainer.args.output_dir, "run.json").read_text())
+    assert record["lora_mode"] == "adapter"
+    assert (record["lora"]["r"], record["lora"]["lora_alpha"], record["lora"]["use_rslora"]) == (4, 6, False)
+    assert record["lora"]["target_modules"] == adapter_config(trainer.model)["target_modules"]
+
+
 def test_what_is_measured_about_moving_weights_is_left_out(run):
     trainer, *_ = run
     rows = [row for row in trainer.state.log_history if "loss" in row]

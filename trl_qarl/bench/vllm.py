@@ -1,5 +1,5 @@
 """
-The modes of `trl-qarl bench` that need vLLM: `alignment`, `numerics`, `publish` and `rollout`, on a real model.
+The modes of `trl-qarl bench` that need vLLM: `adapter`, `alignment`, `numerics`, `publish` and `rollout`, on a real model.
 
 `alignment` samples at temperature 1 from an engine that was given the learner's tensors. It compares log-probs with
 two learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
@@ -7,7 +7,7 @@ two learners: the quantized one, whose forward uses the same tensors, with `nume
 difference of a learner from *itself* when its embeddings are rounded once more: two programs that round differently
 anywhere cannot be expected closer than that. `publish` times the weight sync with a server in another process.
 `rollout` times decoding and the parts of one training step. Its engines run side by side in one process, and repeats
-alternate between them. `numerics` is [`trl_qarl.bench.numerics`].
+alternate between them. `numerics` is [`trl_qarl.bench.numerics`], `adapter` [`trl_qarl.bench.adapters`].
 """
 
 import os
@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .adapters import measure_adapters
 from .numerics import measure_numerics
 
 
@@ -203,7 +204,12 @@ def _measure_numerics(path: str, schemes: list[str], args) -> list[dict[str, Any
     return measure_numerics(path, _chats(len(_TOPICS)), schemes, args)
 
 
+def _measure_adapters(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    return measure_adapters(path, _chats(len(_TOPICS)), schemes, args)
+
+
 MODES = {
+    "adapter": _measure_adapters,
     "alignment": measure_alignment,
     "numerics": _measure_numerics,
     "publish": measure_publish,

@@ -250,6 +250,12 @@ def test_a_low_bit_checkpoint_of_another_kind_is_refused(base, tmp_path, kwargs,
         make(str(tmp_path / "int4"), tmp_path / "run", lora(), **({"bf16": False} | kwargs))
 
 
+@pytest.mark.parametrize("targets", [["query"], r".*\.query"], ids=str)
+def test_targets_none_of_which_is_there_are_refused(base, tmp_path, targets):
+    with pytest.raises(ValueError, match="query.* not found in the base model"):
+        make(base, tmp_path, lora(target_modules=targets))
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_schemes_with_low_bit_activations_train_adapters(base, tmp_path, scheme):
     trainer = make(base, tmp_path, lora(use_rslora=True), scheme=scheme, max_steps=1)

@@ -21,7 +21,7 @@ def launch_two(script: str, tmp_path, results: str, *arguments: str, environment
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     launch += [str(Path(__file__).with_name(script)), model, str(output_dir), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **(environment or {})}
-    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=400)
+    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-4000:]
     return [json.loads((output_dir / f"{results}{rank}.json").read_text()) for rank in range(2)]
 

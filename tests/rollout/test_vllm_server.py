@@ -44,7 +44,7 @@ class Server:
         command += ["--transfer_dir", str(self.transfer_dir)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 900
         while not self.answers():
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.5)

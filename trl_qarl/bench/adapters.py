@@ -1,8 +1,8 @@
 """
 `trl-qarl bench adapter`: LoRA beside the low-bit weights and in them against training of all weights.
 
-A [`~trl_qarl.QaRLTrainer`] trains each on the same prompts, with rollouts by vLLM in the same process. What is reported is
-from its own log, after the first generation batch: before that the adapter is zero, and the engine gets the base.
+A [`~trl_qarl.QaRLTrainer`] trains each on the same prompts, with rollouts by vLLM in the same process or by the learner. What
+is reported is from its own log, after the first generation batch: before that the adapter is zero, and the engine gets the base.
 """
 
 import statistics
@@ -33,7 +33,7 @@ def measure_adapters(path: str, prompts: list[list[dict[str, str]]], schemes: li
         schemes (`list[str]`):
             Schemes to train with.
         args (`Namespace`):
-            `dtypes`, `tokens` (the first is the number of sequences per generation batch), `new_tokens`, `repeats` (generation
+            `dtypes`, `rollout` (`"colocate"` or `"transformers"`), `tokens` (the first is the number of sequences per generation batch), `new_tokens`, `repeats` (generation
             batches that are measured) and `lora_r`.
     """
     rows = []
@@ -55,7 +55,7 @@ def _run(path: str, prompts, scheme: str, dtype: str, trained: str, args) -> dic
     from ..qarl_config import QaRLConfig
     from ..qarl_trainer import QaRLTrainer
 
-    peft_config, options = None, {}
+    peft_config, options, use_vllm = None, {}, args.rollout == "colocate"
     if trained != ALL_WEIGHTS:
         from peft import LoraConfig
 
@@ -81,10 +81,10 @@ def _run(path: str, prompts, scheme: str, dtype: str, trained: str, args) -> dic
             learning_rate=_RATES[trained],
             optim="adamw_torch_fused",
             gradient_checkpointing=False,
-            use_vllm=True,
+            use_vllm=use_vllm,
             vllm_mode="colocate",
-            vllm_max_model_length=512,
-            generation_kwargs={"ignore_eos": True},
+            vllm_max_model_length=512 if use_vllm else None,
+            generation_kwargs={"ignore_eos": True} if use_vllm else None,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
@@ -103,13 +103,16 @@ def _run(path: str, prompts, scheme: str, dtype: str, trained: str, args) -> dic
             # One for each generation batch, the first left out.
             return [row[name] for row in log if name in row][1:]
 
+        sent = {
+            "sent MiB": "publish/megabytes",
+            "tensors sent": "publish/tensors",
+            "publish s": "publish/seconds",
+        }
         return {
-            "tokens": args.repeats * args.tokens[0] * args.new_tokens,
+            "sequences": args.repeats * args.tokens[0],
             "mean": statistics.fmean(values("mismatch/abs_logp_mean")),
             "max": max(values("mismatch/abs_logp_max")),
-            "sent MiB": statistics.median(values("publish/megabytes")),
-            "tensors sent": statistics.median(values("publish/tensors")),
-            "publish s": statistics.median(values("publish/seconds")),
+            **{name: statistics.median(values(metric)) for name, metric in sent.items() if use_vllm},
             "weights MiB": memory.weights / 2**20,
             "with gradients and optimizer MiB": memory.training / 2**20,
         }

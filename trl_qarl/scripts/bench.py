@@ -100,15 +100,14 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         default=schemes,
         help=f"default: {' '.join(schemes)}",
     )
-    if mode in ("alignment", "numerics"):
-        samplers = ["colocate", "server"] + ["transformers"] * (mode == "numerics")
+    if mode in ("adapter", "alignment", "numerics"):
+        samplers = ["colocate"] + ["server"] * (mode != "adapter") + ["transformers"] * (mode != "alignment")
         parser.add_argument(
             "--rollout",
             choices=samplers,
             default="colocate",
-            help="who samples: vLLM in this process, vLLM in a server"
-            + (", or the learner" if "transformers" in samplers else "")
-            + "; default: %(default)s",
+            help="who samples: vLLM in this process (colocate) or in a server, or the learner (transformers); default: "
+            "%(default)s",
         )
     if mode == "adapter":
         parser.add_argument("--lora_r", type=int, metavar="N", default=16, help="rank; default: %(default)s")

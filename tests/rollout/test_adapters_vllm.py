@@ -58,6 +58,8 @@ def check_resumed(trainer, bound=1e-5):
             begun.update({name: tensor.clone() for name, tensor in adapter_tensors(model).items()})
 
     move(trainer)
+    # What rollouts outside of training have left there would be averaged with the next row.
+    trainer._metrics["train"].clear()
     trainer.add_callback(Look())
     trainer.train(resume_from_checkpoint=folder)
     saved = load_file(f"{folder}/adapter_model.safetensors")

@@ -5,7 +5,8 @@ One cell of the studies in docs/study.md: SmolLM2-135M-Instruct learns a task an
     python examples/study.py evaluate --output_dir DIR
 
 `--task addition` has the problems and the reward of `trl-qarl quickstart`, `--task counting` asks for longer
-completions. Rollouts come from a vLLM server that is started for the run.
+completions. Rollouts come from a vLLM server that is started for the run. `--lora_mode adapter` or `merged` trains an
+adapter (docs/adapters.md); its rollouts and answers come from the learner's own layers.
 """
 
 import json
@@ -86,10 +87,19 @@ def main() -> None:
     parser.add_argument("--objective", default="tbpo")
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--numerics", choices=["fast", "engine"], default="fast")
+    parser.add_argument("--lora_mode", choices=["none", "adapter", "merged"], default="none")
+    parser.add_argument("--learning_rate", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_prompts", type=int, help="per generation batch, instead of the task's")
     parser.add_argument("--max_steps", type=int, default=40, help="updates, two per generation batch")
     args = parser.parse_args()
-    train(args) if args.action == "train" else evaluate(args.output_dir, TASKS[args.task])
+    task = TASKS[args.task]
+    if args.action == "train":
+        train(args)
+    elif args.lora_mode == "none":
+        evaluate(args.output_dir, task)
+    else:
+        evaluate_adapter(args.output_dir, task)
 
 
 def train(args: Namespace) -> None:
@@ -103,6 +113,12 @@ def train(args: Namespace) -> None:
 
     task = TASKS[args.task]
     model = convert_smollm2(Path.home() / ".cache" / "trl_qarl" / "SmolLM2-135M-Instruct")
+    has_adapter = args.lora_mode != "none"
+    peft_config = None
+    if has_adapter:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     config = QaRLConfig(
         str(args.output_dir),
         quantize_learner=args.quantize_learner == "true",
@@ -112,19 +128,20 @@ def train(args: Namespace) -> None:
         seed=args.seed,
         max_steps=args.max_steps,
         **(task.bands if args.objective == "tbpo" else {}),
-        learning_rate=1e-5,
+        **({"lora_mode": args.lora_mode} if has_adapter else {}),
+        learning_rate=args.learning_rate,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=3,
         optim="adamw_torch_fused",
         adam_beta2=0.95,
         # 8 completions for each prompt, in 2 updates.
         num_generations=8,
-        per_device_train_batch_size=4 * task.num_prompts,
+        per_device_train_batch_size=4 * (args.num_prompts or task.num_prompts),
         steps_per_generation=2,
         max_completion_length=task.max_new_tokens,
-        use_vllm=True,
+        use_vllm=not has_adapter,
         vllm_mode="server",
-        vllm_server_autostart=True,
+        vllm_server_autostart=not has_adapter,
         vllm_server_port=free_port(),
         vllm_max_model_length=128,
         gradient_checkpointing=False,
@@ -136,7 +153,7 @@ def train(args: Namespace) -> None:
         dataloader_pin_memory=False,
     )
     problems, _ = make_problems(task, model)
-    trainer = QaRLTrainer(str(model), task.reward, config, Dataset.from_list(problems))
+    trainer = QaRLTrainer(str(model), task.reward, config, Dataset.from_list(problems), peft_config=peft_config)
     trainer.train()
     trainer.save_model(args.output_dir / "masters")
 
@@ -183,6 +200,60 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
         answers = [problem["answer"] for problem in problems for _ in range(num_samples)]
         scores[name] = {"correct": int(sum(quickstart.exact_sum(texts, answers))), "total": len(texts)}
     return scores
+
+
+def evaluate_adapter(output_dir: Path, task: Task) -> None:
+    """
+    Print the held-out problems solved greedily as JSON: `greedy` by the policy that made the rollouts, `before greedy` by
+    its base alone, and `quantized greedy` by base and adapter quantized together after training, unless they were in it.
+    """
+    import torch
+
+    from trl_qarl.adapters.base import load_adapter, prepare_base
+    from trl_qarl.adapters.merge import merge_adapter
+    from trl_qarl.quantization.schemes import get_scheme
+
+    folder = output_dir / "masters"
+    record = json.loads((folder / "qarl.json").read_text())
+    dtype, is_merged = getattr(torch, record["scale_dtype"]), record["lora_mode"] == "merged"
+
+    def load(scheme: str, **kwargs):
+        model = load_adapter(folder, {"dtype": "float32"}, is_trainable=False)
+        prepare_base(model, get_scheme(scheme), exclude_modules=None, scale_dtype=dtype, **kwargs)
+        return model
+
+    model = load(record["scheme"], keep_masters=False, is_merged=is_merged)
+    scores = {"greedy": _score_own(task, model, folder, dtype)}
+    with model.disable_adapter():
+        scores["before greedy"] = _score_own(task, model, folder, dtype)
+    if not is_merged:
+        model, _ = merge_adapter(load(QUANTIZED_SCHEME, keep_masters=True))
+        scores["quantized greedy"] = _score_own(task, model, folder, dtype)
+    print(json.dumps(scores))
+
+
+def _score_own(task: Task, model, folder: Path, dtype) -> dict[str, int]:
+    """
+    Problems that `model` solves greedily, as its export would: everything that is not quantized is rounded to the engine's
+    `dtype`.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from trl_qarl.quantization.swap import engine_precision
+
+    _, problems = make_problems(task, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    prompts = [problem["prompt"] for problem in problems]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    autocast = torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
+    with torch.no_grad(), engine_precision(model, dtype), autocast:
+        tokens = model.generate(
+            **inputs, do_sample=False, max_new_tokens=task.max_new_tokens, pad_token_id=tokenizer.pad_token_id
+        )
+    texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    correct = quickstart.exact_sum(texts, [problem["answer"] for problem in problems])
+    return {"correct": int(sum(correct)), "total": len(texts)}
 
 
 if __name__ == "__main__":

@@ -356,6 +356,23 @@ def test_training_ends_with_an_export_of_the_policy(train_argv, tmp_path, capsys
     assert not (tmp_path / "run" / "bf16").exists()
 
 
+def test_training_of_an_adapter_ends_with_base_and_adapter_and_how_to_serve_them(train_argv, tmp_path, capsys):
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    lora = ["--use_peft", "--lora_r", "20", "--lora_alpha", "40", "--lora_target_modules", "all-linear"]
+    run_training([*train_argv, "--max_steps", "1", "--learning_rate", "1e-3", *lora])
+    output, run = capsys.readouterr().out, tmp_path / "run"
+    folder = run / "w4a16"
+    assert "frozen: " in output and f"Adapter saved to {run}.\n" in output
+    command = f"vllm serve {folder} --enable-lora --max-lora-rank 32 --lora-modules adapter={folder}/adapter\n"
+    assert f"Policy (w4a16) exported to {folder}" in output and command in output.replace(" --dtype float32", "")
+    saved, exported = (load_file(f / "adapter_model.safetensors") for f in (run, folder / "adapter"))
+    assert saved.keys() == exported.keys() and len(saved) == 2 * 2 * 7
+    assert all(saved[name].equal(tensor) and tensor.any() for name, tensor in exported.items())
+    assert not (run / "model.safetensors").exists() and (folder / "model.safetensors").is_file()
+
+
 def test_training_exports_nothing_where_told_so(train_argv, tmp_path, capsys):
     run_training([*train_argv, "--max_steps", "1", "--export_dir", "none"])
     assert not (tmp_path / "run" / "w4a16").exists() and "exported" not in capsys.readouterr().out

@@ -232,3 +232,27 @@ def product_reference(layer, x, grad):
 def relative_error(actual, expected) -> float:
     """Norm of the difference to `expected`, a float64 tensor, as a share of its norm."""
     return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def push_export(trainer, hub) -> dict[str, bytes]:
+    """Files of the policy that `trainer` pushes to a stand-in for the Hub, which are those of its export."""
+    trainer.args.hub_model_id = "someone/policy"
+    trainer.push_to_hub()
+    files = hub.files("someone/policy")
+    del files[".gitattributes"]
+    folder = trainer.export_dir
+    assert files == {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return files
+
+
+class Tampering:
+    """A transport that changes what is sent on its way."""
+
+    def __init__(self, transport, change):
+        self.transport, self.change = transport, change
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def send(self, tensors):
+        self.transport.send([item for tensor in tensors for item in self.change(*tensor)])

@@ -10,6 +10,7 @@ import torch
 from .hub import HUB_EXPORTS, problem_of_access, problem_of_name
 from .inherited_options import (
     GENERATION_KWARGS_THAT_RESHAPE,
+    LORA_MODES,
     MODEL_INIT_KWARGS_REFUSED,
     REFUSED,
     VLLM_SAMPLING_KWARGS,
@@ -21,7 +22,6 @@ from .quantization.schemes import get_scheme
 
 __all__ = [
     "EXACT",
-    "LORA_MODES",
     "NUMERICS",
     "as_dict",
     "check_adapters",
@@ -41,7 +41,6 @@ __all__ = [
 
 NUMERICS = ("fast", "engine")
 EXACT = ("require", "warn")
-LORA_MODES = ("adapter", "merged")
 
 
 def check_scheme(config) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from . import hub
 from .adapters.tensors import is_peft_model
 from .qarl_config import QaRLConfig
-from .quantization.cards import TrainingFacts, adapter_card, masters_card, save_export_card
+from .quantization.cards import TrainingFacts, adapter_card, masters_card
 from .quantization.export import export_checkpoint
 from .quantization.swap import SwapReport
 
@@ -87,19 +87,10 @@ class HubTrainer(GRPOTrainer):
             The folder.
         """
         folder = Path(output_dir or self.export_dir)
-        export_checkpoint(self.model, folder, self.processing_class, self._scale_dtype)
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
-        save_export_card(
-            folder,
-            self._training_facts(dataset_name, [tags] if isinstance(tags, str) else tags or ()),
-            title=model_name,
-            name_or_path=self.model.name_or_path,
-            scheme=self.args.scheme,
-            dtype=str(self._scale_dtype).removeprefix("torch."),
-            hub_model_id=policy,
-            masters=masters,
-        )
-        return folder
+        facts = self._training_facts(dataset_name, [tags] if isinstance(tags, str) else tags or ())
+        card = {"facts": facts, "title": model_name, "hub_model_id": policy, "masters": masters}
+        return export_checkpoint(self.model, folder, self.processing_class, self._scale_dtype, card=card)
 
     @override
     def init_hf_repo(self, token: str | None = None) -> None:

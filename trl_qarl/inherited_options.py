@@ -3,6 +3,7 @@
 __all__ = [
     "BOUNDS_OF_MISMATCH",
     "GENERATION_KWARGS_THAT_RESHAPE",
+    "LORA_MODES",
     "MODEL_INIT_KWARGS_REFUSED",
     "OF_ONE_LOSS",
     "OF_TRLS_LOSS",
@@ -13,6 +14,9 @@ __all__ = [
     "UNSET",
     "VLLM_SAMPLING_KWARGS",
 ]
+
+LORA_MODES = ("adapter", "merged")
+"""Where an adapter is: beside the low-bit weights or in them."""
 
 GENERATION_KWARGS_THAT_RESHAPE = frozenset(
     [

@@ -9,7 +9,6 @@ from trl import GRPOConfig
 
 from .config_checks import (
     EXACT,
-    LORA_MODES,
     NUMERICS,
     as_dict,
     check_adapters,
@@ -25,7 +24,7 @@ from .config_checks import (
     refused_by_all,
 )
 from .hub import HUB_EXPORTS
-from .inherited_options import UNSET
+from .inherited_options import LORA_MODES, UNSET
 from .objective_checks import check_objective, check_ratios, default, refused_by_tbpo
 from .objectives.presets import OBJECTIVES, PRESETS
 from .quantization.gemm import has_fast_bf16

@@ -19,7 +19,7 @@ from typing_extensions import override
 from . import resume
 from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
 from .adapters.checks import problems_of_adapted_model
-from .adapters.tensors import is_adapter_folder, is_peft_model
+from .adapters.tensors import describe_adapter, is_adapter_folder, is_peft_model
 from .checks import (
     PICTURES,
     check_arguments,
@@ -185,6 +185,7 @@ class QaRLTrainer(HubTrainer):
             "numerics": self.numerics,
             "reward_funcs": self.reward_func_names,
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
+            **describe_adapter(self.model, args.lora_mode),
         }
         self.add_callback(self.recorder)
         self.add_callback(RunLog(args, self.recorder, described))

@@ -7,13 +7,8 @@ import torch
 
 from testing_utils import make_tiny_config
 from trl_qarl.adapters.checks import problems_of_adapter
-from trl_qarl.adapters.engine import (
-    ENGINE_RANKS,
-    adapter_problems,
-    engine_rank,
-    iter_adapter_tensors,
-    lora_arguments,
-)
+from trl_qarl.adapters.engine import adapter_problems, iter_adapter_tensors, lora_arguments
+from trl_qarl.quantization.serving import ENGINE_RANKS, engine_rank
 
 
 peft = pytest.importorskip("peft")

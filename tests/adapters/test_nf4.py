@@ -4,10 +4,13 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from testing_utils import TRAINING, logged, make_problems, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.quantization.export import export_checkpoint
 
 
@@ -53,6 +56,33 @@ def test_only_the_adapter_moves_and_rollouts_are_the_learners(tiny_model, tmp_pa
     assert (tmp_path / "adapter_model.safetensors").is_file()
     with pytest.raises(ValueError, match="has no export here"):
         export_checkpoint(trainer.model, tmp_path / "export")
+
+
+def test_a_run_is_resumed_as_if_it_had_not_ended_and_its_adapter_pushed(tiny_model, tmp_path, hub):
+    quantization_config = BitsAndBytesConfig(**NF4)
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = make(tiny_model, tmp_path / "whole", quantization_config=quantization_config, **saving)
+    whole.train()
+    pushing = {"hub_export": "adapter", "hub_model_id": "someone/adapter"}
+    resumed = make(tiny_model, tmp_path / "resumed", quantization_config=quantization_config, **pushing)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    ours, theirs = adapter_tensors(resumed.model), adapter_tensors(whole.model)
+    assert resumed.state.global_step == 4 and all(torch.equal(ours[name], t) for name, t in theirs.items())
+
+    resumed.push_to_hub()
+    files = hub.files("someone/adapter")
+    assert load(files["adapter_model.safetensors"]).keys() == ours.keys()
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=quantization_config)
+    pushed = peft.PeftModel.from_pretrained(base, snapshot_download("someone/adapter"))
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(pushed.eval()(tokens).logits, resumed.model.eval()(tokens).logits)
+
+
+def test_the_low_bit_policy_of_a_4_bit_base_is_not_pushed(tiny_model, tmp_path, hub):
+    trainer = make(tiny_model, tmp_path, quantization_config=BitsAndBytesConfig(**NF4), hub_model_id="someone/policy")
+    with pytest.raises(ValueError, match="has no export here"):
+        trainer.push_to_hub()
 
 
 @pytest.mark.parametrize(

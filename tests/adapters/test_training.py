@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import shutil
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from trl import GRPOConfig, GRPOTrainer
 from testing_utils import TRAINING, make_problems, make_tiny_model, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
-from trl_qarl.quantization.cards import serve_command
 from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors
 from trl_qarl.quantization.export import export_checkpoint
 from trl_qarl.quantization.load import load_frozen_model
+from trl_qarl.quantization.serving import serve_command
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.scripts import export
@@ -97,6 +98,14 @@ def test_no_layer_keeps_its_masters_and_the_report_says_what_they_took(run):
     assert sum(layer.low_bit_weight().num_bytes for layer in layers.values()) == trainer.swap_report.low_bit_bytes
     assert trainer.swap_report.master_bytes == sum(4 * layer.weight.numel() for layer in layers.values())
     assert set(trainer.swap_report.skipped.values()) == {"output head", "exclude_modules"}
+
+
+def test_the_record_of_the_run_says_which_adapter(run):
+    trainer, *_ = run
+    record = json.loads(Path(trainer.args.output_dir, "run.json").read_text())
+    assert record["lora_mode"] == "adapter"
+    assert (record["lora"]["r"], record["lora"]["lora_alpha"], record["lora"]["use_rslora"]) == (4, 6, False)
+    assert record["lora"]["target_modules"] == adapter_config(trainer.model)["target_modules"]
 
 
 def test_what_is_measured_about_moving_weights_is_left_out(run):
@@ -241,6 +250,12 @@ def test_a_low_bit_checkpoint_of_another_kind_is_refused(base, tmp_path, kwargs,
         make(str(tmp_path / "int4"), tmp_path / "run", lora(), **({"bf16": False} | kwargs))
 
 
+@pytest.mark.parametrize("targets", [["query"], r".*\.query"], ids=str)
+def test_targets_none_of_which_is_there_are_refused(base, tmp_path, targets):
+    with pytest.raises(ValueError, match="query.* not found in the base model"):
+        make(base, tmp_path, lora(target_modules=targets))
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_schemes_with_low_bit_activations_train_adapters(base, tmp_path, scheme):
     trainer = make(base, tmp_path, lora(use_rslora=True), scheme=scheme, max_steps=1)
@@ -279,6 +294,47 @@ def test_a_learner_in_high_precision_keeps_its_masters(base, tmp_path):
     assert not any(layer.is_frozen or layer.weight.requires_grad for layer in quantized_layers(trainer.model).values())
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert row["mismatch/abs_logp_mean"] > 0.001 and "quant/code_flip_rate" not in row and row["quant/sqnr"] > 10
+
+
+SCRIPT = """\
+import json
+
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+
+def reward_len(completions, **kwargs):
+    return [-abs(20 - len(completion)) for completion in completions]
+
+
+if __name__ == "__main__":
+    training_args = GRPOConfig(output_dir="OUT", **json.loads('OPTIONS'))
+    trainer = GRPOTrainer(
+        model="MODEL",
+        reward_funcs=reward_len,
+        args=training_args,
+        train_dataset=Dataset.from_dict({"prompt": ["A colour:", "A fruit:", "A river:", "A poet:"]}),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    trainer.save_model()
+"""
+
+
+def test_a_script_for_trl_runs_with_its_one_import_changed(base, tmp_path):
+    options = {name: value for name, value in TRAINING.items() if name != "max_steps"} | {"max_steps": 1}
+    changed = SCRIPT.replace(
+        "from trl import GRPOConfig, GRPOTrainer",
+        "from trl_qarl import QaRLConfig as GRPOConfig, QaRLTrainer as GRPOTrainer",
+    )
+    for name, script in (("theirs", SCRIPT), ("ours", changed)):
+        script = script.replace("OPTIONS", json.dumps(options)).replace("MODEL", base)
+        (tmp_path / f"{name}.py").write_text(script.replace("OUT", str(tmp_path / name)))
+        runpy.run_path(str(tmp_path / f"{name}.py"), run_name="__main__")
+    theirs, ours = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    assert json.loads((tmp_path / "ours" / "qarl.json").read_text())["scheme"] == "w4a16"
 
 
 def test_trls_example_runs_with_the_two_names_changed(base, tmp_path, caplog):

@@ -5,9 +5,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model
+from trl_qarl.adapters.base import prepare_base
+from trl_qarl.bench.adapters import held_bytes
 from trl_qarl.bench.learner import format_table, prepare_variants, run_benchmark
 from trl_qarl.cli import main
-from trl_qarl.quantization.swap import quantized_layers
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.swap import prepare_model, quantized_layers
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,24 @@ def test_variants_share_their_master_weights_and_keep_no_gradient(tiny_model):
     assert not quantized_layers(model)
     run_benchmark(variants, reports, [16], repeats=1)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_adapter_is_held_without_masters_and_their_optimizer_state(tiny_model):
+    peft = pytest.importorskip("peft")
+    full = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    report = prepare_model(full, "w4a16", scale_dtype=torch.bfloat16)
+    assert held_bytes(full) == sum(p.nbytes for p in full.parameters()) + 32 * 4 * 2 + report.low_bit_bytes
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    prepare_base(adapted, get_scheme("w4a16"), keep_masters=False, exclude_modules=None, scale_dtype=torch.bfloat16)
+    factors = [p for p in adapted.parameters() if p.requires_grad]
+    num_bytes = sum(p.nbytes for p in factors)
+    assert held_bytes(full) - held_bytes(adapted) == report.master_bytes - num_bytes
+    optimizer = torch.optim.AdamW(factors)
+    adapted(torch.arange(8)[None]).logits.sum().backward()
+    optimizer.step()
+    # A gradient and two moments each, and a counter of steps.
+    assert held_bytes(adapted, optimizer) - held_bytes(adapted) == 3 * num_bytes + 4 * len(factors)
 
 
 def test_extra_memory_counts_the_tensors_that_are_held(tiny_model):

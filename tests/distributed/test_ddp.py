@@ -6,27 +6,29 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_stand_in import StandInHub
+from hub_stand_in import environment as hub_environment
 
 from testing_utils import make_tiny_model
 from trl_qarl.rollout.server import free_port
 
 
-def launch_two(script: str, tmp_path, results: str, *arguments: str) -> list[dict]:
+def launch_two(script: str, tmp_path, results: str, *arguments: str, environment=None) -> list[dict]:
     """Run a script on two processes and return what each of them wrote."""
     model = make_tiny_model(tmp_path, "qwen2")
     output_dir = tmp_path / "out"
     output_dir.mkdir()
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     launch += [str(Path(__file__).with_name(script)), model, str(output_dir), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=400)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **(environment or {})}
+    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-4000:]
     return [json.loads((output_dir / f"{results}{rank}.json").read_text()) for rank in range(2)]
 
 
-def train_on_two_processes(tmp_path, **options) -> list[dict]:
-    """Train with `train_ddp.py` and return what each rank wrote; both must have the same masters."""
-    ranks = launch_two("train_ddp.py", tmp_path, "rank", json.dumps(options))
+def train_on_two_processes(tmp_path, environment=None, **options) -> list[dict]:
+    """Train with `train_ddp.py` and return what each rank wrote; both must have trained the same weights."""
+    ranks = launch_two("train_ddp.py", tmp_path, "rank", json.dumps(options), environment=environment)
     assert ranks[0]["digest"] == ranks[1]["digest"]
     return ranks
 
@@ -49,6 +51,30 @@ def test_two_processes_train_the_same_masters_and_log_global_metrics(tmp_path):
     counted = [sum(row["counts"]) for row in histograms if row["name"] == "ratio"]
     # Two processes with two sequences each, of which only one with an advantage of 0 is not counted.
     assert [sum(counted[i : i + 2]) for i in range(0, 8, 2)] == [4, 4, 4, 4]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_train_one_adapter_and_one_of_them_pushes_it(tmp_path):
+    pytest.importorskip("peft")
+    lora = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    with StandInHub(tmp_path / "hub") as hub:
+        ranks = train_on_two_processes(
+            tmp_path,
+            hub_environment(hub, tmp_path / "home"),
+            lora=lora,
+            hub_model_id="someone/policy",
+            hub_export="both",
+            save_strategy="no",
+        )
+        assert all(all(rank["moved"]) and len(rank["moved"]) == 2 * 2 * 7 for rank in ranks)
+        assert [len(repo.commits) for repo in hub.repos.values()] == [2, 2], "an empty one, and what was pushed"
+        pushed = hub.files("someone/policy")
+        assert sum("/commit/" in request for request in hub.requests) == 2
+    local = tmp_path / "out" / "w4a16"
+    names = {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()}
+    assert names == pushed.keys() - {".gitattributes"} and "adapter/adapter_model.safetensors" in names
+    assert all((local / name).read_bytes() == pushed[name] for name in names)
 
 
 @pytest.mark.distributed

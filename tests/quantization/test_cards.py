@@ -8,7 +8,8 @@ from testing_utils import make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
 from trl_qarl.cli import main
 from trl_qarl.hub import cache_card
-from trl_qarl.quantization.cards import TrainingFacts, export_card, save_export_card, serve_command, summarize
+from trl_qarl.quantization.cards import TrainingFacts, export_card, save_export_card, summarize
+from trl_qarl.quantization.serving import serve_command
 
 
 def front_matter(text):
@@ -102,7 +103,7 @@ def test_results_of_a_training_are_means_of_what_was_logged_last():
 
 def test_card_shows_a_picture_of_the_rewards_where_there_are_some(tmp_path):
     pytest.importorskip("matplotlib")
-    about = {"name_or_path": "org/base", "scheme": "w4a16", "dtype": "bfloat16"}
+    about = {"title": "mine", "name_or_path": "org/base", "scheme": "w4a16", "dtype": "bfloat16"}
     save_export_card(tmp_path, TrainingFacts(history=HISTORY), **about)
     assert "](reward.png)" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

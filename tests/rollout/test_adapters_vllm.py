@@ -4,9 +4,12 @@ import pytest
 import requests
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import TrainerCallback
 
-from testing_utils import TRAINING, logged, make_tiny_model, spread
+from testing_utils import TRAINING, logged, make_tiny_model, push_export, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.protocol import PublishError
 from trl_qarl.rollout.server import free_port
@@ -23,7 +26,8 @@ ROLLOUTS = {"use_vllm": True, "bf16": False, "vllm_max_model_length": 128, "step
 def make(directory, arch="qwen2", **arguments):
     """A trainer of three updates, each on completions of its own, whose adapter moves far in each."""
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
-    args = QaRLConfig(str(directory / "out"), **(TRAINING | ROLLOUTS | {"learning_rate": 3e-2} | arguments))
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    args = QaRLConfig(str(directory / "out"), **(TRAINING | ROLLOUTS | saving | {"learning_rate": 3e-2} | arguments))
     return QaRLTrainer(make_tiny_model(directory, arch), spread, args, PROMPTS, peft_config=config)
 
 
@@ -45,14 +49,37 @@ def check(trainer, bound=1e-5):
     assert (base - sampled)[mask].abs().mean() > 20 * max(logged(trainer, "mismatch/abs_logp_mean"))
 
 
+def check_resumed(trainer, bound=1e-5):
+    """The checkpoint of update 2 is what the third rollout samples, in learner and engine."""
+    folder, begun = f"{trainer.args.output_dir}/checkpoint-2", {}
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            begun.update({name: tensor.clone() for name, tensor in adapter_tensors(model).items()})
+
+    move(trainer)
+    # What rollouts outside of training have left there would be averaged with the next row.
+    trainer._metrics["train"].clear()
+    trainer.add_callback(Look())
+    trainer.train(resume_from_checkpoint=folder)
+    saved = load_file(f"{folder}/adapter_model.safetensors")
+    assert saved.keys() == begun.keys() and all(torch.equal(begun[name], tensor) for name, tensor in saved.items())
+    assert any(not torch.equal(tensor, saved[name]) for name, tensor in adapter_tensors(trainer.model).items())
+    assert logged(trainer, "rollout/weight_version") == [0, 1, 2] and trainer.state.global_step == 3
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < bound
+
+
 @pytest.mark.parametrize(
     ("scheme", "arch", "bound"), [("w8a8", "llama", 5e-3), ("fp8", "gemma", 5e-3), ("bf16", "qwen3", 1e-5)], ids=str
 )
-def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, scheme, arch, bound):
+def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, hub, scheme, arch, bound):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     trainer = make(tmp_path, arch, scheme=scheme, vllm_mode="colocate")
     trainer.train()
     check(trainer, bound)
+    if scheme == "bf16":
+        check_resumed(trainer)
+        assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trainer, hub).keys()
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +151,14 @@ class TestServer:
         assert complete(trained) == 503
         trained.vllm_generation.sync_weights()
         assert complete(trained) == 200
+
+    def test_a_run_goes_on_from_a_checkpoint(self, trained, monkeypatch):
+        monkeypatch.setattr(trained.vllm_generation, "stop_server", lambda: None)
+        check_resumed(trained)
+        assert complete(trained) == 200
+
+    def test_base_and_adapter_are_pushed(self, trained, hub):
+        assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trained, hub).keys()
 
     def test_a_server_that_was_killed_gets_base_and_adapter_again(self, trained):
         generation = trained.vllm_generation

@@ -14,7 +14,7 @@ import requests
 import torch
 from safetensors.torch import save_file
 
-from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from testing_utils import logged, make_tiny_model, make_vllm_trainer, push_export
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
@@ -44,7 +44,7 @@ class Server:
         command += ["--transfer_dir", str(self.transfer_dir)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 900
         while not self.answers():
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.5)
@@ -296,6 +296,31 @@ def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tm
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     train_and_check(server, make_trainer)
+
+
+def test_an_adapter_inside_the_low_bit_weights_is_trained_resumed_and_pushed_with_a_server(make_trainer, hub):
+    """One that was not started for LoRA."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {"peft_config": config, "lora_mode": "merged", "optim": "adamw_torch", "learning_rate": 1e-2}
+    trainer = make_trainer(**options, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert logged(trainer, "rollout/weight_version") == [0, 2] and min(logged(trainer, "quant/code_flip_rate")) > 0
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+    folder = Path(trainer.args.output_dir) / "checkpoint-2"
+
+    resumed = make_trainer(**options)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.state.global_step == 4 and logged(resumed, "rollout/weight_version") == [0, 2]
+    assert max(logged(resumed, "mismatch/abs_logp_max")) < 1e-5
+    batch = resumed._generate_and_score_completions([{"prompt": "1 +"}] * 8)
+    mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
+    with torch.no_grad(), resumed.model.disable_adapter():
+        base, _, _ = resumed._score(resumed.model, batch)
+    # The server samples base and adapter.
+    assert (base - sampling)[mask].abs().mean() > 1e-3
+    files = push_export(resumed, hub)
+    assert "model.safetensors" in files and not any(name.startswith("adapter") for name in files)
 
 
 def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):

@@ -103,10 +103,14 @@ def test_bf16_has_one_cell_whatever_the_learner_does(quantize_learner):
 
 
 def test_cells_are_taken_as_listed():
-    cells = [{"seed": 3, "scheme": "bf16"}, {"quantize_learner": False, "objective": "grpo"}]
+    cells = [
+        {"seed": 3, "scheme": "bf16"},
+        {"quantize_learner": False, "objective": "grpo"},
+        {"scheme": "w4a16", "lora_mode": "merged", "seed": 0},
+    ]
     expanded = expand_grid({"train": {}, "cells": cells})
     assert expanded == cells
-    assert [cell_name(cell) for cell in expanded] == ["bf16-seed3", "rollout-only-grpo"]
+    assert [cell_name(cell) for cell in expanded] == ["bf16-seed3", "rollout-only-grpo", "w4a16-lora_merged-seed0"]
 
 
 def test_train_options_become_one_command_line(tmp_path):
@@ -138,13 +142,20 @@ def test_command_fills_placeholders_and_leaves_other_braces(tmp_path):
     ("changes", "message"),
     [
         ({"gird": {}}, "Unknown key 'gird'; it can be command, train, grid"),
-        ({"grid": {"sheme": ["fp8"]}}, "Unknown axis 'sheme'; it can be quantize_learner, objective, scheme, seed"),
+        (
+            {"grid": {"sheme": ["fp8"]}},
+            "Unknown axis 'sheme'; it can be quantize_learner, objective, scheme, lora_mode",
+        ),
         ({"grid": {"scheme": [], "seed": [0]}}, "`scheme` must be a list with at least one value, not []"),
         ({"grid": {"seed": 3}}, "`seed` must be a list with at least one value, not 3"),
         ({"grid": {}}, "`grid` must map"),
         ({"grid": {"scheme": ["fp8"], "seed": [0, 1, 0]}}, "cell fp8-seed0 occurs twice"),
         ({"grid": {"seed": [True]}}, "`seed` must be integers from 0, not True"),
         ({"grid": {"scheme": ["../x"]}}, "not '../x'"),
+        (
+            {"train": {}, "command": None, "grid": {"lora_mode": ["none"]}},
+            "`lora_mode` has the value 'none'; it can be adapter, m",
+        ),
         ({"grid": {"scheme": [False]}}, "not False; quote it"),
         ({"grid": None}, "neither `grid` nor `cells`"),
         ({"cells": [{"seed": 0}]}, "`grid` and `cells`; give exactly one"),
@@ -398,7 +409,7 @@ def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
         assert expand_grid(load_grid(path))
 
 
-@pytest.mark.parametrize("name, num_cells", [("addition", 15), ("addition_w8a8", 9), ("counting", 12)])
+@pytest.mark.parametrize("name, num_cells", [("addition", 15), ("addition_w8a8", 9), ("counting", 12), ("lora", 9)])
 def test_the_studies_in_examples_are_grids_of_three_seeds(name, num_cells):
     config = load_grid(ROOT / "examples" / f"{name}.yaml")
     cells = expand_grid(config)

@@ -30,6 +30,11 @@ def test_a_setting_has_one_name_and_one_colour(kind, objective, name, color):
     assert setting_color(config(kind, objective)) == color or color is None
 
 
+def test_an_adapter_and_where_it_is_are_part_of_the_name():
+    names = [", ".join(name_parts(config("QaRL", "tbpo") | {"lora_mode": mode})) for mode in ("adapter", "merged")]
+    assert names == ["QaRL, TBPO, LoRA", "QaRL, TBPO, merged LoRA"]
+
+
 def test_settings_of_the_study_differ_in_colour():
     kinds = ("QaRL", "rollout-only", "bf16")
     colors = [setting_color(config(*pair)) for pair in itertools.product(kinds, ("tbpo", "grpo-tis"))]

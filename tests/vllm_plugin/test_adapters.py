@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model
+from testing_utils import Tampering, make_tiny_model
 from trl_qarl import prepare_model
 from trl_qarl.quantization.swap import freeze_model
 
@@ -80,19 +80,6 @@ def mismatch(publisher) -> float:
 
 def engine_model(publisher):
     return publisher.transport._worker.model_runner.model
-
-
-class Tampering:
-    """A transport that changes what is sent on its way."""
-
-    def __init__(self, transport, change):
-        self.transport, self.change = transport, change
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
-
-    def send(self, tensors):
-        self.transport.send([item for tensor in tensors for item in self.change(*tensor)])
 
 
 def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher):

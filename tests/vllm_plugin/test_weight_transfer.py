@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model
+from testing_utils import Tampering, make_tiny_model
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.quantization.swap import quantized_layers
@@ -160,19 +160,6 @@ def publisher(engine_environment, tmp_path_factory):
     publisher.path = path
     publisher.publish("0")
     return publisher
-
-
-class Tampering:
-    """A transport that changes what is sent on its way."""
-
-    def __init__(self, transport, change):
-        self.transport, self.change = transport, change
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
-
-    def send(self, tensors):
-        self.transport.send([item for tensor in tensors for item in self.change(*tensor)])
 
 
 NAME = "model.layers.1.mlp.up_proj.weight_packed"

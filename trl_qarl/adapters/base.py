@@ -183,15 +183,13 @@ def base_fingerprint(model: nn.Module) -> str:
         digest.update(f"{name}{tuple(module.weight.shape)}".encode())
         if name in layers or not layers:
             # Other layers are in high precision in a run and in 16 bits in its export.
-            tensor = _low_bit_base(layers[name]).scale if name in layers else module.weight[0].bfloat16()
+            tensor = _base_scale(layers[name]) if name in layers else module.weight[0].bfloat16()
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _low_bit_base(layer: QuantizedLinear) -> LowBitTensor:
-    if not layer.holds_adapter:
-        return layer.low_bit_weight()
-    return LowBitTensor.from_hp(layer.weight, layer.scheme, layer.scale_dtype)
+def _base_scale(layer: QuantizedLinear) -> torch.Tensor:
+    return (layer.quantize(layer.weight) if layer.holds_adapter else layer.low_bit_weight()).scale
 
 
 def check_record(folder: str | Path, record: dict[str, Any]) -> None:

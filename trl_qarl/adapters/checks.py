@@ -7,7 +7,7 @@ from torch import nn
 
 from ..inherited_options import REFUSED_BY_LORA
 from ..quantization.names import base_model, base_modules
-from .engine import ENGINE_RANKS
+from ..quantization.serving import ENGINE_RANKS
 from .tensors import ADAPTER_NAME
 
 

@@ -7,34 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..quantization.serving import engine_rank
 from .tensors import adapter_config, adapter_tensors, is_peft_model
 
 
 __all__ = [
-    "ENGINE_RANKS",
     "adapter_problems",
-    "engine_rank",
     "iter_adapter_tensors",
     "lora_arguments",
 ]
-
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`."""
-
-
-def engine_rank(rank: int) -> int:
-    """
-    The smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is padded with 0.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    for largest in ENGINE_RANKS:
-        if rank <= largest:
-            return largest
-    raise ValueError(
-        f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
-    )
 
 
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

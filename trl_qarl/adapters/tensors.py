@@ -16,6 +16,7 @@ __all__ = [
     "CONFIG_FILE",
     "adapter_config",
     "adapter_tensors",
+    "describe_adapter",
     "is_adapter_folder",
     "is_peft_model",
     "saved_adapter_config",
@@ -72,3 +73,12 @@ def adapter_config(model: "PeftModel") -> dict[str, Any]:
     # As PEFT writes it: a saved adapter is for inference until it is loaded to be trained.
     config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
     return json.loads(json.dumps(config, default=sorted))
+
+
+def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
+    """What a record of the run says about the adapter of `model`: its mode, size and layers. Nothing without an adapter."""
+    if not is_peft_model(model):
+        return {}
+    config = adapter_config(model)
+    names = ("r", "lora_alpha", "use_rslora", "target_modules")
+    return {"lora_mode": lora_mode, "lora": {name: config[name] for name in names}}

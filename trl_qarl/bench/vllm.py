@@ -1,9 +1,9 @@
 """
-The modes of `trl-qarl bench` that need vLLM: `alignment`, `numerics`, `publish` and `rollout`, on a real model.
+The modes of `trl-qarl bench` that need vLLM: `adapter`, `alignment`, `numerics`, `publish` and `rollout`, on a real model.
 
 `publish` times the weight sync with a server in another process. `rollout` times decoding and the parts of one training step. Its
-engines run side by side in one process, and repeats alternate between them. The others are [`trl_qarl.bench.alignment`] and
-[`trl_qarl.bench.numerics`].
+engines run side by side in one process, and repeats alternate between them. The others are
+[`trl_qarl.bench.adapters`], [`trl_qarl.bench.alignment`] and [`trl_qarl.bench.numerics`].
 """
 
 import os
@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .adapters import measure_adapters
 from .alignment import measure_alignment, summarize_alignment
 from .engines import (
     TOPICS,
@@ -112,7 +113,12 @@ def _measure_numerics(path: str, schemes: list[str], args) -> list[dict[str, Any
     return measure_numerics(path, make_chats(len(TOPICS)), schemes, args)
 
 
+def _measure_adapters(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    return measure_adapters(path, make_chats(len(TOPICS)), schemes, args)
+
+
 MODES = {
+    "adapter": _measure_adapters,
     "alignment": measure_alignment,
     "numerics": _measure_numerics,
     "publish": measure_publish,

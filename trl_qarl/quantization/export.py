@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -19,10 +20,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
-from .cards import ADAPTER_FOLDER, adapter_rank, export_card
+from .cards import PLOT_FILE, TrainingFacts, save_export_card
 from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
 from .names import base_model, is_adapted
 from .schemes import SCHEMES
+from .serving import ADAPTER_FOLDER
 from .swap import quantized_layers
 
 
@@ -39,6 +41,7 @@ def export_checkpoint(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
+    card: dict[str, Any] | None = None,
 ) -> Path:
     """
     Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
@@ -58,6 +61,8 @@ def export_checkpoint(
             are rounded, else to the model's.
         max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
             Largest size of one shard.
+        card (`dict`, *optional*):
+            What README.md says beside: arguments of [`~trl_qarl.quantization.cards.save_export_card`].
 
     Returns:
         The folder. An earlier export in it is replaced once the new one is complete.
@@ -114,9 +119,9 @@ def export_checkpoint(
         if adapted is not None:
             # TRL may have added a copy of where training started.
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"])
-        name, rank = str(dtype).removeprefix("torch."), adapter_rank(folder)
-        card = export_card(output_dir.name, model.name_or_path, scheme.name, name, lora_rank=rank)
-        card.save(folder / "README.md")
+        about = {"facts": TrainingFacts(), "title": output_dir.name, "name_or_path": model.name_or_path}
+        about |= {name: value for name, value in (card or {}).items() if value is not None}
+        save_export_card(folder, scheme=scheme.name, dtype=str(dtype).removeprefix("torch."), **about)
         if has_other_adapter:
             # An earlier one's adapter belongs to another base.
             shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
@@ -131,9 +136,9 @@ def _written_as_a_whole(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        # The number of shards may have changed.
-        for path in folder.glob("*.safetensors*"):
-            path.unlink()
+        # The number of shards may have changed, and there may be no rewards.
+        for path in (*folder.glob("*.safetensors*"), folder / PLOT_FILE):
+            path.unlink(missing_ok=True)
         for path in partial.iterdir():
             if path.is_dir():
                 shutil.rmtree(folder / path.name, ignore_errors=True)

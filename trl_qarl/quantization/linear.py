@@ -159,10 +159,14 @@ class QuantizedLinear(nn.Linear):
             return self._low_bit
         return self._quantize(weight.detach(), version)
 
+    def quantize(self, weight: torch.Tensor) -> LowBitTensor:
+        """The low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
+        return LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype)
+
     def _quantize(self, weight: torch.Tensor, version: tuple[Any, ...] | None) -> LowBitTensor:
         # Tensors made in inference mode could not be saved for backward later.
         with torch.inference_mode(False):
-            low_bit = LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype)
+            low_bit = self.quantize(weight)
             if self._low_bit is not None:
                 self.num_flipped_codes = count_code_flips(self._low_bit.qdata, low_bit.qdata)
                 if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):

@@ -10,7 +10,6 @@ Turn a model's linear layers into quantized ones and back, or into frozen low-bi
 by default the output head too; [`prepare_model`] knows which layers to leave alone.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +21,11 @@ from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
-from transformers import PreTrainedModel
 
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
 from .names import base_model, base_modules, base_state_dict
 from .schemes import QuantScheme, get_scheme
+from .selection import reasons_to_skip
 from .tensors import LowBitTensor
 
 
@@ -44,9 +43,6 @@ __all__ = [
     "report_frozen",
     "restore_model",
 ]
-
-ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-"""Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
 
 
 @dataclass
@@ -185,7 +181,7 @@ def prepare_model(
     linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
-    reasons = _reasons_to_skip(model, linears, exclude_modules)
+    reasons = reasons_to_skip(model, linears, exclude_modules)
     chosen = {name: module for name, module in linears.items() if name not in reasons}
     if not chosen:
         raise ValueError(
@@ -354,50 +350,6 @@ def _check_not_quantized(model: nn.Module) -> None:
             f"The model is quantized already (quant_method={str(method)!r}): its masters are gone. Load the "
             "high-precision checkpoint, without `quantization_config`, and let the scheme quantize it."
         )
-
-
-def _reasons_to_skip(
-    model: nn.Module, linears: dict[str, nn.Linear], exclude_modules: str | Sequence[str] | None
-) -> dict[str, str]:
-    model = base_model(model)
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    embedding_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    excluded = _excluded(linears, exclude_modules)
-    reasons = {}
-    for name, module in linears.items():
-        leaf = name.rpartition(".")[2]
-        if module is head or leaf == "lm_head":
-            reasons[name] = "output head"
-        elif id(module.weight) in embedding_weights:
-            reasons[name] = "shares the embedding's weight"
-        elif leaf in ROUTER_NAMES:
-            reasons[name] = "router"
-        elif name in excluded:
-            reasons[name] = "exclude_modules"
-        elif type(module) is not nn.Linear:
-            reasons[name] = f"{type(module).__name__} has a forward of its own"
-        elif module.weight.numel() == 0:
-            reasons[name] = "no weights"
-    return reasons
-
-
-def _excluded(linears: dict[str, nn.Linear], patterns: str | Sequence[str] | None) -> set[str]:
-    if not patterns:
-        return set()
-    excluded = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        if isinstance(patterns, str):
-            hits = {name for name in linears if re.fullmatch(pattern, name)}
-        else:
-            hits = {name for name in linears if name == pattern or name.endswith(f".{pattern}")}
-        if not hits:
-            raise ValueError(
-                f"exclude_modules: {pattern!r} matches none of the {len(linears)} linear layers. A string is a regular "
-                f"expression over the whole name; a list holds names or last components, such as "
-                f"{next(iter(linears)).rpartition('.')[2]!r}."
-            )
-        excluded |= hits
-    return excluded
 
 
 def _low_bit_bytes(layer: QuantizedLinear) -> int:

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from ..adapters.engine import lora_arguments
-from ..quantization.cards import ADAPTER_FOLDER
 from ..quantization.export import export_checkpoint
+from ..quantization.serving import ADAPTER_FOLDER
 from .scoring import engine_log_probs, log_probs_of_tokens, prompt_log_probs
 
 

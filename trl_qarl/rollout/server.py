@@ -184,7 +184,7 @@ def build_server_command(
         transfer_dir (`str` or `Path`, *optional*):
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
         max_lora_rank (`int`, *optional*):
-            Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.adapters.engine.ENGINE_RANKS`]; none without.
+            Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.quantization.serving.ENGINE_RANKS`]; none without.
         lora_modules (`Sequence[str]`, *optional*):
             Last components of the names of the layers that may have an adapter.
         vllm_args (`Sequence[str]`, *optional*):

@@ -28,6 +28,7 @@ LEARNER_MODES = {
     "decode": ("forward of one token per sequence", [1, 4, 16, 64], "numbers of sequences"),
 }
 VLLM_MODES = {
+    "adapter": "LoRA against training of all weights (needs vLLM)",
     "alignment": "log-probs of learner against engine (needs vLLM)",
     "numerics": "training steps with engine numerics against fast ones (needs vLLM)",
     "publish": "bytes, seconds and memory of a weight sync (needs vLLM)",
@@ -87,26 +88,30 @@ def _add_learner_options(parser: ArgumentParser, mode: str, rows: list[int], row
 
 def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
     schemes, dtypes = ["bf16", "w4a16", "w8a8", "fp8"], ["float32", "bfloat16"]
+    # Without low-bit weights there is nothing for an adapter to be in.
+    choices = list(SCHEMES) if mode != "adapter" else [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+    schemes = schemes if mode != "adapter" else ["w4a16"]
     parser.add_argument("--model_name_or_path", metavar="MODEL", help="default: the quickstart's model")
     parser.add_argument(
         "--schemes",
         nargs="+",
         metavar="SCHEME",
-        choices=list(SCHEMES),
+        choices=choices,
         default=schemes,
         help=f"default: {' '.join(schemes)}",
     )
-    if mode in ("alignment", "numerics"):
-        samplers = ["colocate", "server"] + ["transformers"] * (mode == "numerics")
+    if mode in ("adapter", "alignment", "numerics"):
+        samplers = ["colocate"] + ["server"] * (mode != "adapter") + ["transformers"] * (mode != "alignment")
         parser.add_argument(
             "--rollout",
             choices=samplers,
             default="colocate",
-            help="who samples: vLLM in this process, vLLM in a server"
-            + (", or the learner" if "transformers" in samplers else "")
-            + "; default: %(default)s",
+            help="who samples: vLLM in this process (colocate) or in a server, or the learner (transformers); default: "
+            "%(default)s",
         )
-    if mode == "alignment":
+    if mode == "adapter":
+        parser.add_argument("--lora_r", type=int, metavar="N", default=16, help="rank; default: %(default)s")
+    if mode in ("adapter", "alignment"):
         parser.add_argument(
             "--dtypes",
             nargs="+",
@@ -115,17 +120,18 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             default=dtypes,
             help=f"dtypes of the engine; default: {' '.join(dtypes)}",
         )
+    if mode == "alignment":
         parser.add_argument(
             "--tokens", type=int, metavar="N", default=3000, help="least number to sample; default: %(default)s"
         )
         return
-    if mode != "numerics":
+    if mode not in ("adapter", "numerics"):
         parser.add_argument(
             "--dtype", choices=dtypes, default="bfloat16", help="dtype of the engine; default: %(default)s"
         )
     parser.add_argument("--repeats", type=int, metavar="N", default=5, help="timed repeats; default: %(default)s")
-    if mode in ("numerics", "rollout"):
-        rows = [16] if mode == "numerics" else [1, 8, 32]
+    if mode in ("adapter", "numerics", "rollout"):
+        rows = [1, 8, 32] if mode == "rollout" else [16]
         parser.add_argument(
             "--tokens",
             nargs="+",
@@ -141,15 +147,15 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
 
 def main(args: Namespace) -> None:
     with configuration_errors():
-        for name in ("tokens", "sequence_length", "repeats", "new_tokens"):
+        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r"):
             value = getattr(args, name, 1)
             if min(value if isinstance(value, list) else [value]) < 1:
                 raise ValueError(f"`--{name}` must be at least 1.")
         if args.mode in VLLM_MODES:
             _check_vllm(args.mode)
-        if args.mode == "numerics" and any(number % 4 for number in args.tokens):
+        if args.mode in ("adapter", "numerics") and any(number % 4 for number in args.tokens):
             raise ValueError(
-                f"`--tokens {args.tokens}` of `bench numerics`: groups have 4 sequences; give multiples of 4."
+                f"`--tokens {args.tokens}` of `bench {args.mode}`: groups have 4 sequences; give multiples of 4."
             )
     if args.mode in VLLM_MODES:
         from ..bench.vllm import run

@@ -68,9 +68,10 @@ def main(args: Namespace) -> int:
     from ..adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
     from ..adapters.merge import merge_adapter
     from ..adapters.tensors import is_adapter_folder
-    from ..quantization.cards import TrainingFacts, folder_size, save_export_card, serve_command
+    from ..quantization.cards import TrainingFacts
     from ..quantization.export import export_checkpoint
     from ..quantization.schemes import get_scheme
+    from ..quantization.serving import folder_size, serve_command
     from ..quantization.swap import prepare_model
     from ..resume import SCHEME_FILE
 
@@ -119,22 +120,17 @@ def main(args: Namespace) -> int:
         else:
             report = prepare_model(model, scheme, **arguments)
             print(report)
-        folder = export_checkpoint(model, args.output_dir, processing_class, dtype)
-    known = {name: settings.get(name) for name in ("objective", "quantize_learner", "group_size", "exclude_modules")}
-    facts = TrainingFacts(
-        {name: value for name, value in known.items() if value is not None},
-        read_history(args.model_name_or_path),
-        str(report),
-    )
-    save_export_card(
-        folder,
-        facts,
-        title=repo_id and repo_id.rpartition("/")[2],
-        name_or_path=args.model_name_or_path,
-        scheme=settings["scheme"],
-        dtype=settings["scale_dtype"],
-        hub_model_id=repo_id,
-    )
+        known = {
+            name: settings.get(name) for name in ("objective", "quantize_learner", "group_size", "exclude_modules")
+        }
+        facts = TrainingFacts(
+            {name: value for name, value in known.items() if value is not None},
+            read_history(args.model_name_or_path),
+            str(report),
+        )
+        title = repo_id and repo_id.rpartition("/")[2]
+        card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
+        folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card)
     print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). To serve it: {serve_command(folder)}")
     if repo_id is not None:
         upload = hub.policy_upload(repo_id, folder)

@@ -131,8 +131,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     from ..adapters.tensors import is_peft_model
     from ..hub import PushFailed, exports_policy
     from ..qarl_trainer import QaRLTrainer
-    from ..quantization.cards import folder_size, serve_command
     from ..quantization.checkpoint import has_stacked_experts
+    from ..quantization.serving import folder_size, serve_command
 
     with configuration_errors():
         if not model_args.model_name_or_path:

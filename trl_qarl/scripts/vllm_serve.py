@@ -71,7 +71,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     with configuration_errors():
         import torch
 
-        from ..adapters.engine import engine_rank
+        from ..quantization.serving import engine_rank
 
         argv, environment = build_server_command(
             args.model,

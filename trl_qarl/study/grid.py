@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..inherited_options import LORA_MODES
 from ..objectives.presets import OBJECTIVES
 from ..quantization.schemes import SCHEMES
 from .runs import label_parts
@@ -16,8 +17,10 @@ from .runs import label_parts
 
 __all__ = ["AXES", "KEYS", "build_command", "cell_name", "expand_grid", "load_grid"]
 
-AXES = ("quantize_learner", "objective", "scheme", "seed")
+AXES = ("quantize_learner", "objective", "scheme", "lora_mode", "seed")
 KEYS = ("command", "train", "grid", "cells", "evaluate")
+
+_CHOICES = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES), "lora_mode": LORA_MODES}
 
 
 def load_grid(path: str | Path) -> dict[str, Any]:
@@ -105,7 +108,7 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     for cell in cells:
         for axis, value in cell.items():
             _check_value(axis, value)
-            if "train" in config and axis in ("objective", "scheme"):
+            if "train" in config and axis in _CHOICES:
                 _check_choice(axis, value)
             if axis in config.get("train", ()):
                 raise ValueError(f"`{axis}` is both an axis and an option under `train`; remove it from `train`.")
@@ -202,16 +205,15 @@ def _check_value(axis: str, value: Any) -> None:
     if axis == "quantize_learner" and not isinstance(value, bool):
         raise ValueError(f"`quantize_learner` must be true or false, not {value!r}.")
     # The value becomes part of a directory's name.
-    if axis in ("objective", "scheme") and not (isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)):
+    if axis in _CHOICES and not (isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)):
         raise ValueError(
             f"`{axis}` must be names of letters, digits, '_', '-' and '.', not {value!r}; quote it in YAML."
         )
 
 
 def _check_choice(axis: str, value: str) -> None:
-    choices = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES)}[axis]
-    if value not in choices:
-        raise ValueError(f"`{axis}` has the value {value!r}; it can be {', '.join(choices)}.")
+    if value not in _CHOICES[axis]:
+        raise ValueError(f"`{axis}` has the value {value!r}; it can be {', '.join(_CHOICES[axis])}.")
 
 
 def _is_plain(value: Any) -> bool:

@@ -37,7 +37,7 @@ _WORDS = ("positive", "only", "on", "policy", "dual", "clip")
 
 def name_parts(config: Mapping[str, Any]) -> list[str]:
     """
-    What a setting is called, from those of `quantize_learner`, `objective` and `scheme` that it has.
+    What a setting is called, from those of `quantize_learner`, `objective`, `scheme` and `lora_mode` that it has.
 
     The scheme of a quantized run is named only where the others say nothing: a report adds it where schemes differ.
 
@@ -55,6 +55,8 @@ def name_parts(config: Mapping[str, Any]) -> list[str]:
     if objective is not None:
         words = str(objective).split("-")
         parts.append("-".join(word if word in _WORDS else word.upper() for word in words))
+    if "lora_mode" in config:
+        parts.append("LoRA" if config["lora_mode"] == "adapter" else f"{config['lora_mode']} LoRA")
     return parts or ([str(config["scheme"])] if "scheme" in config else [])
 
 

@@ -60,7 +60,7 @@ class Run:
 
 def label_parts(config: dict[str, Any]) -> list[str]:
     """
-    What a run is called, from the settings that it has of `quantize_learner`, `objective` and `scheme`.
+    What a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and `lora_mode`.
 
     Example:
 
@@ -69,13 +69,16 @@ def label_parts(config: dict[str, Any]) -> list[str]:
     ['rollout-only', 'tbpo', 'w4a16']
     >>> label_parts({"quantize_learner": True, "objective": "grpo", "scheme": "bf16"})
     ['bf16', 'grpo']
+    >>> label_parts({"objective": "tbpo", "scheme": "w4a16", "lora_mode": "merged"})
+    ['tbpo', 'w4a16', 'lora_merged']
     ```
     """
     objective = [str(config["objective"])] if "objective" in config else []
+    lora = [f"lora_{config['lora_mode']}"] if "lora_mode" in config else []
     if config.get("scheme") == "bf16":
-        return ["bf16", *objective]
+        return ["bf16", *objective, *lora]
     learner = ["QaRL" if config["quantize_learner"] else "rollout-only"] if "quantize_learner" in config else []
-    return [*learner, *objective, *([str(config["scheme"])] if "scheme" in config else [])]
+    return [*learner, *objective, *([str(config["scheme"])] if "scheme" in config else []), *lora]
 
 
 def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:

@@ -1,0 +1,78 @@
+"""The command that serves an export with vLLM, and the ranks of adapters that vLLM has."""
+
+import json
+from pathlib import Path
+
+
+__all__ = [
+    "ADAPTER_FOLDER",
+    "ENGINE_RANKS",
+    "adapter_rank",
+    "dtype_option",
+    "engine_rank",
+    "folder_size",
+    "serve_command",
+]
+
+ADAPTER_FOLDER = "adapter"
+"""Name of the folder of an export that holds the adapter of its low-bit base, and of the adapter in vLLM."""
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
+
+
+def engine_rank(rank: int) -> int:
+    """
+    The smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is padded with 0.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for largest in ENGINE_RANKS:
+        if rank <= largest:
+            return largest
+    raise ValueError(
+        f"An adapter of rank {rank} cannot be served: the largest rank in vLLM is {ENGINE_RANKS[-1]}. Use a smaller `r`."
+    )
+
+
+def adapter_rank(folder: str | Path) -> int | None:
+    """Rank of the adapter in an export, `None` where there is none."""
+    config = Path(folder, ADAPTER_FOLDER, "adapter_config.json")
+    return json.loads(config.read_text(encoding="utf-8"))["r"] if config.is_file() else None
+
+
+def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int | None = None) -> str:
+    """
+    Command that serves an export with vLLM.
+
+    Args:
+        folder (`str` or `Path`):
+            The export.
+        dtype (`str`, *optional*):
+            Dtype of what is not quantized. Defaults to the one in the export's configuration.
+        lora_rank (`int`, *optional*):
+            Rank of the adapter in the export. Defaults to the one in the folder, if there is one.
+    """
+    if lora_rank is None:
+        lora_rank = adapter_rank(folder)
+    if dtype is None:
+        dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
+    command = f"vllm serve {folder}{dtype_option(dtype)}"
+    if lora_rank is None:
+        return command
+    # vLLM takes up to 16 unless told so. What is too large for it has no value that works.
+    rank = lora_rank if lora_rank > ENGINE_RANKS[-1] else engine_rank(lora_rank)
+    size = f" --max-lora-rank {rank}" if rank > 16 else ""
+    return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={folder}/{ADAPTER_FOLDER}"
+
+
+def dtype_option(dtype: str | None) -> str:
+    """What the command that serves an export says about its dtype."""
+    # Left to itself vLLM runs a float32 checkpoint in 16 bits.
+    return " --dtype float32" if dtype == "float32" else ""
+
+
+def folder_size(folder: str | Path) -> str:
+    """Size of the weights in a folder, such as `"1.3 MiB"`."""
+    return f"{sum(path.stat().st_size for path in Path(folder).glob('*.safetensors')) / 2**20:.1f} MiB"

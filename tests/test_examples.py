@@ -7,14 +7,13 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from testing_utils import make_tiny_model
 from trl_qarl.quantization import schemes
-from trl_qarl.study.runs import Run
-from trl_qarl.study.statistics import make_groups
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -256,16 +255,126 @@ def test_band_scale_leaves_the_stated_share_outside(long_tables, tmp_path):
     assert found["offset"] == pytest.approx(0.325) and found["band_scale"] == pytest.approx(0.325 / 3.5e-4)
 
 
-def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables):
-    runs = []
+def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables, tmp_path, capsys):
     for seed, reward in enumerate((0.5, 0.6, 0.7)):
-        rows = {step: {"reward": reward if step > 6 else 0.0, "entropy": 0.1 * step} for step in range(1, 9)}
-        config = {"seed": seed, "max_steps": 8, "objective": "tbpo", "scheme": "w4a16", "quantize_learner": True}
-        runs.append(Run(f"seed{seed}", config, rows, evaluation={"greedy": {"correct": 3, "total": 4}}))
-    groups = make_groups(runs)
-    # The interval of Student's distribution with 2 degrees of freedom: 4.303 * 10 / sqrt(3).
-    assert long_tables.ends_table(groups)[2] == "| QaRL, TBPO | 0, 1, 2 | 60 ± 25 | 75 ± 0 |"
-    assert "| - | 0.15 to 0.75 | - |" in long_tables.behaviour_table(groups)[2]
+        run = tmp_path / "long" / f"seed{seed}"
+        run.mkdir(parents=True)
+        settings = {"seed": seed, "objective": "tbpo", "scheme": "w4a16", "quantize_learner": True}
+        (run / "run.json").write_text(json.dumps({**settings, "max_steps": 64}))
+        (run / "cell.json").write_text(json.dumps({"cell": settings}))
+        (run / "evaluation.json").write_text(json.dumps({"greedy": {"correct": 3, "total": 4}}))
+        rows = [{"step": step, "entropy": 0.2 * step} for step in range(1, 65)]
+        for row in rows[::8]:
+            # Logged once for each batch of eight updates; six of the eight batches earn nothing.
+            row["reward"] = reward if row["step"] > 48 else 0.0
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        # The third cell is not finished yet.
+        if seed < 2:
+            (run / "finished").touch()
+    path = tmp_path / "study.json"
+    for options in (["--collect", str(tmp_path / "long"), "--output", str(path)], [str(path)]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["long_tables.py", *options])
+            long_tables.main()
+    lines = capsys.readouterr().out.splitlines()
+    # The interval of Student's distribution with 1 degree of freedom: 12.706 * 10 / sqrt(2) / sqrt(2).
+    assert "| w4a16 | QaRL, tbpo | 2 | 55 ± 64 | 75 ± 0 | - | - |" in lines
+    # First and last quarter: the mean over steps 1 to 16, and over 49 to 64.
+    assert "| w4a16 | QaRL, tbpo | - | 1.7 to 11 | - | - | - |" in lines
+
+
+@pytest.fixture(scope="module")
+def long_starts(long_study):
+    return long_study.long_starts
+
+
+def make_low_bit(chain_sums, num_bits=3):
+    from trl_qarl import prepare_model
+    from trl_qarl.quantization.schemes import QuantScheme
+
+    model = chain_sums.make_model().eval()
+    prepare_model(
+        model, QuantScheme("test", "int", num_bits, 32, None, None, "pack-quantized"), scale_dtype=torch.float32
+    )
+    return model
+
+
+def weight_errors(model, before):
+    from trl_qarl.quantization.swap import quantized_layers
+
+    return {
+        name: (layer.low_bit_weight().dequantize() - before[f"{name}.weight"]).square().sum().item()
+        for name, layer in quantized_layers(model).items()
+    }
+
+
+def test_clipped_start_has_less_error_in_its_weights(chain_sums, long_starts):
+    model = make_low_bit(chain_sums)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    nearest = weight_errors(model, before)
+    long_starts.clip_to_best_scale(model)
+    clipped = weight_errors(model, before)
+    assert all(clipped[name] < 0.95 * error for name, error in nearest.items())
+
+
+def test_start_by_gptq_has_less_error_in_outputs_and_is_kept_by_the_quantizer(chain_sums, long_starts):
+    from trl_qarl.quantization.swap import quantized_layers
+
+    model = make_low_bit(chain_sums)
+    trainer = SimpleNamespace(model=model, args=SimpleNamespace(bf16=False))
+    tokens = torch.randint(2, 17, (16, 48), generator=torch.Generator().manual_seed(0))
+    layer = quantized_layers(model)["model.layers.0.self_attn.q_proj"]
+    rows = []
+    layer.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].flatten(0, -2)))
+    with torch.no_grad():
+        model(tokens)
+        exact = layer.weight.clone()
+        nearest = layer.low_bit_weight().dequantize()
+        long_starts.round_by_gptq(trainer, tokens)
+        found = layer.low_bit_weight().dequantize()
+        errors = [(rows[0] @ (weight - exact).T).square().sum().item() for weight in (nearest, found)]
+    assert errors[1] < 0.8 * errors[0]
+    # The masters are these numbers, but where a code is at an edge of its range.
+    codes = (layer.weight / found).nan_to_num(1.0)
+    assert ((codes - 1).abs() < 1e-5).float().mean() > 0.5
+    edge = layer.scheme.scale_divisor / layer.scheme.quant_range[1]
+    assert codes[(codes - 1).abs() > 1e-5].min() > 0.87 and codes.max() < edge + 1e-5
+
+
+def test_warm_start_brings_the_low_bit_policy_nearer(chain_sums, long_starts, tmp_path):
+    from datasets import Dataset
+    from trl import DistillationConfig
+
+    from trl_qarl import prepare_model, restore_model
+    from trl_qarl.quantization.schemes import QuantScheme
+
+    student, teacher = chain_sums.make_model(), chain_sums.make_model()
+    scheme = QuantScheme("test", "int", 3, 32, None, None, "pack-quantized")
+    tokens = torch.randint(2, 17, (16, 32), generator=torch.Generator().manual_seed(0))
+
+    def distance():
+        prepare_model(student, scheme, scale_dtype=torch.float32)
+        with torch.no_grad():
+            low_bit, unquantized = (long_starts.log_probs(model.eval(), tokens, False) for model in (student, teacher))
+        restore_model(student)
+        return long_starts.divergence(unquantized, low_bit, torch.ones_like(tokens, dtype=torch.bool)).item()
+
+    before = distance()
+    config = DistillationConfig(
+        str(tmp_path),
+        max_steps=8,
+        learning_rate=3e-4,
+        per_device_train_batch_size=8,
+        max_completion_length=16,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        report_to=[],
+    )
+    prompts = Dataset.from_dict({"prompt": [f"0{number}:12+34=" for number in range(8)]})
+    long_starts.warm_start(student, teacher, scheme, prompts, chain_sums.make_tokenizer(), config)
+    assert type(student.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert distance() < 0.9 * before
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])

@@ -108,7 +108,7 @@ def tables(cells: Sequence[Cell]) -> list[str]:
     """For each study, what its groups end at and how they behaved, in Markdown."""
     pages = []
     for study in dict.fromkeys(cell["study"] for cell in cells):
-        groups = {name[1:]: members for name, members in group_cells(cells).items() if name[0] == study}
+        groups = {name[1:]: members for name, members in sorted(group_cells(cells).items()) if name[0] == study}
         pages += [f"### {study}", "\n".join(ends_table(groups)), "\n".join(behaviour_table(groups))]
     return pages
 
@@ -122,6 +122,12 @@ def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
         for name in ("greedy", "sampled", "unquantized greedy"):
             values.append([cell["scores"][name] for cell in cells if name in cell["scores"]])
         lines.append(_row([scheme, f"{kind}, {objective}", str(len(cells)), *map(interval, values)]))
+    for (_, kind, objective), cells in groups.items():
+        # Of unquantized runs, what is left after quantizing their weights.
+        for name in dict.fromkeys(name for cell in cells for name in cell["scores"] if "-g" in name):
+            scores = interval([cell["scores"][name] for cell in cells if name in cell["scores"]])
+            run = f"{kind}, {objective}, quantized afterwards"
+            lines.append(_row([name.split()[0], run, str(len(cells)), "-", scores, "-", "-"]))
     return lines
 
 

@@ -20,7 +20,7 @@ from trl_qarl.rollout.server import cpu_environment, free_port
 from trl_qarl.rollout.transports import DirectTransport
 
 
-pytest.importorskip("vllm")
+vllm_envs = pytest.importorskip("vllm.envs")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
@@ -31,6 +31,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    # An engine that another test started has made vLLM remember its environment.
+    vllm_envs.disable_envs_cache()
 
 
 def make_trainer(directory, arch="qwen3", **arguments):

@@ -250,7 +250,8 @@ def test_rotation_has_the_gradient_of_exact_rotation(arithmetic):
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(256, 64), (260, 64), (70, 40)])
+# The last has more input features than BLAS sums at once: `F.linear` fails there.
+@pytest.mark.parametrize("shape", [(256, 64), (260, 64), (70, 40), (576, 1536)])
 def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape, arithmetic):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, shape[1], generator=generator).bfloat16()

@@ -295,7 +295,9 @@ def plot_history(history: list[dict[str, Any]], path: Path) -> None:
     )
     middle.plot(*series("mismatch/abs_logp_mean"), color=blue, marker="o", markersize=3, label="mean over tokens")
     middle.plot(*series("mismatch/abs_logp_max"), color=orange, marker="s", markersize=3, label="maximum over tokens")
-    middle.set(ylabel="|log-prob of learner\n- log-prob of sampler| (nats)", yscale="log")
+    # Engine numerics have nothing that a logarithmic axis can show.
+    scale = "log" if any(series("mismatch/abs_logp_max")[1]) else "linear"
+    middle.set(ylabel="|log-prob of learner\n- log-prob of sampler| (nats)", yscale=scale)
     middle.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
     for name, label, color, marker in (
         ("positive_high", "A > 0, ratio above its band", blue, "o"),

@@ -1,0 +1,49 @@
+"""The notebook of the quickstart: it runs, and the outputs stored in it are fit to be read."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from testing_utils import make_tiny_model
+
+
+NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
+
+
+@pytest.mark.slow
+def test_every_cell_runs_with_a_tiny_model(tmp_path, monkeypatch):
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    import nbformat
+    from nbclient import NotebookClient
+
+    kernel = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "x"}
+    folder = tmp_path / "jupyter" / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps(kernel | {"language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("NOTEBOOK_MODEL", make_tiny_model(tmp_path / "model"))
+    monkeypatch.setenv("NOTEBOOK_UPDATES", "2")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("trained 2 of 2 updates" in text for text in texts)
+    assert re.search(r"\d+ of 20 held-out sums solved", "".join(texts))
+    assert (tmp_path / "outputs" / "notebook" / "w4a16" / "config.json").is_file()
+
+
+def test_stored_outputs_are_complete_and_name_nothing_of_a_machine():
+    text = NOTEBOOK.read_text()
+    assert len(text) < 300_000
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert all(cell["execution_count"] == number for number, cell in enumerate(cells, 1))
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    printed = "".join("".join(output.get("text", [])) for output in outputs)
+    assert "8 of 8 updates" in printed and "held-out sums solved" in printed
+    assert not re.search(r"/(home|root|tmp|work|usr|Users)/", text)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sysconfig
 import threading
+import time
 
 import pytest
 import torch
@@ -269,6 +270,26 @@ def test_upload_in_progress_is_not_written_over(tiny_model, tmp_path, hub):
     trainer = make_trainer(tiny_model, tmp_path / "run", callbacks=[Look()], **(SAVING | {"max_steps": 3}))
     trainer.train()
     assert len(first) > 3
+
+
+def test_upload_in_progress_is_waited_for_where_every_save_is_pushed(tiny_model, tmp_path, hub):
+    seen = []
+
+    def hold(method, path):
+        if path.startswith("/lfs/") and not seen:
+            seen.append(local_files(tmp_path / "run" / "w4a16"))
+            saved, deadline = tmp_path / "run" / "checkpoint-2" / "trainer_state.json", time.monotonic() + 60
+            while not saved.is_file() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            # Long enough to export the next policy.
+            time.sleep(1)
+            seen.append(local_files(tmp_path / "run" / "w4a16"))
+
+    hub.fault = hold
+    make_trainer(tiny_model, tmp_path / "run", hub_always_push=True, **SAVING).train()
+    assert len(seen) == 2 and seen[0] == seen[1]
+    assert hub.repos["someone/policy"].messages[1:] == [f"Training in progress, step {step}" for step in (1, 2)]
+    assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
 
 
 def test_construction_fails_where_the_repository_cannot_be_made(tiny_model, tmp_path, hub):

@@ -5,6 +5,7 @@ A [`~trl_qarl.QaRLTrainer`] trains each on the same prompts, with rollouts by vL
 is reported is from its own log, after the first generation batch: before that the adapter is zero, and the engine gets the base.
 """
 
+import gc
 import statistics
 import tempfile
 from collections.abc import Iterable
@@ -13,11 +14,13 @@ from typing import Any
 from ..inherited_options import LORA_MODES
 
 
-__all__ = ["held_bytes", "measure_adapters"]
+__all__ = ["TRAINED", "held_bytes", "measure_adapters"]
 
-ALL_WEIGHTS = "all weights"
+TRAINED = ("all", *LORA_MODES)
+"""What can be trained: all weights, or an adapter."""
+
 # What examples/lora.yaml and the quickstart train with.
-_RATES = {ALL_WEIGHTS: 1e-5, "adapter": 3e-4, "merged": 3e-4}
+_RATES = {"all": 1e-5, "adapter": 3e-4, "merged": 3e-4}
 _UPDATES = 2
 
 
@@ -33,13 +36,13 @@ def measure_adapters(path: str, prompts: list[list[dict[str, str]]], schemes: li
         schemes (`list[str]`):
             Schemes to train with.
         args (`Namespace`):
-            `dtypes`, `rollout` (`"colocate"` or `"transformers"`), `tokens` (the first is the number of sequences per generation batch), `new_tokens`, `repeats` (generation
+            `dtypes`, `trained` (of [`TRAINED`]), `rollout` (`"colocate"` or `"transformers"`), `tokens` (the first is the number of sequences per generation batch), `new_tokens`, `repeats` (generation
             batches that are measured) and `lora_r`.
     """
     rows = []
     for dtype in args.dtypes:
         for scheme in schemes:
-            for trained in (ALL_WEIGHTS, *LORA_MODES):
+            for trained in args.trained:
                 rows.append(
                     {"dtype": dtype, "scheme": scheme, "trained": trained}
                     | _run(path, prompts, scheme, dtype, trained, args)
@@ -56,7 +59,7 @@ def _run(path: str, prompts, scheme: str, dtype: str, trained: str, args) -> dic
     from ..qarl_trainer import QaRLTrainer
 
     peft_config, options, use_vllm = None, {}, args.rollout == "colocate"
-    if trained != ALL_WEIGHTS:
+    if trained != "all":
         from peft import LoraConfig
 
         peft_config = LoraConfig(
@@ -98,6 +101,12 @@ def _run(path: str, prompts, scheme: str, dtype: str, trained: str, args) -> dic
         trainer.add_callback(memory)
         trainer.train()
         log = trainer.state.log_history
+        if use_vllm:
+            trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+        del trainer
+        # vLLM exempts what was there when an engine started from collection, and the next trainer needs the memory.
+        gc.unfreeze()
+        gc.collect()
 
         def values(name: str) -> list[float]:
             # One for each generation batch, the first left out.

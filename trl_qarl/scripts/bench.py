@@ -13,6 +13,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from ..bench.adapters import TRAINED
 from ..bench.learner import format_table, load_model, prepare_variants, run_benchmark
 from ..quantization.schemes import SCHEMES
 from .errors import configuration_errors
@@ -110,6 +111,13 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
             "%(default)s",
         )
     if mode == "adapter":
+        parser.add_argument(
+            "--trained",
+            nargs="+",
+            choices=TRAINED,
+            default=TRAINED,
+            help="all weights, or an adapter; default: all of them",
+        )
         parser.add_argument("--lora_r", type=int, metavar="N", default=16, help="rank; default: %(default)s")
     if mode in ("adapter", "alignment"):
         parser.add_argument(

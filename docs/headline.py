@@ -45,8 +45,9 @@ def read_scores(path: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]
 
 
 def draw_scores(scores: dict[str, dict[str, tuple[float, float]]]) -> None:
-    """The headline: one dot with its interval for each run, beside a band for bf16."""
+    """The headline: a dot with its 95 % interval for each run, small dots for its seeds, and a band for bf16."""
     figure, panels = _panels(figsize=(9, 3.4), sharey=True)
+    groups = group_cells(json.loads(RESULTS.read_text()))
     mean, width = scores["bf16"]["bf16, GRPO"]
     for axes, (scheme, title) in zip(panels, SCHEMES.items(), strict=True):
         axes.axhspan(mean - width, mean + width, color="#d9dee3", lw=0)
@@ -54,9 +55,11 @@ def draw_scores(scores: dict[str, dict[str, tuple[float, float]]]) -> None:
         axes.text(-0.45, mean + width + 1.5, f"bf16: {mean:.0f} %", fontsize=10)
         axes.axhline(BEFORE[scheme], color=COLORS["grey"][0], lw=1, ls=":")
         axes.text(-0.45, BEFORE[scheme] + 1.5, "before training", fontsize=9, color=COLORS["grey"][0])
-        for place, (label, color) in enumerate(RUNS.values()):
+        for place, (run, (label, color)) in enumerate(RUNS.items()):
             score, half = scores[title][label]
             axes.errorbar(place, score, half, fmt="o", ms=7, capsize=4, color=COLORS[color][0])
+            seeds = [cell["scores"]["greedy"] for cell in groups["long", scheme, *run]]
+            axes.plot([place - 0.16] * len(seeds), seeds, "o", ms=3, alpha=0.6, color=COLORS[color][0])
             axes.annotate(f"{score:.0f}", (place, score), (9, -4), textcoords="offset points", fontsize=11)
         axes.set_xticks(range(len(RUNS)), [label.replace(", ", "\n") for label, _ in RUNS.values()], fontsize=9)
         axes.set_xlim(-0.5, len(RUNS) - 0.35)
@@ -106,5 +109,5 @@ def _panels(**options):
 if __name__ == "__main__":
     draw_scores(read_scores())
     cells = json.loads(RESULTS.read_text())
-    draw_courses(cells, "reward", "share of sampled answers that are right", "study-reward.png")
-    draw_courses(cells, "mismatch/abs_logp_mean", "mismatch, nats per token", "study-mismatch.png", log=True)
+    draw_courses(cells, "reward", "share of sampled answers that are right", "study-long-reward.png")
+    draw_courses(cells, "mismatch/abs_logp_mean", "mismatch, nats per token", "study-long-mismatch.png", log=True)

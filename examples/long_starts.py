@@ -1,5 +1,5 @@
 """
-Other starts for the low-bit policies of examples/long_study.py, which docs/study_long.md compares with rounding to nearest.
+Other starts for the low-bit policies of examples/long_study.py, which docs/study.md compares with rounding to nearest.
 Each changes the master weights before the first update.
 """
 

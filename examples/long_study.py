@@ -1,5 +1,5 @@
 """
-One cell of the study of long completions in docs/study_long.md, in a few minutes on one core: the model of
+One cell of the study of long completions in docs/study.md, in a few minutes on one core: the model of
 `examples/chain_sums.py` learns to get chains of 10 to 15 sums right, in answers of 112 to 172 tokens.
 
     python examples/chain_sums.py --output_dir MODEL
@@ -47,7 +47,7 @@ VARIANTS = {
 }
 PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
-# The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_long.md says how that was chosen.
+# The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study.md says how that was chosen.
 BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 

@@ -122,9 +122,11 @@ def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
         for name in ("greedy", "sampled", "unquantized greedy"):
             values.append([cell["scores"][name] for cell in cells if name in cell["scores"]])
         lines.append(_row([scheme, f"{kind}, {objective}", str(len(cells)), *map(interval, values)]))
+    schemes = {scheme for scheme, *_ in groups}
     for (_, kind, objective), cells in groups.items():
         # Of unquantized runs, what is left after quantizing their weights.
-        for name in dict.fromkeys(name for cell in cells for name in cell["scores"] if "-g" in name):
+        names = dict.fromkeys(name for cell in cells for name in cell["scores"] if name.split()[0] in schemes)
+        for name in names:
             scores = interval([cell["scores"][name] for cell in cells if name in cell["scores"]])
             run = f"{kind}, {objective}, quantized afterwards"
             lines.append(_row([name.split()[0], run, str(len(cells)), "-", scores, "-", "-"]))

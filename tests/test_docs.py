@@ -65,11 +65,21 @@ def test_tables_of_options_are_those_of_the_code():
 
 def test_headline_picture_has_the_numbers_of_the_study():
     headline = runpy.run_path(str(ROOT / "docs/headline.py"))
-    scores = headline["read_scores"](headline["STUDY"].read_text())
+    scores = headline["read_scores"]()
     assert repr(scores).encode() in headline["PICTURE"].read_bytes(), "run `python docs/headline.py`"
     alt = re.search(r"!\[(.*)\]\(docs/headline.png\)", (ROOT / "README.md").read_text())[1]
-    numbers = [score for task in scores.values() for score in task.values() if score is not None]
+    numbers = [round(mean) for runs in scores.values() for mean, _ in runs.values()]
     assert [int(number) for number in re.findall(r"(\d+) %", alt)] == numbers
+
+
+def test_tables_of_the_study_are_those_of_its_results():
+    tables = runpy.run_path(str(ROOT / "examples/long_tables.py"))["tables"]
+    results = json.loads((ROOT / "docs/study.json").read_text())
+    page = (ROOT / "docs/study.md").read_text()
+    # Of the runs with errors the page has the scores alone.
+    (_, ends, behaviour, _, with_errors, *_) = tables(results)
+    for table in (ends, behaviour, with_errors):
+        assert table in page, "run `python examples/long_tables.py docs/study.json`"
 
 
 def test_alignment_page_and_picture_have_the_numbers_of_the_benchmark():

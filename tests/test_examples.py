@@ -263,7 +263,7 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
         (run / "run.json").write_text(json.dumps({**settings, "max_steps": 64}))
         (run / "cell.json").write_text(json.dumps({"cell": settings}))
         (run / "evaluation.json").write_text(
-            json.dumps({"greedy": {"correct": 3, "total": 4}, "w3a16-g32 greedy": {"correct": seed, "total": 4}})
+            json.dumps({"greedy": {"correct": 3, "total": 4}, "w4a16 greedy": {"correct": seed, "total": 4}})
         )
         rows = [{"step": step, "entropy": 0.2 * step} for step in range(1, 65)]
         for row in rows[::8]:
@@ -281,7 +281,7 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
     lines = capsys.readouterr().out.splitlines()
     # The interval of Student's distribution with 1 degree of freedom: 12.706 * 10 / sqrt(2) / sqrt(2).
     assert "| w4a16 | QaRL, tbpo | 2 | 55 ± 64 | 75 ± 0 | - | - |" in lines
-    assert "| w3a16-g32 | QaRL, tbpo, quantized afterwards | 2 | - | 12 ± 159 | - | - |" in lines
+    assert "| w4a16 | QaRL, tbpo, quantized afterwards | 2 | - | 12 ± 159 | - | - |" in lines
     # First and last quarter: the mean over steps 1 to 16, and over 49 to 64.
     assert "| w4a16 | QaRL, tbpo | - | 1.7 to 11 | - | - | - |" in lines
 

@@ -6,8 +6,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model
-from trl_qarl import export_checkpoint, prepare_model
+from testing_utils import make_tiny_export, make_tiny_model
 from trl_qarl.cli import main
 
 
@@ -22,10 +21,7 @@ def masters(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def export(masters, tmp_path_factory):
-    model = AutoModelForCausalLM.from_pretrained(masters)
-    prepare_model(model, "w4a16", scale_dtype=torch.float32)
-    folder = tmp_path_factory.mktemp("export")
-    return str(export_checkpoint(model, folder / "w4a16", AutoTokenizer.from_pretrained(masters), torch.float32))
+    return make_tiny_export(masters, tmp_path_factory.mktemp("export"))
 
 
 def complete(model, prompt, num_tokens):

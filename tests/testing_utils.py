@@ -94,6 +94,20 @@ def make_tiny_model(directory, arch: str = "llama", dtype: str = "float32", seed
     return str(path)
 
 
+def make_tiny_export(masters: str, directory) -> str:
+    """Export the model in `masters` with INT4 weights into `directory/w4a16` and return that folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trl_qarl import export_checkpoint, prepare_model
+
+    model = AutoModelForCausalLM.from_pretrained(masters)
+    prepare_model(model, "w4a16", scale_dtype=torch.float32)
+    return str(
+        export_checkpoint(model, Path(directory) / "w4a16", AutoTokenizer.from_pretrained(masters), torch.float32)
+    )
+
+
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
     """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset` reads."""
     path = Path(directory) / "dataset"

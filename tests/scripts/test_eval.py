@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model
-from trl_qarl import evaluation, export_checkpoint, prepare_model
+from testing_utils import make_tiny_export, make_tiny_model
+from trl_qarl import evaluation
 from trl_qarl.cli import main
 
 
@@ -17,10 +17,7 @@ def masters(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def export(masters, tmp_path_factory):
-    model = AutoModelForCausalLM.from_pretrained(masters)
-    prepare_model(model, "w4a16", scale_dtype=torch.float32)
-    folder = tmp_path_factory.mktemp("export")
-    return str(export_checkpoint(model, folder / "w4a16", AutoTokenizer.from_pretrained(masters), torch.float32))
+    return make_tiny_export(masters, tmp_path_factory.mktemp("export"))
 
 
 def write(path, rows):

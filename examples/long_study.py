@@ -38,7 +38,7 @@ VARIANTS = {
     "w3a16-g32-decay1": {"scheme": "w3a16", "group_size": 32, "weight_decay": 0.1},
     "w3a16-g32-last": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.2\..*"},
     "w3a16-g32-first": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.0\..*"},
-    # `start` and `low_bit_rate` are this script's own, see `improve_start` and `make_optimizer`.
+    # `start` and `low_bit_rate` are this script's own: examples/long_starts.py and `speed_up`.
     "w3a16-g32-rate3": {"scheme": "w3a16", "group_size": 32, "low_bit_rate": 3.0},
     "w3a16-g32-mse": {"scheme": "w3a16", "group_size": 32, "start": "mse"},
     "w3a16-g32-gptq": {"scheme": "w3a16", "group_size": 32, "start": "gptq"},

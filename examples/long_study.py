@@ -66,6 +66,11 @@ def main() -> None:
     parser.add_argument(
         "--error_share", type=float, default=0.0, help="of completions that get a burst of error tokens"
     )
+    parser.add_argument(
+        "--errors_known",
+        action="store_true",
+        help="the engine reports the probabilities that the errors were drawn with, instead of the policy's",
+    )
     parser.add_argument("--num_scored", type=int, default=256, help="held-out problems")
     args = parser.parse_args()
     train(args)
@@ -76,12 +81,13 @@ def train(args: Namespace) -> None:
     grow_cache_in_place()
     trainer = make_trainer(args)
     if args.error_share:
-        inject_errors(trainer.model, args.error_share, args.seed)
+        inject_errors(trainer.model, args.error_share, args.seed, known=args.errors_known)
     if args.max_steps:
         trainer.train()
         # So that a report does not take runs with and without errors for the same.
         record = args.output_dir / "run.json"
-        record.write_text(json.dumps(json.loads(record.read_text()) | {"error_share": args.error_share}, indent=2))
+        errors = {"error_share": args.error_share, "errors_known": args.errors_known}
+        record.write_text(json.dumps(json.loads(record.read_text()) | errors, indent=2))
         trainer.save_model(args.output_dir / "masters")
     # The policy is scored without a fault of its engine.
     vars(trainer.model).pop("generate", None)
@@ -231,11 +237,14 @@ def grow_cache_in_place() -> None:
     DynamicLayer.update = update
 
 
-def inject_errors(model, share: float, seed: int, length: int = 8, last_start: int = 90) -> None:
+def inject_errors(
+    model, share: float, seed: int, length: int = 8, last_start: int = 90, known: bool = False
+) -> None:
     """
     A faulty engine: in `share` of the completions, `length` tokens from a random place on, at most `last_start`, are
-    drawn uniformly from the characters. The sampling log-probs stay those of the policy, to which such tokens are improbable: the paper's error
-    tokens, tiny under learner and sampler alike.
+    drawn uniformly from the characters. The sampling log-probs stay those of the policy, to which such tokens are
+    improbable: the paper's error tokens, tiny under learner and sampler alike. With `known` they are those of the
+    uniform draw, as an honest but noisy engine has them: tiny under the learner alone, a large mismatch.
     """
     import torch
     from transformers import LogitsProcessor
@@ -262,8 +271,8 @@ def inject_errors(model, share: float, seed: int, length: int = 8, last_start: i
             return scores
 
     def generate_with_errors(*args, logits_processor, **kwargs):
-        # After the recorder of sampling log-probs, which is in the list already.
-        logits_processor.append(Bursts())
+        # The recorder of sampling log-probs is in the list already: it sees what comes before it.
+        logits_processor.insert(0 if known else len(logits_processor), Bursts())
         return generate(*args, logits_processor=logits_processor, **kwargs)
 
     model.generate = generate_with_errors

@@ -34,6 +34,8 @@ METRICS = (
     "reward",
     "entropy",
     "mismatch/abs_logp_mean",
+    "mismatch/abs_logp_mean/positive",
+    "mismatch/abs_logp_mean/negative",
     "mismatch/k1/positive",
     "mismatch/k1/negative",
     "rollout/error_token_share",
@@ -51,6 +53,15 @@ BEHAVIOUR = (
     ("completions/clipped_ratio", "cut at the limit, %", 100, 2),
     ("tbpo/dropped/total", "dropped, %", 100, 2),
 )
+# The last two are of `count_tails`.
+MISMATCH = (
+    ("mismatch/abs_logp_mean/negative", "nats, wrong answers", 1, 2),
+    ("mismatch/abs_logp_mean/positive", "nats, right answers", 1, 2),
+    ("mismatch/k1/positive", "signed, right answers", 1, 2),
+    ("tail/high", "learner over e times the sampler, % of tokens", 100, 2),
+    ("tail/low", "learner under 1/e, % of tokens", 100, 2),
+)
+UPDATES_PER_BATCH = 8
 Cell = dict[str, Any]
 
 
@@ -76,23 +87,43 @@ def collect(directory: Path) -> list[Cell]:
     """Settings, held-out scores and course of each finished cell."""
     cells = []
     for path in sorted(directory.iterdir()):
-        if (path / "finished").is_file():
-            run = read_run(path)
-            course = {}
-            steps = int(run.config["max_steps"])
-            updates = 8
-            for metric in METRICS:
-                values = run.values(metric)
-                batches = [
-                    [values[step] for step in range(first, first + updates) if step in values]
-                    for first in range(1, steps + 1, updates)
-                ]
-                if any(batches):
-                    course[metric] = [float(f"{statistics.fmean(batch):.3g}") if batch else None for batch in batches]
-            settings = json.loads((path / "cell.json").read_text())["cell"]
-            scores = {name: 100 * score["correct"] / score["total"] for name, score in run.evaluation.items()}
-            cells.append({"study": directory.name, **settings, "scores": scores, "course": course})
+        if not (path / "finished").is_file():
+            continue
+        run = read_run(path)
+        steps = int(run.config["max_steps"])
+        series = {metric: run.values(metric) for metric in METRICS} | count_tails(path)
+        course = {metric: average_batches(values, steps) for metric, values in series.items() if values}
+        settings = json.loads((path / "cell.json").read_text())["cell"]
+        scores = {name: 100 * score["correct"] / score["total"] for name, score in run.evaluation.items()}
+        cells.append({"study": directory.name, **settings, "scores": scores, "course": course})
     return cells
+
+
+def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
+    """Means over the updates of each generation batch, to three digits; None where nothing was logged."""
+    batches = []
+    for first in range(1, steps + 1, UPDATES_PER_BATCH):
+        batch = [values[step] for step in range(first, first + UPDATES_PER_BATCH) if step in values]
+        batches.append(float(f"{statistics.fmean(batch):.3g}") if batch else None)
+    return batches
+
+
+def count_tails(directory: Path) -> dict[str, dict[int, float]]:
+    """Shares of tokens that are over e times, and under 1/e, as probable to the learner as to the sampler, by update."""
+    path = directory / DISTRIBUTIONS_FILE
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    totals: dict[int, list[int]] = {}
+    for row in rows:
+        if row["name"] == "token_mismatch_weight":
+            low = sum(count for count, edge in zip(row["counts"], row["edges"][1:], strict=False) if edge < 0.37)
+            high = sum(count for count, edge in zip(row["counts"], row["edges"], strict=False) if edge > 2.71)
+            total = totals.setdefault(row["step"], [0, 0, 0])
+            totals[row["step"]] = [a + b for a, b in zip(total, (low, high, sum(row["counts"])), strict=True)]
+    tails = {"tail/low": 0, "tail/high": 1}
+    return {
+        name: {step: total[place] / total[2] for step, total in totals.items() if total[2]}
+        for name, place in tails.items()
+    }
 
 
 def group_cells(cells: Sequence[Cell]) -> dict[tuple[str, str, str, str], list[Cell]]:
@@ -109,7 +140,8 @@ def tables(cells: Sequence[Cell]) -> list[str]:
     pages = []
     for study in dict.fromkeys(cell["study"] for cell in cells):
         groups = {name[1:]: members for name, members in sorted(group_cells(cells).items()) if name[0] == study}
-        pages += [f"### {study}", "\n".join(ends_table(groups)), "\n".join(behaviour_table(groups))]
+        pages += [f"### {study}", "\n".join(ends_table(groups))]
+        pages += ["\n".join(quarters_table(groups, columns)) for columns in (BEHAVIOUR, MISMATCH)]
     return pages
 
 
@@ -133,13 +165,15 @@ def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
     return lines
 
 
-def behaviour_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+def quarters_table(
+    groups: dict[tuple[str, str, str], list[Cell]], columns: Sequence[tuple[str, str, float, int]]
+) -> list[str]:
     """Means over the seeds of what was measured in the first and in the last quarter of the updates."""
-    header = ["scheme", "run", *(name for _, name, *_ in BEHAVIOUR)]
+    header = ["scheme", "run", *(name for _, name, *_ in columns)]
     lines = [_row(header), _row(["---"] * len(header))]
     for (scheme, kind, objective), cells in groups.items():
         texts = []
-        for metric, _, factor, digits in BEHAVIOUR:
+        for metric, _, factor, digits in columns:
             means = [statistics.fmean(factor * quarter(cell, metric, part) for cell in cells) for part in (0, 3)]
             texts.append("-" if any(map(math.isnan, means)) else " to ".join(f"{mean:.{digits}g}" for mean in means))
         lines.append(_row([scheme, f"{kind}, {objective}", *texts]))

@@ -245,6 +245,17 @@ def test_injected_errors_keep_the_log_probs_of_the_policy(chain_sums, long_study
     assert all(1 <= count <= 4 for count in count_improbable(1.0))
 
 
+def test_a_noisy_engine_reports_what_it_drew_errors_with(chain_sums, long_study):
+    from trl_qarl.rollout.transformers_rollout import record_sampling_logps
+
+    model = chain_sums.make_model().eval()
+    long_study.inject_errors(model, 1.0, seed=0, length=16, last_start=1, known=True)
+    with torch.no_grad(), record_sampling_logps(model, 1.0) as recorded:
+        model.generate(torch.full((4, 5), 3), do_sample=True, top_k=0, max_new_tokens=16, pad_token_id=0)
+    uniform = torch.full((4, 16), -math.log(len(chain_sums.CHARACTERS)))
+    torch.testing.assert_close(recorded[0], uniform, atol=1e-4, rtol=0)
+
+
 def test_band_scale_leaves_the_stated_share_outside(long_tables, tmp_path):
     edges = [math.exp(x) for x in (-1.0, -0.1, -0.01, 0.01, 0.1, 1.0)]
     rows = [{"name": "ratio", "sign": sign, "edges": edges, "counts": [5, 0, 40, 0, 5]} for sign in ("a", "b")]

@@ -29,9 +29,9 @@ BEFORE = {"bf16": 74, "w4a16-g128": 62, "w3a16-g32": 32}
 SMOOTHED = 5
 
 
-def read_scores(path: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]]]:
+def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
     """Means and half widths of 95 % intervals of the deployed policy's greedy scores in per cent, by scheme and run."""
-    groups = group_cells(json.loads(path.read_text()))
+    groups = group_cells(cells)
 
     def score(key) -> tuple[float, float]:
         values = [cell["scores"]["greedy"] for cell in groups[key]]
@@ -44,10 +44,10 @@ def read_scores(path: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]
     return {"bf16": {"bf16, GRPO": score(BASELINE)}, **found}
 
 
-def draw_scores(scores: dict[str, dict[str, tuple[float, float]]]) -> None:
+def draw_scores(cells: list[dict], scores: dict[str, dict[str, tuple[float, float]]]) -> None:
     """The headline: a dot with its 95 % interval for each run, small dots for its seeds, and a band for bf16."""
     figure, panels = _panels(figsize=(9, 3.4), sharey=True)
-    groups = group_cells(json.loads(RESULTS.read_text()))
+    groups = group_cells(cells)
     mean, width = scores["bf16"]["bf16, GRPO"]
     for axes, (scheme, title) in zip(panels, SCHEMES.items(), strict=True):
         axes.axhspan(mean - width, mean + width, color="#d9dee3", lw=0)
@@ -107,7 +107,7 @@ def _panels(**options):
 
 
 if __name__ == "__main__":
-    draw_scores(read_scores())
     cells = json.loads(RESULTS.read_text())
+    draw_scores(cells, read_scores(cells))
     draw_courses(cells, "reward", "share of sampled answers that are right", "study-long-reward.png")
     draw_courses(cells, "mismatch/abs_logp_mean", "mismatch, nats per token", "study-long-mismatch.png", log=True)

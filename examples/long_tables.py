@@ -5,13 +5,14 @@ The tables of docs/study.md, from the directories that `trl-qarl compare` has fi
     python examples/long_tables.py docs/study.json
 
 The first keeps what the page and its pictures need of every cell, the second prints Markdown: means over the seeds with 95 %
-intervals, and what the telemetry saw.
+intervals, what the telemetry saw, and which differences exceed the noise between seeds.
 
     python examples/long_tables.py --bands DIR
 
 prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study.md.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_qarl.study.runs import read_run
-from trl_qarl.study.statistics import STUDENT_95
+from trl_qarl.study.statistics import STUDENT_95, compare_groups
 from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
 
 
@@ -142,6 +143,7 @@ def tables(cells: Sequence[Cell]) -> list[str]:
         groups = {name[1:]: members for name, members in sorted(group_cells(cells).items()) if name[0] == study}
         pages += [f"### {study}", "\n".join(ends_table(groups))]
         pages += ["\n".join(quarters_table(groups, columns)) for columns in (BEHAVIOUR, MISMATCH)]
+        pages.append("\n".join(differences_table(groups)))
     return pages
 
 
@@ -177,6 +179,24 @@ def quarters_table(
             means = [statistics.fmean(factor * quarter(cell, metric, part) for cell in cells) for part in (0, 3)]
             texts.append("-" if any(map(math.isnan, means)) else " to ".join(f"{mean:.{digits}g}" for mean in means))
         lines.append(_row([scheme, f"{kind}, {objective}", *texts]))
+    return lines
+
+
+def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+    """Greedy scores of runs of one scheme, and of bf16, pair by pair, beside the noise that `trl-qarl report` uses."""
+    lines = [_row(["scheme", "run", "against", "difference", "noise", ""]), _row(["---"] * 6)]
+    summaries = {}
+    for name, cells in groups.items():
+        seeds = {cell["seed"]: cell["scores"]["greedy"] for cell in cells}
+        scores = list(seeds.values())
+        sd = statistics.stdev(scores) if len(scores) > 1 else None
+        summaries[name] = {"mean": statistics.fmean(scores), "sd": sd, "by_seed": seeds}
+    for scheme in dict.fromkeys(scheme for scheme, *_ in groups if scheme != "bf16"):
+        for a, b in itertools.combinations([name for name in groups if name[0] in (scheme, "bf16")], 2):
+            found = compare_groups(summaries[a], summaries[b])
+            noise = "-" if found["noise"] is None else f"{found['noise']:.0f}"
+            names = [", ".join(name[1:]) for name in (a, b)]
+            lines.append(_row([scheme, *names, f"{found['difference']:+.0f}", noise, found["verdict"]]))
     return lines
 
 

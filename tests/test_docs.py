@@ -77,7 +77,7 @@ def test_tables_of_the_study_are_those_of_its_results():
     results = json.loads((ROOT / "docs/study.json").read_text())
     page = (ROOT / "docs/study.md").read_text()
     # Of the runs with errors the page has the scores alone.
-    (_, ends, behaviour, mismatch, _, with_errors, *_) = tables(results)
+    (_, ends, behaviour, mismatch, _, _, with_errors, *_) = tables(results)
     for table in (ends, behaviour, mismatch, with_errors):
         assert table in page, "run `python examples/long_tables.py docs/study.json`"
 

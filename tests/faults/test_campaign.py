@@ -59,7 +59,7 @@ def campaign(tmp_path_factory):
 
 @needs_vllm
 @pytest.mark.slow
-# Up to 40 trainings, three at a time: on a machine that others use, too, that takes a while.
+# Up to 56 trainings, three at a time: on a machine that others use, too, that takes a while.
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_fault_changes_what_is_learned(campaign, family):

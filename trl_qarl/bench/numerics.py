@@ -72,6 +72,7 @@ def _run(path: str, prompts, scheme: str, num_sequences: int, args) -> dict[str,
         config = QaRLConfig(
             folder,
             scheme=scheme,
+            numerics="fast",
             use_cpu=True,
             bf16=True,
             num_generations=4,

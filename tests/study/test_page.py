@@ -305,7 +305,7 @@ def test_run_of_a_version_before_quantize_learner_is_one_line(tmp_path, capsys):
     assert "Left out: " in Page(read_page(tmp_path / "report.html")).text
 
 
-def write_eval(path, model="out/w4a16", task="/home/a/<b>.jsonl", share=0.75, compare=None, **options):
+def write_eval(path, model="out/w4a16", task="/data/<b>.jsonl", share=0.75, compare=None, **options):
     """A file as `trl-qarl eval` writes it, of four problems."""
     settings = {"vllm": True, "samples": 2, "temperature": 0.6, "top_p": 0.95, **options}
     rows = [
@@ -320,7 +320,7 @@ def write_eval(path, model="out/w4a16", task="/home/a/<b>.jsonl", share=0.75, co
 def test_results_of_eval_in_the_run_and_its_export_are_on_the_page(tmp_path):
     pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run")
-    write_eval(path / "w4a16" / "eval.json", compare=("/home/a/run/masters", 0.5))
+    write_eval(path / "w4a16" / "eval.json", compare=("/data/run/masters", 0.5))
     write_eval(path / "eval-aime.json", "org/model", "aime24", 0.25, temperature=0, vllm=False)
     (path / "eval.json").write_text('{"results": []}')
     report(tmp_path / "report.html", path)

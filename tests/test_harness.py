@@ -2,11 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from testing_utils import make_tiny_export, make_tiny_model
+from testing_utils import complete_greedily, make_tiny_export, make_tiny_model
 from trl_qarl.cli import main
 
 
@@ -22,20 +21,6 @@ def masters(tmp_path_factory):
 @pytest.fixture(scope="module")
 def export(masters, tmp_path_factory):
     return make_tiny_export(masters, tmp_path_factory.mktemp("export"))
-
-
-def complete(model, prompt, num_tokens):
-    """Greedy completion, token by token, without `generate`."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    model = AutoModelForCausalLM.from_pretrained(model)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    length = ids.shape[1]
-    for _ in range(num_tokens):
-        with torch.no_grad():
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-        if ids[0, -1] == tokenizer.eos_token_id:
-            break
-    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
 
 
 def write_task(folder: Path, rows, until=()) -> str:
@@ -69,7 +54,7 @@ metric_list:
 def test_the_harness_scores_what_the_exported_policy_completes(export, masters, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     questions = ["1 + 1 =", "a much longer question than the first:"]
-    answers = [complete(export, questions[0], 6), "no"]
+    answers = [complete_greedily(export, questions[0], 6), "no"]
     # The completion ends before a text that is in it: what is right is what comes before.
     stop = answers[0][-1]
     cut = answers[0][: answers[0].index(stop)]
@@ -81,7 +66,7 @@ def test_the_harness_scores_what_the_exported_policy_completes(export, masters, 
     result = json.loads(output.read_text())
     ours, theirs = result["results"]
     assert (ours["task"], ours["scores"], ours["pass@1"]) == ("copy", [1.0, 0.0], 0.5)
-    theirs_text = complete(masters, questions[0], 6)
+    theirs_text = complete_greedily(masters, questions[0], 6)
     expected = float((theirs_text[: theirs_text.index(stop)] if stop in theirs_text else theirs_text) == cut)
     assert theirs["scores"] == [expected, 0.0]
     assert result["differences"]["copy"]["mean"] == ours["pass@1"] - theirs["pass@1"]
@@ -100,7 +85,7 @@ def test_the_harness_scores_what_an_engine_completes(export, tmp_path, monkeypat
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     question = "1 + 1 ="
-    answer = complete(export, question, 6)
+    answer = complete_greedily(export, question, 6)
     cut = answer[: answer.index(answer[-1])]
     task = write_task(tmp_path, [{"question": question, "answer": a} for a in (cut, answer)], until=[answer[-1]])
     output = tmp_path / "r.json"
@@ -112,7 +97,7 @@ def test_the_harness_scores_what_an_engine_completes(export, tmp_path, monkeypat
 def test_scores_are_in_the_card_beside_those_of_other_tasks(export, masters, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     question = "2 + 2 ="
-    task = write_task(tmp_path, [{"question": question, "answer": complete(export, question, 4)}])
+    task = write_task(tmp_path, [{"question": question, "answer": complete_greedily(export, question, 4)}])
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"prompt": question, "answer": "never"}) + "\n")
     options = ["--temperature", "0", "--max_new_tokens", "4", "--output", str(tmp_path / "r.json")]

@@ -8,7 +8,7 @@ from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
 from trl_qarl.config_checks import low_precision_masters
-from trl_qarl.inherited_options import REFUSED, REFUSED_BY_TBPO
+from trl_qarl.inherited_options import MODEL_INIT_KWARGS_REFUSED, REFUSED, REFUSED_BY_TBPO
 from trl_qarl.objectives.presets import OBJECTIVES, PRESETS
 from trl_qarl.qarl_config import QaRLConfig
 
@@ -117,6 +117,26 @@ def test_options_of_trls_losses_are_honoured_with_trls_losses(tmp_path, name):
 def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs, objective):
     with pytest.raises(ValueError, match="generation_kwargs contains"):
         config(tmp_path, generation_kwargs=kwargs, objective=objective)
+
+
+MODEL_INIT_VALUES = {
+    "quantization_config": {"load_in_4bit": True},
+    "use_kernels": True,
+    "tp_plan": "auto",
+    "tp_size": 2,
+    "distributed_config": {"tp_size": 2},
+}
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize("name", MODEL_INIT_KWARGS_REFUSED)
+def test_loading_a_model_in_a_way_that_is_not_honoured_raises(tmp_path, name, objective):
+    with pytest.raises(ValueError) as error:
+        config(tmp_path, objective=objective, model_init_kwargs={name: MODEL_INIT_VALUES[name], "dtype": "float32"})
+    assert f"model_init_kwargs[{name!r}] is not supported" in str(error.value)
+    assert MODEL_INIT_KWARGS_REFUSED[name] in str(error.value)
+    neutral = {name: False if MODEL_INIT_VALUES[name] is True else None}
+    assert config(tmp_path, objective=objective, model_init_kwargs=neutral).model_init_kwargs == neutral
 
 
 def test_arguments_of_an_optimizer_are_refused_by_muon_and_kept_for_others(tmp_path):

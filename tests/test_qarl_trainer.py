@@ -1,3 +1,4 @@
+import importlib.util
 import inspect
 import json
 import logging
@@ -15,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
+import trl_qarl.qarl_trainer
 import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, TRAINING, make_problems, make_tiny_model, make_tiny_tokenizer, spread, stop_at
 from trl_qarl.forward import FORWARD_KEYS, takes_positions
@@ -614,7 +616,7 @@ def test_an_environment_may_supply_the_prompts(tiny_model, tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_tools_are_called(tiny_model, tmp_path, monkeypatch):
+def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, monkeypatch):
     pytest.importorskip("jmespath", reason="TRL asks for it before transformers 5.13")
     called = []
 
@@ -644,18 +646,37 @@ def test_tools_are_called(tiny_model, tmp_path, monkeypatch):
         is_first.append(False)
         return completion_ids, logps
 
+    own_loss, losses = trl_qarl.qarl_trainer.own_loss, []
+
+    def own_loss_and_its_gradient(args, per_token_logps, inputs, mask):
+        found = own_loss(args, per_token_logps, inputs, mask)
+        losses.append((inputs, torch.autograd.grad(found[0], per_token_logps, retain_graph=True)[0]))
+        return found
+
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", call_first)
+    monkeypatch.setattr(trl_qarl.qarl_trainer, "own_loss", own_loss_and_its_gradient)
     prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
     trainer = QaRLTrainer(
-        tiny_model,
+        # Longer than the prompt, or TRL leaves the answer out.
+        make_tiny_model(tmp_path, max_position_embeddings=2048),
         lambda completions, **kwargs: spread([str(c) for c in completions]),
-        arguments(tmp_path, max_steps=1, max_completion_length=128),
+        arguments(tmp_path, max_steps=1, max_completion_length=256, steps_per_generation=1),
         Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
         tools=[add],
     )
     trainer.train()
     assert called == [(2, 3)] and trainer.state.global_step == 1
+    ((inputs, gradient),) = losses
+    (row,) = [row for row, ids in enumerate(inputs["completion_ids"].tolist()) if ids[: len(call)] == call]
+    is_completion = inputs["completion_mask"].bool()
+    is_answer = is_completion & ~inputs["tool_mask"].bool()
+    answer = tokenizer.decode(inputs["completion_ids"][row][is_answer[row]])
+    assert answer.endswith("<|im_start|>assistant\n") and "<tool_response>\n5\n</tool_response>" in answer
+    assert is_answer.any(1).tolist() == [index == row for index in range(4)]
+    # What the model wrote moves it, the turn after the answer too, and what the tool wrote does not.
+    assert is_completion[row].nonzero().max() > is_answer[row].nonzero().max() > len(call)
+    assert (gradient[is_completion & ~is_answer] != 0).all() and (gradient[is_answer] == 0).all()
 
 
 def test_conversational_prompts_work(tiny_model, tmp_path):
@@ -847,12 +868,23 @@ def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
         ({"quantization_config": object()}, ValueError, "high precision"),
         ({"train_dataset": Dataset.from_dict({"question": ["1 +"]})}, ValueError, r"`prompt`.*question"),
         ({"args": GRPOConfig("x", use_cpu=True)}, TypeError, "QaRLConfig"),
+        ({"args": {"report_to": ["none_of_them"]}}, ValueError, "'none_of_them' is no tracker. Choose from .*, wandb"),
     ],
 )
 def test_unsupported_arguments_raise_at_once(tiny_model, tmp_path, kwargs, error, match):
-    arguments_ = {"args": arguments(tmp_path), "train_dataset": make_problems()} | kwargs
+    arguments_ = {"args": {}, "train_dataset": make_problems()} | kwargs
+    if isinstance(arguments_["args"], dict):
+        arguments_["args"] = arguments(tmp_path, **arguments_["args"])
     with pytest.raises(error, match=match):
         QaRLTrainer(tiny_model, spread, **arguments_)
+
+
+@pytest.mark.parametrize("name", ["wandb", "comet_ml"])
+def test_a_tracker_that_is_not_installed_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, name):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda n, *a: None if n in ("wandb", "comet_ml") else found(n, *a))
+    with pytest.raises(ValueError, match=rf"report_to='{name}'.*`pip install {name.replace('_', '-')}`"):
+        QaRLTrainer("no/such-model", spread, arguments(tmp_path, report_to=name), make_problems())
 
 
 @pytest.mark.parametrize(

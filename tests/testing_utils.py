@@ -108,6 +108,22 @@ def make_tiny_export(masters: str, directory) -> str:
     )
 
 
+def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
+    """Greedy completion of the model in a folder, token by token, without `generate`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, loaded = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    length = ids.shape[1]
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids = torch.cat([ids, loaded(ids).logits[:, -1:].argmax(-1)], 1)
+        if ids[0, -1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
+
+
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
     """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset` reads."""
     path = Path(directory) / "dataset"

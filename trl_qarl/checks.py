@@ -11,6 +11,8 @@ from packaging.version import Version
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import Trainer
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from .adapters.checks import (
     is_nf4,
@@ -25,8 +27,8 @@ from .config_checks import contradicts_engine_numerics, low_precision_masters, r
 from .hub import exports_policy
 from .numerics.attach import check_engine_numerics
 from .qarl_config import QaRLConfig
-from .quantization.checkpoint import stacked_experts
 from .quantization.names import is_adapted
+from .quantization.selection import stacked_experts
 
 
 __all__ = [
@@ -158,7 +160,7 @@ def problems_of_masters(model: nn.Module, args: QaRLConfig, has_adapter: bool) -
     problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
     if problem:
         yield problem
-    experts = stacked_experts(model)
+    experts = stacked_experts(model).values()
     if experts and args.is_quantized and args.push_to_hub and exports_policy(args.hub_export):
         yield (
             f"push_to_hub=True with hub_export={args.hub_export!r}: a mixture of experts has no low-bit export. Use "
@@ -210,6 +212,20 @@ def _problems_of_rewards(reward_funcs) -> Iterator[str]:
         if function in (accuracy_reward, reasoning_accuracy_reward) and find_spec("math_verify") is None:
             yield f"`{function.__name__}` needs the package math-verify. Install it: `pip install math-verify`."
             return
+
+
+def _problems_of_trackers(args: QaRLConfig) -> Iterator[str]:
+    installed = get_available_reporting_integrations()
+    for name in args.report_to or ():
+        if name not in INTEGRATION_TO_CALLBACK:
+            yield f"report_to={name!r} is no tracker. Choose from {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
+        # Of these two the list does not say whether they are installed.
+        elif name not in (*installed, "azure_ml", "flyte"):
+            # transformers says so after the model is loaded.
+            yield (
+                f"report_to={name!r}: the package is not installed. Run `pip install {name.replace('_', '-')}`, or leave "
+                "`report_to` out: every metric is in metrics.jsonl."
+            )
 
 
 def _problems_of_pictures(args: QaRLConfig, datasets: tuple) -> Iterator[str]:
@@ -277,6 +293,7 @@ def check_arguments(
     if optimizers[0] is None:
         problems += problems_of_optimizer(args)
     problems += _problems_of_rewards(reward_funcs)
+    problems += _problems_of_trackers(args)
     problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
     if isinstance(model, nn.Module):
         problems += problems_of_masters(model, args, has_adapter)

@@ -222,7 +222,7 @@ def check_hub(config) -> Iterator[str]:
 def check_inherited(config) -> Iterator[str]:
     yield from refused_by_all(config)
     for name, why in MODEL_INIT_KWARGS_REFUSED.items():
-        if as_dict(config.model_init_kwargs).get(name) is not None:
+        if as_dict(config.model_init_kwargs).get(name) not in (None, False):
             yield f"model_init_kwargs[{name!r}] is not supported: {why}."
     reshaping = sorted(GENERATION_KWARGS_THAT_RESHAPE & as_dict(config.generation_kwargs).keys())
     if reshaping:

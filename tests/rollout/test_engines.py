@@ -1,10 +1,14 @@
+import re
+import shlex
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model
+from testing_utils import make_tiny_model, make_trainer
 from trl_qarl import export_checkpoint, load_engine, prepare_model
-from trl_qarl.rollout.server import cpu_environment
+from trl_qarl.rollout.server import cpu_environment, free_port
+from trl_qarl.scripts import vllm_serve
 
 
 def export(directory, scheme, dtype=torch.float32):
@@ -13,6 +17,20 @@ def export(directory, scheme, dtype=torch.float32):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prepare_model(model, scheme, scale_dtype=dtype)
     return model, export_checkpoint(model, directory / scheme, AutoTokenizer.from_pretrained(path), dtype)
+
+
+def test_a_trainer_without_its_server_names_the_command_that_starts_it(tmp_path):
+    pytest.importorskip("vllm", reason="TRL asks for it")
+    port = free_port()
+    options = {"scheme": "w4a16", "group_size": 64, "exclude_modules": ["o_proj"], "bf16": False}
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_port": port}
+    model = make_tiny_model(tmp_path)
+    with pytest.raises(ConnectionError, match="Connection refused") as error:
+        make_trainer(model, tmp_path / "out", **options, **server, vllm_server_timeout=0.1)
+    command = re.search(r"Start one with `trl-qarl vllm-serve ([^`]*)`", str(error.value))[1]
+    parsed = vars(vllm_serve.make_parser("vllm-serve").parse_args(shlex.split(command)))
+    expected = {"model": model, "port": port, "dtype": "float32", "max_lora_rank": None, "exclude_modules": ["o_proj"]}
+    assert parsed | expected | {"scheme": "w4a16", "group_size": 64} == parsed
 
 
 @pytest.mark.vllm

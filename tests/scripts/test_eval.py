@@ -3,11 +3,12 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from testing_utils import make_tiny_export, make_tiny_model
+from testing_utils import complete_greedily, make_tiny_export, make_tiny_model
 from trl_qarl import evaluation
 from trl_qarl.cli import main
+from trl_qarl.study.evals import eval_rows, read_evals
 
 
 @pytest.fixture(scope="module")
@@ -25,34 +26,40 @@ def write(path, rows):
     return str(path)
 
 
-def greedy(model, prompt, num_tokens=4):
-    """Greedy completion, token by token, without `generate`."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    model = AutoModelForCausalLM.from_pretrained(model)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    length = ids.shape[1]
-    for _ in range(num_tokens):
-        with torch.no_grad():
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-        if ids[0, -1] == tokenizer.eos_token_id:
-            break
-    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
-
-
 def test_a_local_file_is_evaluated_as_the_model_completes_it(export, masters, tmp_path, capsys):
     prompts = ["1 + 1 =", "a much longer prompt than the first:"]
-    rows = [{"prompt": prompts[0], "answer": greedy(export, prompts[0])}, {"prompt": prompts[1], "solution": "no"}]
-    options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--output", str(tmp_path / "r.json")]
+    rows = [
+        {"prompt": prompts[0], "answer": complete_greedily(export, prompts[0], 4)},
+        {"prompt": prompts[1], "solution": "no"},
+    ]
+    options = [
+        "--score",
+        "exact",
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        "4",
+        "--output",
+        str(tmp_path / "eval.json"),
+    ]
     main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options, "--compare", masters])
-    result = json.loads((tmp_path / "r.json").read_text())
+    result = json.loads((tmp_path / "eval.json").read_text())
     ours, theirs = result["results"]
     assert ours["scores"] == [1.0, 0.0] and ours["pass@1"] == 0.5
-    assert theirs["scores"] == [float(greedy(masters, prompts[0]).strip() == rows[0]["answer"].strip()), 0.0]
+    assert theirs["scores"] == [
+        float(complete_greedily(masters, prompts[0], 4).strip() == rows[0]["answer"].strip()),
+        0.0,
+    ]
     task = str(tmp_path / "p.jsonl")
     assert ours["task"] == theirs["task"] == task
     assert result["differences"][task]["mean"] == ours["pass@1"] - theirs["pass@1"]
     assert result["versions"]["torch"] == torch.__version__
     assert "pass@1 50.0% +- 50.0%, 2 problems" in capsys.readouterr().out
+    # What `trl-qarl report` reads.
+    (found,), notes = read_evals(tmp_path)
+    rows = eval_rows(found)
+    assert notes == [] and [row[1:3] for row in rows] == [["p.jsonl", "50.0% ±50.0%"], ["p.jsonl", rows[1][2]]]
+    assert rows[0][4:] == ["2", "1", "transformers, greedy"] and rows[0][3] != rows[1][3] == "-"
 
 
 def test_every_sample_has_a_seed_of_its_own_and_counts(masters):
@@ -146,7 +153,7 @@ def test_an_engine_completes_as_transformers_does(export, tmp_path, monkeypatch)
     for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         monkeypatch.setenv(name, value)
     prompt = "1 + 1 ="
-    rows = [{"prompt": prompt, "answer": greedy(export, prompt)}, {"prompt": prompt, "answer": "no"}]
+    rows = [{"prompt": prompt, "answer": complete_greedily(export, prompt, 4)}, {"prompt": prompt, "answer": "no"}]
     options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--max_model_len", "64", "--vllm"]
     output = tmp_path / "r.json"
     main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options, "--output", str(output)])

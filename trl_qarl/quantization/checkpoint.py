@@ -15,6 +15,7 @@ from torch import nn
 from .linear import QuantizedLinear
 from .names import base_modules, base_state_dict
 from .schemes import QuantScheme
+from .selection import stacked_experts
 from .swap import quantized_layers
 from .tensors import LowBitTensor
 
@@ -24,7 +25,6 @@ __all__ = [
     "iter_checkpoint_tensors",
     "quantization_config",
     "quantized_formats",
-    "stacked_experts",
 ]
 
 
@@ -101,8 +101,3 @@ def _targets(names: list[str], layers: Iterable[str]) -> list[str]:
 def has_stacked_experts(model: nn.Module) -> bool:
     """Whether a mixture-of-experts model keeps the matrices of all experts in one tensor, as transformers 5 does."""
     return bool(stacked_experts(model))
-
-
-def stacked_experts(model: nn.Module) -> list[nn.Parameter]:
-    """The tensors that [`has_stacked_experts`] speaks of."""
-    return [p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]

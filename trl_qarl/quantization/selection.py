@@ -1,4 +1,4 @@
-"""Which linear layers of a model are left alone."""
+"""Which layers of a model are left alone."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from .names import base_model
 
 
-__all__ = ["ROUTER_NAMES", "reasons_to_skip"]
+__all__ = ["ROUTER_NAMES", "reasons_to_skip", "stacked_experts"]
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 """Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
@@ -44,6 +44,11 @@ def reasons_to_skip(
         elif module.weight.numel() == 0:
             reasons[name] = "no weights"
     return reasons
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Tensors, by name, in which a mixture-of-experts model keeps the matrices of all experts, as transformers 5 does."""
+    return {name: p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
 
 
 def _excluded(linears: dict[str, nn.Linear], patterns: str | Sequence[str] | None) -> set[str]:

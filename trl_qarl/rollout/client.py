@@ -87,7 +87,9 @@ class _Session(LocalSession):
                 f"The vLLM server did not answer {url} within {waited:g} s. If it only needs longer, raise `{option}`."
             ) from error
         except requests.RequestException as error:
-            raise ServerLost(f"The vLLM server did not answer {url}: {error}") from error
+            # Without the three layers of names around it.
+            reason = getattr(error.args[0], "reason", error) if error.args else error
+            raise ServerLost(f"The vLLM server did not answer {url}: {reason}") from error
         if response.status_code not in expected:
             raise ServerLost(
                 f"{url} failed with status {response.status_code}: {_error_text(response)}", response.status_code
@@ -121,6 +123,8 @@ class QaRLClient(VLLMClient):
             The secret of a server that was started here.
         token_file (`str` or `Path`, *optional*):
             File with the secret. Defaults to the one the server names, which only a process of the same user can read.
+        start_command (`str`, *optional*):
+            What starts a server, for the error where none answers.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
@@ -140,14 +144,15 @@ class QaRLClient(VLLMClient):
         generation_timeout: float = 1800.0,
         token: str | None = None,
         token_file: str | Path | None = None,
+        start_command: str = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE",
     ):
         self._timeouts = request_timeout, generation_timeout
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
         except ServerLost as error:
             raise ConnectionError(
-                f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s: {error}). Start one with `trl-qarl "
-                "vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE`, or set `vllm_server_autostart=True`."
+                f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s: {error}). Start one with "
+                f"`{start_command}`, or set `vllm_server_autostart=True`."
             ) from error
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))

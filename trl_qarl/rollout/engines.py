@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import secrets
+import shlex
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from .server import ServerProcess, build_server_command, check_engine_runs, cpu_
 from .transfer_dir import default_transfer_dir, owned_prefix
 
 
-__all__ = ["load_engine", "make_engine", "server_process"]
+__all__ = ["load_engine", "make_engine", "server_process", "start_command"]
 
 
 def load_engine(export_dir: str | Path, **vllm_arguments):
@@ -109,6 +110,24 @@ def _in_process_engine(*, on_cpu: bool, **arguments):
         "worker_extension_cls": WORKER_EXTENSION,
     }
     return LLM(**(defaults | arguments))
+
+
+def start_command(args, model, dtype: torch.dtype) -> str:
+    """The command with which a user starts a server for a prepared `model` and a [`QaRLConfig`]."""
+    options = {
+        "model": model.name_or_path,
+        "scheme": args.scheme,
+        "group_size": args.group_size,
+        "exclude_modules": args.exclude_modules,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_lora_rank": lora_arguments(model).get("max_lora_rank"),
+        "port": None if args.vllm_server_base_url else args.vllm_server_port,
+    }
+    argv = ["trl-qarl", "vllm-serve"]
+    for name, value in options.items():
+        if value:
+            argv += [f"--{name}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return shlex.join(argv)
 
 
 def server_process(args, model, dtype: torch.dtype) -> ServerProcess:

@@ -65,6 +65,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             Seconds that a server has to answer, and to generate.
         token_file (`str`, *optional*):
             File with the secret of a server that was started otherwise.
+        start_command (`str`, *optional*):
+            What starts a server, for the error where none answers.
 
     All other arguments are those of the parent class.
 
@@ -86,6 +88,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         request_timeout: float = 300.0,
         generation_timeout: float = 1800.0,
         token_file: str | None = None,
+        start_command: str = "trl-qarl vllm-serve",
         **kwargs,
     ):
         self.dtype = dtype
@@ -94,6 +97,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.request_timeout = request_timeout
         self.generation_timeout = generation_timeout
         self.token_file = token_file
+        self.start_command = start_command
         self.publication: dict[str, float] = {}
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
@@ -123,6 +127,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self.generation_timeout,
             token=None if self.server is None else self.server.token,
             token_file=self.token_file,
+            start_command=self.start_command,
         )
         transport = FileTransport(self.vllm_client)
         if transport.describe()["backend"] == NCCL_BACKEND:

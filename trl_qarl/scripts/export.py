@@ -71,7 +71,7 @@ def main(args: Namespace) -> int:
     from ..quantization.cards import TrainingFacts
     from ..quantization.export import export_checkpoint
     from ..quantization.schemes import get_scheme
-    from ..quantization.serving import folder_size, serve_command
+    from ..quantization.serving import folder_size, serve_command, serve_words
     from ..quantization.swap import prepare_model
     from ..resume import SCHEME_FILE
 
@@ -131,7 +131,7 @@ def main(args: Namespace) -> int:
         title = repo_id and repo_id.rpartition("/")[2]
         card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
         folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card)
-    print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). To serve it: {serve_command(folder)}")
+    print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). {serve_words(serve_command(folder))}")
     if repo_id is not None:
         upload = hub.policy_upload(repo_id, folder)
         try:

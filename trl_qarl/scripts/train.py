@@ -132,7 +132,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     from ..hub import PushFailed, exports_policy
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.checkpoint import has_stacked_experts
-    from ..quantization.serving import folder_size, serve_command
+    from ..quantization.serving import folder_size, serve_command, serve_words
 
     with configuration_errors():
         if not model_args.model_name_or_path:
@@ -195,8 +195,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         if not pushes_policy:
             trainer.export_model(dataset_name=script_args.dataset_name)
         print(
-            f"Policy ({training_args.scheme}) exported to {export_dir} ({folder_size(export_dir)}). To serve it: "
-            f"{serve_command(export_dir)}"
+            f"Policy ({training_args.scheme}) exported to {export_dir} ({folder_size(export_dir)}). "
+            f"{serve_words(serve_command(export_dir))}"
         )
     if failure is not None:
         print(f"trl-qarl: error: Training is complete, but not its push.\n{failure}", file=sys.stderr)

@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 from ..quantization.schemes import SCHEMES
+from .evals import HEADER, eval_rows
 from .figures import Figure
 from .html import POLICY, STYLE, bullets, details, table
 from .runs import Run, printable
@@ -52,6 +53,9 @@ def make_page(groups: list[Group], figures: list[Figure], notes: list[str], refr
     summaries = summarize(groups)
     lines = legend(groups)
     sections = [("Verdict", [*_warnings(groups), *make_verdict(groups, summaries)])]
+    scores = [[run.name, *row] for run in runs for result in run.evals for row in eval_rows(result)]
+    if scores:
+        sections.append(("Evaluation", _evaluation(scores, len(runs))))
     distributions = [figure for figure in figures if "ratio" in figure.name or "weight" in figure.name]
     for figure in figures:
         if figure not in distributions and figure.name != "time":
@@ -148,6 +152,17 @@ def _warnings(groups: list[Group]) -> list[str]:
     if len(rewards) > 1:
         parts.append(f"These runs are trained for {len(rewards)} different rewards: {', '.join(rewards)}. {shown}")
     return [f'<p class="warn">{escape(part)}</p>' for part in parts]
+
+
+def _evaluation(scores: list[list[str]], num_runs: int) -> list[str]:
+    """Results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences where there are none."""
+    header = ["run", *HEADER]
+    kept = [i for i in range(len(header)) if (i > 0 or num_runs > 1) and any(row[i] != "-" for row in scores)]
+    note = "By trl-qarl eval. pass@1 is the share of right completions, ± its standard error over the problems."
+    if header.index("difference") in kept:
+        note += " A difference is from the model that was evaluated beside this one, on the same problems."
+    rows = [[row[i] for i in kept] for row in scores]
+    return [table([header[i] for i in kept], rows), f'<p class="note">{note}</p>']
 
 
 def _panels(figure: Figure) -> list[str]:

@@ -2,8 +2,8 @@
 What training runs wrote, read for comparison: metrics, distributions, configuration, evaluation.
 
 A run's directory holds `run.json` (its configuration), `metrics.jsonl` (a row per log event), and perhaps
-`distributions.jsonl` and `evaluation.json`. Runs that were killed leave incomplete lines, resumed ones log some steps
-twice: what can be read is used, and everything else becomes a note of the run.
+`distributions.jsonl`, `evaluation.json` and results of `trl-qarl eval`. Runs that were killed leave incomplete lines,
+resumed ones log some steps twice: what can be read is used, and everything else becomes a note of the run.
 """
 
 import itertools
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..telemetry.run_files import DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
+from .evals import read_evals
 
 
 __all__ = ["EVERY_BATCH", "Run", "find_holes", "is_evaluation", "label_parts", "printable", "read_run", "read_runs"]
@@ -36,6 +37,7 @@ class Run:
     distributions: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, dict[str, int]] = field(default_factory=dict)
     worst: list[dict[str, Any]] = field(default_factory=list)
+    evals: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     path: Path = Path()
     times: tuple[float, float] | None = None
@@ -191,6 +193,8 @@ def read_run(path: str | Path) -> Run:
         if not is_evaluation(run.evaluation):
             run.evaluation = {}
             run.notes.append("evaluation.json has another form than {name: {correct, total}} and is not used.")
+    run.evals, notes = read_evals(path)
+    run.notes += notes
     return run
 
 

@@ -57,6 +57,14 @@ def test_architecture_lists_folders_in_the_order_of_imports():
     assert [(a, b) for a, imported in graph.items() for b in imported if position[a] < position[b]] == []
 
 
+def test_tests_that_the_documentation_names_are_there():
+    code = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    there = set(re.findall(r"^ *def (test_\w+)\(", code, re.MULTILINE))
+    for page in PAGES:
+        named = re.findall(r"`(test_\w+)`", page.read_text())
+        assert [name for name in named if name not in there] == [], page.name
+
+
 def test_tables_of_options_are_those_of_the_code():
     fill = runpy.run_path(str(ROOT / "docs/tables.py"))["fill"]
     page = (ROOT / "docs/options.md").read_text()

@@ -6,7 +6,6 @@ Problems come from a JSON Lines file, or from a benchmark ([`~trl_qarl.harness`]
 """
 
 import json
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -202,6 +201,8 @@ def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: di
     """
     from huggingface_hub import EvalResult, ModelCard
 
+    from .quantization.cards import put_evaluation
+
     path = Path(folder, "README.md")
     if not path.is_file():
         return False
@@ -225,9 +226,7 @@ def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: di
         options = result.metric_args or {}
         value = format_score(result.metric_value / 100, options.get("standard_error"))
         lines.append(f"| {name} | {value} | {options.get('samples', '')} | {options.get('temperature', '')} |")
-    others = re.sub(r"\n## Evaluation\n.*?(?=\n## |\Z)", "", card.text.rstrip(), flags=re.DOTALL)
-    before, training, after = others.partition("\n## Training\n")
-    card.text = "\n".join([before.rstrip(), "", *lines, training + after, ""])
+    put_evaluation(card, "\n".join(lines))
     card.save(path)
     return True
 

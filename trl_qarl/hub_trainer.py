@@ -1,7 +1,6 @@
 """What the trainer adds to TRL's model cards and to transformers' pushes: the policy that was trained is the low-bit one."""
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ class HubTrainer(GRPOTrainer):
     export_dir: Path
     swap_report: SwapReport
     _scale_dtype: torch.dtype
+    # What a card was told last: cards that later saves write are told nothing.
+    _card_arguments: dict[str, Any] = {}
 
     def _scheme_record(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -39,27 +40,33 @@ class HubTrainer(GRPOTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Says that these are masters or an adapter, and how to get the policy that was trained."""
+        """
+        Says that these are masters or an adapter, and how to get the policy that was trained. Cards that are written
+        later say what this one was given.
+        """
+        self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.is_world_process_zero():
-            tags = {tags} if isinstance(tags, str) else set(tags or ())
-            card = self._weights_card(model_name, dataset_name, tags)
-            card.save(Path(self.args.output_dir) / "README.md")
+            self._weights_card().save(Path(self.args.output_dir) / "README.md")
 
-    def _weights_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Iterable[str] = ()):
-        title = model_name or Path(self.args.output_dir).name
+    def _remember(self, **given) -> None:
+        self._card_arguments = self._card_arguments | {name: value for name, value in given.items() if value}
+
+    def _weights_card(self):
+        title = self._card_arguments.get("model_name") or Path(self.args.output_dir).name
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
-        facts = self._training_facts(dataset_name, tags)
+        facts = self._training_facts()
         make_card = adapter_card if is_peft_model(self.model) else masters_card
         return make_card(title, self.model.name_or_path, masters, facts, policy)
 
-    def _training_facts(self, dataset_name: str | None = None, tags: Iterable[str] = ()) -> TrainingFacts:
-        args = self.args
+    def _training_facts(self) -> TrainingFacts:
+        args, tags = self.args, self._card_arguments.get("tags", ())
+        tags = [tags] if isinstance(tags, str) else tags
         settings = {"objective": args.objective, **self._scheme_record(), "temperature": args.temperature}
         return TrainingFacts(
             {name: value for name, value in settings.items() if value is not None},
             self.state.log_history,
             str(self.swap_report),
-            dataset_name,
+            self._card_arguments.get("dataset_name"),
             frozenset({*tags, *self._tag_names, *(getattr(self.model, "model_tags", None) or ())}),
         )
 
@@ -86,10 +93,10 @@ class HubTrainer(GRPOTrainer):
         Returns:
             The folder.
         """
+        self._remember(dataset_name=dataset_name, tags=tags)
         folder = Path(output_dir or self.export_dir)
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
-        facts = self._training_facts(dataset_name, [tags] if isinstance(tags, str) else tags or ())
-        card = {"facts": facts, "title": model_name, "hub_model_id": policy, "masters": masters}
+        card = {"facts": self._training_facts(), "title": model_name, "hub_model_id": policy, "masters": masters}
         return export_checkpoint(self.model, folder, self.processing_class, self._scale_dtype, card=card)
 
     @override

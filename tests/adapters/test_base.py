@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -122,6 +124,19 @@ def test_a_fingerprint_tells_bases_and_schemes_apart_and_not_adapters():
 def test_an_adapter_without_a_record_is_warned_of(tmp_path, caplog):
     check_record(tmp_path, {"scheme": "w4a16"})
     assert "whether its adapter fits this base and scheme is not known" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("base", "f" * 16), ("scheme", "w8a16"), ("group_size", 64), ("scale_dtype", "bfloat16")]
+)
+def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path, name, value):
+    record = {"scheme": "w4a16", "group_size": 128, "scale_dtype": "float32", "base": "0" * 16}
+    (tmp_path / "qarl.json").write_text(json.dumps(record))
+    check_record(tmp_path, record)
+    with pytest.raises(
+        ValueError, match=rf"beside another low-bit base \({name}={record[name]!r} there, {value!r} here\)"
+    ):
+        check_record(tmp_path, record | {name: value})
 
 
 def test_an_adapter_is_loaded_on_the_base_that_it_names(tmp_path):

@@ -3,6 +3,7 @@ import math
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,55 +27,85 @@ def launch_two(script: str, tmp_path, results: str, *arguments: str, environment
     return [json.loads((output_dir / f"{results}{rank}.json").read_text()) for rank in range(2)]
 
 
-def train_on_two_processes(tmp_path, environment=None, **options) -> list[dict]:
-    """Train with `train_ddp.py` and return what each rank wrote; both must have trained the same weights."""
-    ranks = launch_two("train_ddp.py", tmp_path, "rank", json.dumps(options), environment=environment)
-    assert ranks[0]["digest"] == ranks[1]["digest"]
-    return ranks
+def train_on_two_processes(tmp_path, environment=None, **runs) -> dict[str, list[dict]]:
+    """Train with `train_ddp.py`, once with each set of options, and return what each rank wrote of it."""
+    ranks = launch_two("train_ddp.py", tmp_path, "rank", json.dumps(runs), environment=environment)
+    return {name: [rank[name] for rank in ranks] for name in runs}
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_processes_train_the_same_masters_and_log_global_metrics(tmp_path):
-    ranks = train_on_two_processes(tmp_path)
-    rows = [row for row in ranks[0]["rows"] if "loss" in row]
-    assert len(rows) == 4
-    for row in rows:
-        assert math.isfinite(row["loss"]) and 0 <= row["quant/code_flip_rate"] <= 1
-    assert rows[0]["tbpo/ratio/min"] <= rows[0]["tbpo/ratio/mean"] <= rows[0]["tbpo/ratio/max"]
-    assert math.isfinite(rows[0]["mismatch/abs_logp_mean"])
-    logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in logged if "loss" in row] == [1, 2, 3, 4]
-    histograms = [json.loads(line) for line in (tmp_path / "out" / "distributions.jsonl").read_text().splitlines()]
-    # Ratio and weight, of tokens and of sequences, for both signs of the advantage.
-    assert len(histograms) == 4 * 8
-    counted = [sum(row["counts"]) for row in histograms if row["name"] == "ratio"]
-    # Two processes with two sequences each, of which only one with an advantage of 0 is not counted.
-    assert [sum(counted[i : i + 2]) for i in range(0, 8, 2)] == [4, 4, 4, 4]
+# Of the three updates after the checkpoint, the first has completions that were saved in it.
+RESUMING = {"save_strategy": "steps", "save_steps": 1, "resume": "checkpoint-1"}
+LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_processes_train_one_adapter_and_one_of_them_pushes_it(tmp_path):
-    pytest.importorskip("peft")
-    lora = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Trainings on two processes, one after the other; their folder, what each rank wrote, and what they pushed."""
+    tmp_path = tmp_path_factory.mktemp("ddp")
+    runs = {"masters": RESUMING}
+    if find_spec("peft"):
+        pushing = {"hub_model_id": "someone/policy", "hub_export": "both"}
+        # Where the low-bit codes follow the adapter, they have to move.
+        merged = {"lora_mode": "merged", "learning_rate": 1e-2, "optim": "adamw_torch"}
+        runs["adapter"] = {"lora": LORA} | pushing | RESUMING
+        runs["merged"] = {"lora": LORA} | merged | RESUMING
     with StandInHub(tmp_path / "hub") as hub:
-        ranks = train_on_two_processes(
-            tmp_path,
-            hub_environment(hub, tmp_path / "home"),
-            lora=lora,
-            hub_model_id="someone/policy",
-            hub_export="both",
-            save_strategy="no",
-        )
-        assert all(all(rank["moved"]) and len(rank["moved"]) == 2 * 2 * 7 for rank in ranks)
+        ranks = train_on_two_processes(tmp_path, hub_environment(hub, tmp_path / "home"), **runs)
+        yield tmp_path / "out", ranks, hub
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.xdist_group("ddp")
+class TestTwoProcesses:
+    def test_they_log_global_metrics(self, trained):
+        folder, ranks, _ = trained
+        rows = [row for row in ranks["masters"][0]["rows"] if "loss" in row]
+        assert len(rows) == 4
+        for row in rows:
+            assert math.isfinite(row["loss"]) and 0 <= row["quant/code_flip_rate"] <= 1
+        assert rows[0]["tbpo/ratio/min"] <= rows[0]["tbpo/ratio/mean"] <= rows[0]["tbpo/ratio/max"]
+        assert math.isfinite(rows[0]["mismatch/abs_logp_mean"])
+        metrics, distributions = (folder / "masters" / f"{name}.jsonl" for name in ("metrics", "distributions"))
+        logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+        assert [row["step"] for row in logged if "loss" in row] == [1, 2, 3, 4]
+        histograms = [json.loads(line) for line in distributions.read_text().splitlines()]
+        # Ratio and weight, of tokens and of sequences, for both signs of the advantage.
+        assert len(histograms) == 4 * 8
+        counted = [sum(row["counts"]) for row in histograms if row["name"] == "ratio"]
+        # Two processes with two sequences each, of which only one with an advantage of 0 is not counted.
+        assert [sum(counted[i : i + 2]) for i in range(0, 8, 2)] == [4, 4, 4, 4]
+
+    @pytest.mark.parametrize("mode", ["masters", "adapter", "merged"])
+    def test_they_train_the_same_weights(self, trained, mode):
+        _, ranks, _ = trained
+        ours, theirs = ranks.get(mode) or pytest.skip("needs peft")
+        assert ours["digest"] == theirs["digest"]
+        if mode != "masters":
+            assert all(ours["moved"]) and len(ours["moved"]) == 2 * 2 * 7
+            rates = [row["quant/code_flip_rate"] for row in ours["rows"] if "quant/code_flip_rate" in row]
+            assert max(rates) > 0 if mode == "merged" else not rates
+
+    @pytest.mark.parametrize("mode", ["masters", "adapter", "merged"])
+    def test_they_go_on_from_a_checkpoint_as_if_they_had_not_ended(self, trained, mode):
+        _, ranks, _ = trained
+        for rank in ranks.get(mode) or pytest.skip("needs peft"):
+            assert rank["resumed_digest"] == rank["digest"] != rank["digest_before_resuming"]
+            whole, resumed = (
+                [row["reward"] for row in rank[of] if "reward" in row] for of in ("rows", "resumed_rows")
+            )
+            assert len(whole) == 2 and resumed == whole
+
+    def test_one_of_them_pushes(self, trained):
+        pytest.importorskip("peft")
+        folder, _, hub = trained
         assert [len(repo.commits) for repo in hub.repos.values()] == [2, 2], "an empty one, and what was pushed"
         pushed = hub.files("someone/policy")
         assert sum("/commit/" in request for request in hub.requests) == 2
-    local = tmp_path / "out" / "w4a16"
-    names = {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()}
-    assert names == pushed.keys() - {".gitattributes"} and "adapter/adapter_model.safetensors" in names
-    assert all((local / name).read_bytes() == pushed[name] for name in names)
+        local = folder / "adapter" / "w4a16"
+        names = {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()}
+        assert names == pushed.keys() - {".gitattributes"} and "adapter/adapter_model.safetensors" in names
+        assert all((local / name).read_bytes() == pushed[name] for name in names)
 
 
 @pytest.mark.distributed
@@ -82,15 +113,16 @@ def test_two_processes_train_one_adapter_and_one_of_them_pushes_it(tmp_path):
 @pytest.mark.vllm
 def test_two_processes_share_one_server(tmp_path):
     pytest.importorskip("vllm")
-    ranks = train_on_two_processes(
-        tmp_path,
-        bf16=False,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_autostart=True,
-        vllm_server_port=free_port(),
-        vllm_max_model_length=128,
-    )
+    options = {
+        "bf16": False,
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_autostart": True,
+        "vllm_server_port": free_port(),
+        "vllm_max_model_length": 128,
+    }
+    ranks = train_on_two_processes(tmp_path, server=options)["server"]
+    assert ranks[0]["digest"] == ranks[1]["digest"]
     rows = [row for row in ranks[0]["rows"] if "rollout/weight_version" in row]
     assert [row["rollout/weight_version"] for row in rows] == [0, 2]
     assert max(row["mismatch/abs_logp_max"] for row in rows) < 1e-5

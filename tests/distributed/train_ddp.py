@@ -1,4 +1,7 @@
-"""A few steps of QaRL under DDP; each rank writes the digest of what it trained and the logged rows. Run by test_ddp.py."""
+"""
+A few steps of QaRL under DDP, for each of some sets of options. Each rank writes the digest of what it trained and the logged rows;
+with an option `resume`, the name of a checkpoint, also those of a new trainer that went on from there. Run by test_ddp.py.
+"""
 
 import hashlib
 import json
@@ -11,24 +14,46 @@ from datasets import Dataset
 from testing_utils import make_trainer
 
 
-model, output_dir, options = sys.argv[1:]
-prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
-options = {"per_device_train_batch_size": 2} | json.loads(options)
-peft_config = None
-if lora := options.pop("lora", None):
-    from peft import LoraConfig
+def make(model, folder, options):
+    peft_config = None
+    options = {"per_device_train_batch_size": 2} | options
+    if lora := options.pop("lora", None):
+        from peft import LoraConfig
 
-    peft_config = LoraConfig(**lora)
-trainer = make_trainer(model, output_dir, train_dataset=prompts, peft_config=peft_config, **options)
-trained = [p for p in trainer.accelerator.unwrap_model(trainer.model).parameters() if p.requires_grad]
-before = [parameter.detach().clone() for parameter in trained]
-trainer.train()
-digest = hashlib.sha256()
-for parameter in trained:
-    digest.update(parameter.detach().numpy().tobytes())
-if "hub_model_id" in options:
-    trainer.push_to_hub()
-rank = PartialState().process_index
-with open(f"{output_dir}/rank{rank}.json", "w") as file:
-    moved = [not torch.equal(*pair) for pair in zip(before, trained, strict=True)]
-    json.dump({"digest": digest.hexdigest(), "moved": moved, "rows": trainer.state.log_history}, file)
+        peft_config = LoraConfig(**lora)
+    prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+    return make_trainer(model, folder, train_dataset=prompts, peft_config=peft_config, **options)
+
+
+def trained_weights(trainer):
+    return [p for p in trainer.accelerator.unwrap_model(trainer.model).parameters() if p.requires_grad]
+
+
+def digest_of(trainer):
+    digest = hashlib.sha256()
+    for parameter in trained_weights(trainer):
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run(model, folder, options):
+    checkpoint = options.pop("resume", None)
+    trainer = make(model, folder, options)
+    before = [parameter.detach().clone() for parameter in trained_weights(trainer)]
+    trainer.train()
+    moved = [not torch.equal(*pair) for pair in zip(before, trained_weights(trainer), strict=True)]
+    written = {"digest": digest_of(trainer), "moved": moved, "rows": trainer.state.log_history}
+    if "hub_model_id" in options:
+        trainer.push_to_hub()
+    if checkpoint is not None:
+        resumed = make(model, f"{folder}/resumed", options)
+        written["digest_before_resuming"] = digest_of(resumed)
+        resumed.train(resume_from_checkpoint=f"{folder}/{checkpoint}")
+        written |= {"resumed_digest": digest_of(resumed), "resumed_rows": resumed.state.log_history}
+    return written
+
+
+model, output_dir, runs = sys.argv[1:]
+written = {name: run(model, f"{output_dir}/{name}", options) for name, options in json.loads(runs).items()}
+with open(f"{output_dir}/rank{PartialState().process_index}.json", "w") as file:
+    json.dump(written, file)

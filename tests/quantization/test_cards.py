@@ -1,14 +1,17 @@
 """What the README of masters and of an export says."""
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
 from trl_qarl.cli import main
+from trl_qarl.evaluation import add_to_card
 from trl_qarl.hub import cache_card
 from trl_qarl.quantization.cards import TrainingFacts, export_card, save_export_card, summarize
 from trl_qarl.quantization.serving import serve_command, serve_words
@@ -42,6 +45,8 @@ def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tm
     trainer.model.name_or_path, trainer.hub_model_id = "org/base", "me/policy"
     trainer.create_model_card(model_name="policy", dataset_name="org/data", tags="mine")
     text = (tmp_path / "run" / "README.md").read_text()
+    trainer.save_model()
+    assert (tmp_path / "run" / "README.md").read_text() == text, "a save that is told nothing"
     data = front_matter(text)
     assert (data["base_model"], data["datasets"]) == ("org/base", "org/data")
     assert {"trl", "qarl", "mine"} <= set(data["tags"])
@@ -125,6 +130,45 @@ def test_card_shows_a_picture_of_the_rewards_where_there_are_some(tmp_path):
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     save_export_card(tmp_path, TrainingFacts(history=HISTORY[:1]), **about)
     assert "reward.png" not in (tmp_path / "README.md").read_text() and not (tmp_path / "reward.png").exists()
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_scores_in_the_card_of_an_export_stay_as_long_as_its_policy(tiny_model, tmp_path, monkeypatch, has_adapter):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    if has_adapter:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    prepare_model(model, "w4a16")
+    saved, save = [], ModelCard.save
+
+    def count(card, path, *args, **kwargs):
+        saved.append(Path(path).parent)
+        save(card, path, *args, **kwargs)
+
+    def read():
+        text = (tmp_path / "README.md").read_text()
+        return text, front_matter(text).get("model-index")
+
+    monkeypatch.setattr(ModelCard, "save", count)
+    export_checkpoint(model, tmp_path)
+    # PEFT writes one beside the adapter.
+    assert [folder.name for folder in saved if folder.name != "adapter"] == [".partial"]
+    monkeypatch.undo()
+    settings = {"samples": 1, "temperature": 0.0}
+    assert add_to_card(tmp_path, [{"task": "sums", "pass@1": 0.25, "standard_error": 0.05}], settings)
+    text, scores = read()
+    assert "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in text and scores[0]["results"][0]["metrics"][0]["value"] == 25.0
+    export_checkpoint(model, tmp_path, card={"title": "new", "facts": TrainingFacts(history=HISTORY[:1])})
+    text, kept = read()
+    assert text.count("## Evaluation\n") == 1 and "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in text and "# new\n" in text
+    assert text.index("## Results") < text.index("## Evaluation") < text.index("## Training")
+    assert kept[0]["results"] == scores[0]["results"]
+    name = "lora_B" if has_adapter else "norm"
+    next(p for n, p in model.named_parameters() if name in n).data.mul_(2)
+    export_checkpoint(model, tmp_path)
+    text, scores = read()
+    assert "## Evaluation" not in text and scores is None
 
 
 def test_serving_an_export_for_training_names_the_command_that_serves_it(tiny_model, tmp_path, capsys):

@@ -322,6 +322,9 @@ def test_an_adapter_inside_the_low_bit_weights_is_trained_resumed_and_pushed_wit
     files = push_export(resumed, hub)
     assert "model.safetensors" in files and not any(name.startswith("adapter") for name in files)
 
+    with pytest.raises(ValueError, match="the engine was started without LoRA. Start it with `--max_lora_rank 8`"):
+        make_trainer(peft_config=config)
+
 
 def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):
     from trl_qarl.rollout import generation

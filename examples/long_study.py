@@ -237,9 +237,7 @@ def grow_cache_in_place() -> None:
     DynamicLayer.update = update
 
 
-def inject_errors(
-    model, share: float, seed: int, length: int = 8, last_start: int = 90, known: bool = False
-) -> None:
+def inject_errors(model, share: float, seed: int, length: int = 8, last_start: int = 90, known: bool = False) -> None:
     """
     A faulty engine: in `share` of the completions, `length` tokens from a random place on, at most `last_start`, are
     drawn uniformly from the characters. The sampling log-probs stay those of the policy, to which such tokens are

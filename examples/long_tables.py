@@ -3,9 +3,10 @@ The tables of docs/study.md, from the directories that `trl-qarl compare` has fi
 
     python examples/long_tables.py --collect outputs/long outputs/long_variants --output docs/study.json
     python examples/long_tables.py docs/study.json
+    python examples/long_tables.py docs/study.json --fill docs/study.md
 
 The first keeps what the page and its pictures need of every cell, the second prints Markdown: means over the seeds with 95 %
-intervals, what the telemetry saw, and which differences exceed the noise between seeds.
+intervals, what the telemetry saw, and which differences exceed the noise between seeds. The third renews the tables of the page.
 
     python examples/long_tables.py --bands DIR
 
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--bands", action="store_true")
     parser.add_argument("--collect", action="store_true")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--fill", type=Path)
     args = parser.parse_args()
     if args.bands:
         for directory in args.paths:
@@ -81,7 +83,11 @@ def main() -> None:
         args.output.write_text("[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n")
     else:
         (path,) = args.paths
-        print("\n\n".join(tables(json.loads(path.read_text()))))
+        cells = json.loads(path.read_text())
+        if args.fill:
+            args.fill.write_text(fill(args.fill.read_text(), cells))
+        else:
+            print("\n\n".join(f"### {study}: {kind}\n\n{table}" for (study, kind), table in tables(cells).items()))
 
 
 def collect(directory: Path) -> list[Cell]:
@@ -136,15 +142,26 @@ def group_cells(cells: Sequence[Cell]) -> dict[tuple[str, str, str, str], list[C
     return groups
 
 
-def tables(cells: Sequence[Cell]) -> list[str]:
-    """For each study, what its groups end at and how they behaved, in Markdown."""
-    pages = []
+def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
+    """For each study what its groups end at, how they behaved, and how they differ, in Markdown."""
+    found = {}
     for study in dict.fromkeys(cell["study"] for cell in cells):
         groups = {name[1:]: members for name, members in sorted(group_cells(cells).items()) if name[0] == study}
-        pages += [f"### {study}", "\n".join(ends_table(groups))]
-        pages += ["\n".join(quarters_table(groups, columns)) for columns in (BEHAVIOUR, MISMATCH)]
-        pages.append("\n".join(differences_table(groups)))
-    return pages
+        found[study, "ends"] = ends_table(groups)
+        found[study, "behaviour"] = quarters_table(groups, BEHAVIOUR)
+        found[study, "mismatch"] = quarters_table(groups, MISMATCH)
+        found[study, "differences"] = differences_table(groups)
+    return {name: "\n".join(lines) for name, lines in found.items()}
+
+
+def fill(page: str, cells: Sequence[Cell]) -> str:
+    """`page` with its tables renewed: what is between `<!-- STUDY: KIND -->` and `<!-- end -->`."""
+    for (study, kind), table in tables(cells).items():
+        start = f"<!-- {study}: {kind} -->\n"
+        before, found, rest = page.partition(start)
+        if found:
+            page = before + start + table + "\n" + rest[rest.index("<!-- end -->") :]
+    return page
 
 
 def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:

@@ -217,7 +217,9 @@ def test_a_server_made_for_another_learner_is_refused_at_start(make_trainer, arg
 
 def test_no_server_says_how_to_start_one(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ConnectionError, match="vllm-serve --model .*llama --scheme w4a16 --dtype float32`.*vllm_server_autostart=True"):
+    with pytest.raises(
+        ConnectionError, match="vllm-serve --model .*llama --scheme w4a16 --dtype float32`.*vllm_server_autostart=True"
+    ):
         make_vllm_trainer(tmp_path, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=1)
 
 

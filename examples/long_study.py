@@ -86,7 +86,7 @@ def train(args: Namespace) -> None:
         trainer.train()
         # So that a report does not take runs with and without errors for the same.
         record = args.output_dir / "run.json"
-        errors = {"error_share": args.error_share, "errors_known": args.errors_known}
+        errors = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
         record.write_text(json.dumps(json.loads(record.read_text()) | errors, indent=2))
         trainer.save_model(args.output_dir / "masters")
     # The policy is scored without a fault of its engine.

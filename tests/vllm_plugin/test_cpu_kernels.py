@@ -52,3 +52,19 @@ def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dt
         exact = x.double() @ low_bit.dequantize(torch.float64).t() + bias
         error = (apply(x, bias).double() - exact).norm() / exact.norm()
         assert error < (2e-2 if name == "w8a8" else 5e-3)
+
+
+def test_any_engine_serves_an_export_in_float32_and_no_other_layout():
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.scalar_type import scalar_types
+
+    from trl_qarl.vllm_plugin.cpu_kernels import QaRLWeightOnlyKernel
+
+    config = MPLinearLayerConfig((128, 64), (128, 64), scalar_types.uint4b8, torch.float32, 32, False)
+    # vLLM's own kernel claims it and fails at the first request.
+    assert QaRLWeightOnlyKernel.can_implement(config) == (True, None)
+    for name, layer in (("qweight", nn.Module()), ("weight_packed", nn.Module())):
+        if name == "weight_packed":
+            layer.weight_g_idx = torch.arange(128)
+        with pytest.raises(ValueError, match=r"pack-quantized compressed-tensors .*--dtype bfloat16"):
+            QaRLWeightOnlyKernel(config, name, "weight_scale").process_weights_after_loading(layer)

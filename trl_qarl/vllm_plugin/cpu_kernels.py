@@ -8,7 +8,8 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
 | not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.kernels`]) |
 
-They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. Calling
+They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first row
+is for any engine, as vLLM has nothing there: it serves an export in float32. Calling
 [`~trl_qarl.quantization.gemm.low_bit_linear`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and
 learner the same arithmetic; the tensors are used as they arrive, so a reload has no layout to get wrong. A layer has
 one kernel, whatever the number of rows: prefill and decode of the engine give the same bits.
@@ -74,8 +75,6 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        if not _is_our_engine():
-            return False, "weights do not come from trl_qarl"
         if c.weight_type not in (scalar_types.uint4b8, scalar_types.uint8b128) or c.zero_points:
             return False, f"weight type {c.weight_type} is not symmetric INT4 or INT8"
         if (
@@ -88,7 +87,13 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack; a weight-only product reads the checkpoint's layout."""
+        """Nothing to repack; a weight-only product reads the checkpoint's layout, which has to be compressed-tensors'."""
+        if self.w_q_name != "weight_packed" or getattr(layer, "weight_g_idx", None) is not None:
+            raise ValueError(
+                f"vLLM has no kernel on this CPU for {self.config.weight_type} weights with {self.config.act_type} "
+                "activations, and that of trl_qarl reads pack-quantized compressed-tensors checkpoints without "
+                "activation reordering only. Serve the checkpoint with `--dtype bfloat16`."
+            )
         self._low_bit = None
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -98,7 +98,7 @@ def collect(directory: Path) -> list[Cell]:
             continue
         run = read_run(path)
         steps = int(run.config["max_steps"])
-        series = {metric: run.values(metric) for metric in METRICS} | count_tails(path)
+        series = {metric: run.values(metric) for metric in METRICS} | count_tails(run.distributions)
         course = {metric: average_batches(values, steps) for metric, values in series.items() if values}
         settings = json.loads((path / "cell.json").read_text())["cell"]
         scores = {name: 100 * score["correct"] / score["total"] for name, score in run.evaluation.items()}
@@ -115,10 +115,8 @@ def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
     return batches
 
 
-def count_tails(directory: Path) -> dict[str, dict[int, float]]:
+def count_tails(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
     """Shares of tokens that are over e times, and under 1/e, as probable to the learner as to the sampler, by update."""
-    path = directory / DISTRIBUTIONS_FILE
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     totals: dict[int, list[int]] = {}
     for row in rows:
         if row["name"] == "token_mismatch_weight":

@@ -261,13 +261,10 @@ def test_python_of_the_documentation_compiles(page):
 def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monkeypatch):
     for package in ("vllm", "math_verify"):
         pytest.importorskip(package)
-    from testing_utils import make_tiny_model
+    from testing_utils import make_tiny_model, set_engine_environment
     from trl_qarl.quantization.export import is_export
-    from trl_qarl.rollout.server import cpu_environment
 
-    # Set here, so that the test's end takes back what the engine sets.
-    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-        monkeypatch.setenv(name, value)
+    set_engine_environment(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (row,) = [{"prompt": [{"role": "user", "content": "What is 1/2?"}], "solution": "$0.5$"}]
     (tmp_path / "train.jsonl").write_text(8 * (json.dumps(row) + "\n"))

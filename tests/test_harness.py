@@ -5,7 +5,7 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
-from testing_utils import complete_greedily, make_tiny_export, make_tiny_model
+from testing_utils import complete_greedily, make_tiny_export, make_tiny_model, set_engine_environment
 from trl_qarl.cli import main
 
 
@@ -78,11 +78,8 @@ def test_the_harness_scores_what_the_exported_policy_completes(export, masters, 
 @pytest.mark.slow
 def test_the_harness_scores_what_an_engine_completes(export, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    from trl_qarl.rollout.server import cpu_environment
 
-    # Set here, so that the test's end takes back what the engine sets.
-    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-        monkeypatch.setenv(name, value)
+    set_engine_environment(monkeypatch)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     question = "1 + 1 ="
     answer = complete_greedily(export, question, 6)

@@ -124,6 +124,14 @@ def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
 
 
+def set_engine_environment(patch) -> None:
+    """What vLLM in this process needs and would set itself, by a monkeypatch, so that the test's end takes it back."""
+    from trl_qarl.rollout.server import cpu_environment
+
+    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        patch.setenv(name, value)
+
+
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
     """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset` reads."""
     path = Path(directory) / "dataset"

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model, make_trainer
+from testing_utils import make_tiny_model, make_trainer, set_engine_environment
 from trl_qarl import export_checkpoint, load_engine, prepare_model
-from trl_qarl.rollout.server import cpu_environment, free_port
+from trl_qarl.rollout.server import free_port
 from trl_qarl.scripts import vllm_serve
 
 
@@ -40,9 +40,7 @@ def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, schem
     pytest.importorskip("vllm")
     from vllm import SamplingParams
 
-    # Set here, so that the test's end takes back what the engine sets.
-    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-        monkeypatch.setenv(name, value)
+    set_engine_environment(monkeypatch)
     model, folder = export(tmp_path, scheme)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = load_engine(folder, max_model_len=64, max_num_seqs=4)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config
+from testing_utils import make_tiny_config, set_engine_environment
 from trl_qarl import doctor
 from trl_qarl.cli import main
 from trl_qarl.quantization.schemes import get_scheme
@@ -189,11 +189,8 @@ def test_a_broken_engine_is_a_finding(monkeypatch):
 @pytest.mark.slow
 def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
     pytest.importorskip("vllm")
-    from trl_qarl.rollout.server import cpu_environment
 
-    # Set here, so that the test's end takes back what the engine sets.
-    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-        monkeypatch.setenv(name, value)
+    set_engine_environment(monkeypatch)
     samples = []
 
     def record(llm):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from testing_utils import complete_greedily, make_tiny_export, make_tiny_model
+from testing_utils import complete_greedily, make_tiny_export, make_tiny_model, set_engine_environment
 from trl_qarl import evaluation
 from trl_qarl.cli import main
 from trl_qarl.study.evals import eval_rows, read_evals
@@ -147,11 +147,8 @@ def test_bad_options_are_refused_before_the_model_is_loaded(masters, options, me
 @pytest.mark.slow
 def test_an_engine_completes_as_transformers_does(export, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    from trl_qarl.rollout.server import cpu_environment
 
-    # Set here, so that the test's end takes back what the engine sets.
-    for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-        monkeypatch.setenv(name, value)
+    set_engine_environment(monkeypatch)
     prompt = "1 + 1 ="
     rows = [{"prompt": prompt, "answer": complete_greedily(export, prompt, 4)}, {"prompt": prompt, "answer": "no"}]
     options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--max_model_len", "64", "--vllm"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import Tampering, make_tiny_model
+from testing_utils import Tampering, make_tiny_model, set_engine_environment
 from trl_qarl import prepare_model
 from trl_qarl.quantization.swap import freeze_model
 
@@ -22,7 +22,6 @@ B = "model.layers.1.self_attn.v_proj.lora_B.weight"
 def publisher(tmp_path_factory):
     from trl_qarl.rollout.engines import make_engine
     from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.server import cpu_environment
     from trl_qarl.rollout.transports import DirectTransport
 
     path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
@@ -33,8 +32,7 @@ def publisher(tmp_path_factory):
     prepare_model(model, "w4a16", scale_dtype=torch.float32)
     freeze_model(model)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-            patch.setenv(name, value)
+        set_engine_environment(patch)
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         # On a CPU blocks are as long as this model's context otherwise, and what is in no whole block is never cached.
         settings = {"max_model_len": 128, "max_num_seqs": 8, "max_logprobs": -1, "block_size": 32}

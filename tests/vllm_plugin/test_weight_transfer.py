@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import Tampering, make_tiny_model
+from testing_utils import Tampering, make_tiny_model, set_engine_environment
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.quantization.swap import quantized_layers
@@ -18,11 +18,8 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in rang
 
 @pytest.fixture(scope="module")
 def engine_environment():
-    from trl_qarl.rollout.server import cpu_environment
-
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-            patch.setenv(name, value)
+        set_engine_environment(patch)
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         yield
 

@@ -138,6 +138,11 @@ def choose_numerics(
         return "fast", "engine numerics have not been compared on several processes"
     if has_adapter:
         return "fast", "engine numerics have no LoRA"
+    if not args.use_cpu:
+        return (
+            "fast",
+            "engine numerics have never run on a GPU; numerics='engine' asks for them, and exact='require' checks them",
+        )
     for option, reason in contradicts_engine_numerics(args):
         return "fast", f"engine numerics contradict {option}: {reason.partition('. ')[0]}"
     try:

@@ -15,7 +15,7 @@ from .inherited_options import (
     REFUSED,
     VLLM_SAMPLING_KWARGS,
 )
-from .numerics import kernels
+from .numerics import cuda, kernels
 from .objective_checks import default
 from .quantization.schemes import get_scheme
 
@@ -70,9 +70,9 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
     """Options with which a learner cannot compute as the engine does, as `name=value`, and why."""
     for is_met, option, reason in (
         (
-            config.use_cpu,
+            config.use_cpu or cuda.reason_against() is None,
             "use_cpu=False",
-            "the engine's operations have gradients on CPUs alone so far. Set `use_cpu=True`",
+            f"{cuda.reason_against()}. Set `use_cpu=True`",
         ),
         (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
         (

@@ -70,9 +70,10 @@ class QaRLConfig(GRPOConfig):
         numerics (`str`, *optional*):
             How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels for
             every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with AVX512,
-            bf16, vLLM 0.31; Llama, Qwen2 and Qwen3). Rollouts without vLLM do not need it to be installed. `"fast"`: as
-            transformers does, with rounding of its own. By default `"engine"` for rollouts in vLLM where all of that is
-            given, else `"fast"`; the log says which, and why.
+            bf16, vLLM 0.31; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it has never run). Rollouts without
+            vLLM do not need it to be installed. `"fast"`: as transformers does, with rounding of its own. By default
+            `"engine"` for rollouts in vLLM on a CPU where all of that is given, else `"fast"`; the log says which, and
+            why.
         exact (`str`, *optional*):
             With `numerics="engine"`, what happens where the log-prob of any sampled token is not the learner's:
             `"require"` raises and names the token, and with `vllm_mode="colocate"` the first layer that differs; `"warn"`

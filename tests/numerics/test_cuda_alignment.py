@@ -1,4 +1,4 @@
-"""How far engine and learner are apart on CUDA, and what stands in the way of 0. It has never run: `pytest -m gpu -s`."""
+"""How far engine and learner are apart on a GPU, with each kind of numerics. It has never run: `pytest -m gpu -s`."""
 
 import math
 from argparse import Namespace
@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model
 from trl_qarl import prepare_model
 from trl_qarl.bench.alignment import measure_alignment, summarize_alignment
-from trl_qarl.numerics.attach import check_engine_numerics
+from trl_qarl.numerics import cuda
+from trl_qarl.numerics.attach import attach_engine_numerics
+from trl_qarl.numerics.exact import check_arithmetic
+from trl_qarl.numerics.ops import token_log_probs
 from trl_qarl.rollout.engines import make_engine
 from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.rollout.scoring import engine_log_probs
@@ -27,7 +30,7 @@ DEVICE = "cuda"
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-def test_fast_numerics_stay_close_on_cuda_and_engine_numerics_are_refused(tmp_path, scheme):
+def test_fast_numerics_stay_close_on_cuda(tmp_path, scheme):
     path = make_tiny_model(tmp_path, "qwen3")
     rows = measure_alignment(path, [scheme], Namespace(dtypes=["bfloat16"], rollout="colocate", tokens=3000))
     (row,) = summarize_alignment(rows)
@@ -35,15 +38,53 @@ def test_fast_numerics_stay_close_on_cuda_and_engine_numerics_are_refused(tmp_pa
     assert row["tokens"] >= 3000
     # Log-probs of a random model of 260 tokens lie near -5.5, where bfloat16 rounds a logit's difference by up to 0.016.
     assert row["fast: mean"] < 0.03
-    assert "engine: mean" not in row
-    model = AutoModelForCausalLM.from_pretrained(path).to(DEVICE)
-    with pytest.raises(ValueError, match="they exist for CPUs; the model is on cuda"):
-        check_engine_numerics(model)
+
+
+@pytest.mark.skipif(cuda.reason_against() is not None, reason=f"engine numerics: {cuda.reason_against()}")
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize(("arch", "temperature"), [("qwen3", 1.0), ("llama", 0.7)])
+def test_learner_and_engine_give_every_token_the_same_log_prob(tmp_path, monkeypatch, scheme, arch, temperature):
+    from vllm import SamplingParams
+
+    for name, value in cuda.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    model = (
+        AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, arch), dtype=torch.float32).to(DEVICE).eval()
+    )
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    attach_engine_numerics(model, temperature=temperature)
+    llm = make_engine(
+        model,
+        torch.bfloat16,
+        on_cpu=False,
+        distributed_executor_backend="uni",
+        max_model_len=256,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.2,
+    )
+    publisher = Publisher(model, torch.bfloat16, DirectTransport(llm))
+    check_arithmetic(publisher.transport.describe(), on_gpu=True)
+    publisher.publish("0")
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 7, 40, 90)]
+    parameters = SamplingParams(max_tokens=64, logprobs=0, ignore_eos=True, temperature=temperature, seed=0)
+    outputs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters)]
+    differences = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt + list(output.token_ids)], device=DEVICE)
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        scores = token_log_probs(logits, ids[0, len(prompt) :], temperature).tolist()
+        entries = zip(output.token_ids, output.logprobs, strict=True)
+        differences += [abs(entry[t].logprob - s) for (t, entry), s in zip(entries, scores, strict=True)]
+    print(f"{arch}, {scheme}: {differences.count(0.0)} of {len(differences)} equal, largest {max(differences):.3g}")
+    assert len(differences) == 256 and max(differences) == 0.0
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_what_a_batch_invariant_engine_repeats_bit_for_bit(tmp_path, monkeypatch, scheme):
     """The engine's share of 0: whether its decoding and its prefill give a token one log-prob, whatever comes with it."""
+    # Where this fails and the test above too, the engine has to be looked at first.
     from vllm import SamplingParams
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -71,6 +112,4 @@ def test_what_a_batch_invariant_engine_repeats_bit_for_bit(tmp_path, monkeypatch
             differences.append(abs(entry[token].logprob - score[token]))
     assert len(differences) == 256 and all(map(math.isfinite, differences))
     print(f"{scheme}: {differences.count(0.0)} of 256 log-probs equal, largest difference {max(differences):.3g}")
-    if scheme == "w4a16":
-        pytest.skip(f"vLLM 0.31 has no batch-invariant INT4 product; largest difference {max(differences):.3g}")
     assert max(differences) == 0.0

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..quantization.linear import QuantizedLinear
-from . import kernels, ops
+from . import cuda, kernels, ops
 from .modules import ATTENTION, ENGINE_MODULES, TRANSPARENT, EngineModule, engine_class, head_dim_of
 
 
@@ -76,10 +76,14 @@ def attach_engine_numerics(
     if has_engine_numerics(model):
         raise ValueError("Engine numerics are attached to this model already.")
     check_engine_numerics(model, dtype)
+    device = next(model.parameters()).device.type
+    if device == "cuda":
+        cuda.prepare_process()
     for module in list(model.modules()):
         for original, engine in ENGINE_MODULES.items():
             if type(module) is original:
                 module.engine_dtype = dtype
+                module.engine_device = device
                 module.allow_longer = allow_longer
                 module.__class__ = engine_class(engine, original)
                 module._attach()
@@ -98,7 +102,7 @@ def detach_engine_numerics(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, EngineModule):
             module._detach()
-            del module.engine_dtype, module.allow_longer
+            del module.engine_dtype, module.engine_device, module.allow_longer
             module.__class__ = module.original_class
     model.config._attn_implementation = model._fast_attention
     model._position_hook.remove()
@@ -131,9 +135,12 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
     yield name in COVERED_CLASSES, f"the operations of {name} are not known, those of {', '.join(COVERED_CLASSES)} are"
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
     device = next(model.parameters()).device
-    yield device.type == "cpu", f"they exist for CPUs; the model is on {device}"
+    on_gpu = device.type == "cuda"
+    yield on_gpu or device.type == "cpu", f"they exist for CPUs and for NVIDIA GPUs; the model is on {device}"
+    reason = cuda.reason_against() if on_gpu else None
+    yield reason is None, f"the model is on {device}, and {reason}"
     # Without vLLM the same operations run in torch, which has fewer limits.
-    is_engine = kernels.has_engine_kernels()
+    is_engine = not on_gpu and kernels.has_engine_kernels()
     yield not is_engine or torch.cpu._is_avx512_supported(), "this processor has no AVX512"
     config = model.config
     yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
@@ -146,6 +153,8 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
     yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
     head_dim = head_dim_of(config)
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
+    fits = head_dim % 8 == 0 and head_dim <= 256
+    yield not on_gpu or fits, f"head_dim={head_dim} is no multiple of 8 up to 256, which FlashAttention takes"
     known = (*ENGINE_MODULES, *TRANSPARENT)
     for path, module in model.named_modules():
         if type(module) not in known and path not in ("", model.base_model_prefix):

@@ -7,26 +7,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from .kernels import describe_arithmetic
+from . import cuda, kernels
 from .ops import token_log_probs
 
 
 __all__ = ["check_arithmetic", "describe_difference", "first_difference", "largest_difference"]
 
 
-def check_arithmetic(engine: Mapping[str, Any]) -> None:
+def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False) -> None:
     """
     Raise unless the engine of that description computes with the kernels that this process has.
 
     Args:
         engine (`Mapping[str, Any]`):
-            What the engine says of itself, with [`~trl_qarl.numerics.kernels.describe_arithmetic`] under `"arithmetic"`.
+            What the engine says of itself, with [`~trl_qarl.numerics.kernels.describe_arithmetic`] or that of
+            [`trl_qarl.numerics.cuda`] under `"arithmetic"`.
+        on_gpu (`bool`, *optional*, defaults to `False`):
+            Whether the learner is on a GPU.
 
     Raises:
         ValueError: naming both values of everything that differs.
     """
     # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
-    ours, theirs = describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}, engine.get("arithmetic") or {}
+    ours = cuda.describe_arithmetic() if on_gpu else kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    theirs = engine.get("arithmetic") or {}
     lines = [
         f"{name}: learner {ours[name]}, engine {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]
     ]
@@ -34,8 +38,8 @@ def check_arithmetic(engine: Mapping[str, Any]) -> None:
         raise ValueError(
             "numerics='engine': the engine's arithmetic is not the learner's:\n  "
             + "\n  ".join(lines)
-            + "\nStart the server with `trl-qarl vllm-serve`, with the same release of vLLM on the same kind of processor, or use "
-            "numerics='fast' or exact='warn'."
+            + "\nStart the server with `trl-qarl vllm-serve --numerics engine`, with the same release of vLLM on the same kind of "
+            "processor, or use numerics='fast' or exact='warn'."
         )
 
 

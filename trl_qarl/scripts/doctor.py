@@ -107,15 +107,18 @@ def _engine(scheme):
     from importlib.util import find_spec
 
     from .. import doctor
-    from ..numerics.kernels import has_engine_kernels
+    from ..numerics import cuda, kernels
 
     if find_spec("vllm") is None:
         yield doctor.Finding("error", "--engine needs vLLM, which is not installed", 'pip install "trl-qarl[vllm]"')
         return
-    exact = "can" if has_engine_kernels() else "cannot"
-    yield doctor.Finding(
-        "ok", f'numerics="engine" {exact} be used with vLLM here: it needs a CPU and the release it was tested with'
-    )
+    if kernels.has_engine_kernels():
+        exact = "can be used with vLLM here"
+    elif cuda.reason_against() is None:
+        exact = "can be tried with vLLM here; it has never run on a GPU"
+    else:
+        exact = f"cannot be used with vLLM here: it needs a CPU and vLLM {kernels.TESTED_VLLM}, or a GPU ({cuda.reason_against()})"
+    yield doctor.Finding("ok", f'numerics="engine" {exact}')
     yield from doctor.check_engine(scheme)
 
 

@@ -48,6 +48,13 @@ def make_parser(prog: str) -> ArgumentParser:
         metavar="RANK",
         help="for a learner that trains a LoRA adapter: its rank `r`, or a larger one",
     )
+    parser.add_argument(
+        "--numerics",
+        default="fast",
+        choices=["fast", "engine"],
+        help="the learner's; `engine` makes a GPU's engine slower and repeatable, and changes nothing on a CPU, where every "
+        "engine is (default: %(default)s)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
@@ -84,6 +91,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             transfer_dir=args.transfer_dir or default_transfer_dir(args.port, _largest_chunk(args)),
             max_lora_rank=args.max_lora_rank and engine_rank(args.max_lora_rank),
             lora_modules=_linear_layers(args) if args.max_lora_rank else (),
+            numerics=args.numerics,
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))

@@ -2,8 +2,8 @@
 What vLLM loads of this package: entry point `vllm.general_plugins`, called in every vLLM process.
 
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until a
-`--weight-transfer-config` names one, and CPU kernels that are chosen only in an engine that uses them
-([`trl_qarl.vllm_plugin.cpu_kernels`]).
+`--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
+([`trl_qarl.vllm_plugin.cpu_kernels`], [`trl_qarl.vllm_plugin.cuda_kernels`]).
 """
 
 from ..rollout.handshake import take_token
@@ -31,4 +31,8 @@ def register() -> None:
         # Linux lets a process use AMX once it has asked. vLLM's INT4 kernel uses it without asking, and the process ends with
         # "illegal instruction".
         torch.cpu._init_amx()
+        register_kernels()
+    elif current_platform.is_cuda():
+        from .cuda_kernels import register_kernels
+
         register_kernels()

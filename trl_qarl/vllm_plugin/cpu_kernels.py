@@ -42,28 +42,31 @@ from ..quantization.tensors import LowBitTensor
 from ..rollout.protocol import FILE_BACKEND
 
 
-__all__ = ["QaRLFp8Kernel", "QaRLInt8Kernel", "QaRLWeightOnlyKernel", "register_kernels"]
+__all__ = ["QaRLFp8Kernel", "QaRLInt8Kernel", "QaRLWeightOnlyKernel", "is_our_engine", "put_first", "register_kernels"]
 
 
 def register_kernels() -> None:
     """Put the kernels first in vLLM's lists for CPUs; calling it again changes nothing."""
-    for kernel, kind, table in (
-        (QaRLWeightOnlyKernel, "mp", _POSSIBLE_KERNELS),
-        (QaRLInt8Kernel, "int8", _POSSIBLE_INT8_KERNELS),
-        (QaRLFp8Kernel, "fp8", _POSSIBLE_FP8_KERNELS),
-    ):
-        kernels = table.get(PlatformEnum.CPU, [])
-        if kernel not in kernels:
-            register_linear_kernel(kernel, PlatformEnum.CPU, kind)
+    put_first(PlatformEnum.CPU, mp=QaRLWeightOnlyKernel, int8=QaRLInt8Kernel, fp8=QaRLFp8Kernel)
+    use_in_engine(is_our_engine)
+
+
+def put_first(platform: PlatformEnum, **kernels: type) -> None:
+    """Put `kernels`, by vLLM's names of their kinds, first in its lists for `platform`, where they are not there yet."""
+    tables = {"mp": _POSSIBLE_KERNELS, "int8": _POSSIBLE_INT8_KERNELS, "fp8": _POSSIBLE_FP8_KERNELS}
+    for kind, kernel in kernels.items():
+        table = tables[kind]
+        if kernel not in table.get(platform, []):
+            register_linear_kernel(kernel, platform, kind)
             # vLLM appends and takes the first that fits; its own claims shapes that it cannot run.
-            table[PlatformEnum.CPU].insert(0, table[PlatformEnum.CPU].pop())
-    use_in_engine(_is_our_engine)
+            table[platform].insert(0, table[platform].pop())
 
 
-def _is_our_engine() -> bool:
+def is_our_engine(*backends: str) -> bool:
+    """Whether the engine that is being built has its weights from here, through one of `backends` (by default, files)."""
     config = get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config
-    return transfer is not None and transfer.backend == FILE_BACKEND
+    return transfer is not None and transfer.backend in (backends or (FILE_BACKEND,))
 
 
 class QaRLWeightOnlyKernel(MPLinearKernel):
@@ -103,8 +106,10 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
             is_int4 = self.config.weight_type == scalar_types.uint4b8
             qdata, scheme = (packed, "w4a16") if is_int4 else (unpack_int8(packed), "w8a16")
             self._low_bit = LowBitTensor(qdata, scale, get_scheme(scheme), scale.dtype)
-        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias, row_invariant=True)
-        return y.view(*x.shape[:-1], -1)
+        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
+
+    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return low_bit_linear(rows, self._low_bit, bias, row_invariant=True)[0]
 
 
 class _QaRLScaledMMKernel:
@@ -116,7 +121,7 @@ class _QaRLScaledMMKernel:
 
     @classmethod
     def can_implement(cls, c) -> tuple[bool, str | None]:
-        if not _is_our_engine():
+        if not is_our_engine():
             return False, "weights do not come from trl_qarl"
         reason = cls._reason_against(c)
         return reason is None, reason
@@ -137,8 +142,10 @@ class _QaRLScaledMMKernel:
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._low_bit is None:
             self._low_bit = self._make_low_bit(layer)
-        y, _, _ = low_bit_linear(x.reshape(-1, x.shape[-1]), self._low_bit, bias)
-        return y.view(*x.shape[:-1], -1)
+        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
+
+    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return low_bit_linear(rows, self._low_bit, bias)[0]
 
 
 class QaRLInt8Kernel(_QaRLScaledMMKernel, Int8ScaledMMLinearKernel):

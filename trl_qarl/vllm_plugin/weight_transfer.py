@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from vllm import envs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -43,6 +44,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from ..numerics import cuda
 from ..rollout.fingerprint import fingerprint, fingerprint_differences
 from ..rollout.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor
 from ..rollout.transfer_dir import confined_path
@@ -72,6 +74,8 @@ class _AuditedReload:
         self._is_loading = False
         self._expected: dict[str, str] | None = None
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._tensor_parallel_size() == 1)
+        if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
+            cuda.use_one_tiling()
         self._forget()
 
     def _forget(self) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from ..numerics.kernels import describe_arithmetic
+from ..numerics import cuda, kernels
 from ..rollout.fingerprint import describe_model, describe_tokenizer
 from .adapters import describe_lora, serve_adapter
 from .engine_tensors import kernels_in_use
@@ -40,7 +40,9 @@ class WorkerExtension:
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
             "is_speculative": config.speculative_config is not None,
             "lora": describe_lora(self.model_runner.model, config.lora_config),
-            "arithmetic": describe_arithmetic() if self.device.type == "cpu" else None,
+            "arithmetic": kernels.describe_arithmetic()
+            if self.device.type == "cpu"
+            else cuda.describe_arithmetic(config),
             "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
         }
 

@@ -1,0 +1,417 @@
+"""
+Engine numerics of GPUs as far as a CPU can check them: vLLM's GPU kernels are stood in for by torch code written after their sources,
+which first binds every call to the signature of the real function. What runs around them is real: which kernel takes part where,
+layouts, gradients, settings of the engine. `test_cuda_alignment.py` is for a GPU.
+"""
+
+import ast
+import inspect
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_model
+from trl_qarl import QaRLConfig, prepare_model
+from trl_qarl.config_checks import check_numerics
+from trl_qarl.numerics import cuda, kernels, ops
+from trl_qarl.numerics.attach import attach_engine_numerics, check_engine_numerics
+from trl_qarl.numerics.exact import check_arithmetic
+from trl_qarl.quantization.gemm import low_bit_linear
+from trl_qarl.quantization.quantize import quantize_activation
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.rollout.server import build_server_command
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not kernels.has_engine_kernels(), reason="needs vLLM")]
+
+
+def single_norm(x, weight, eps=1e-6, residual=None):
+    """`_rms_norm_kernel`, in Triton: rounded once."""
+    assert residual is None and x.dtype == weight.dtype == torch.bfloat16
+    rows = x.float()
+    return (rows * (1.0 / torch.sqrt(rows.pow(2).mean(-1, keepdim=True) + eps)) * weight.float()).to(x.dtype)
+
+
+def fused_norm(x, residual, weight, epsilon):
+    """`fused_add_rms_norm_kernel`, in place; rounded twice here, to tell it from the other."""
+    assert x.dtype == residual.dtype == weight.dtype == torch.bfloat16
+    residual.copy_(x + residual)
+    rows = residual.float()
+    x.copy_((rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight)
+
+
+def paged_attention(*, q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
+                    block_table, fa_version, num_splits):  # fmt: skip
+    """FlashAttention with keys and values in blocks, a query at a time."""
+    assert causal and window_size == [-1, -1] and num_splits == 1 and fa_version == 3
+    assert k.shape[1] == cuda.BLOCK_SIZE and block_table.dtype == seqused_k.dtype == cu_seqlens_q.dtype == torch.int32
+    output = torch.full_like(q, torch.nan)
+    bounds = cu_seqlens_q.tolist()
+    assert max_seqlen_q == max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    assert max_seqlen_k == int(seqused_k.max())
+    for start, end, length, blocks in zip(bounds, bounds[1:], seqused_k.tolist(), block_table.tolist(), strict=False):
+        used = blocks[: -(-length // cuda.BLOCK_SIZE)]
+        keys, values = (x[used].flatten(0, 1)[:length].float() for x in (k, v))
+        groups = q.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
+        for row in range(start, end):
+            seen = length - (end - row) + 1
+            scores = torch.einsum("hd,hkd->hk", q[row].float(), keys[:, :seen]) * softmax_scale
+            output[row] = torch.einsum("hk,hkd->hd", scores.softmax(-1), values[:, :seen]).to(q.dtype)
+    return output
+
+
+def vllm_source(name):
+    return Path(find_spec("vllm").origin).parent / name
+
+
+def flash_attention_parameters():
+    """Of the real function, which cannot be imported without its CUDA extensions."""
+    tree = ast.parse(vllm_source("vllm_flash_attn/flash_attn_interface.py").read_text())
+    function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "flash_attn_varlen_func")
+    return {argument.arg for argument in function.args.args}
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+    """Tensors on the CPU go where those on a GPU would."""
+    import vllm._custom_ops as custom
+    from vllm.model_executor.determinism import batch_invariant as real
+    from vllm.v1.attention.backends import fa_utils
+
+    calls = []
+
+    def stand_in(target, name, function):
+        signature = inspect.signature(getattr(target, name))
+
+        def call(*args, **kwargs):
+            signature.bind(*args, **kwargs)
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, call)
+
+    stand_in(real, "matmul_batch_invariant", lambda a, b: (a.float() @ b.float()).to(a.dtype))
+    stand_in(real, "linear_batch_invariant", lambda x, w, b=None: F.linear(x, w) if b is None else F.linear(x, w) + b)
+    stand_in(real, "rms_norm_batch_invariant", single_norm)
+    stand_in(real, "log_softmax", lambda x, dim: torch.log_softmax(x, dim))
+    stand_in(custom, "fused_add_rms_norm", fused_norm)
+    stand_in(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    parameters = flash_attention_parameters()
+
+    def attend(**kwargs):
+        assert kwargs.keys() <= parameters, kwargs.keys() - parameters
+        calls.append("flash_attn_varlen_func")
+        return paged_attention(**kwargs)
+
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", attend, raising=False)
+    monkeypatch.setattr(kernels, "is_on_gpu", lambda x: True)
+    cuda._layout.cache_clear()
+    return calls
+
+
+def as_vllm_computes(model, ids):
+    """Logits of one sequence by the forward of vLLM's Llama, Qwen2 and Qwen3: a bfloat16 stream, normed while it is added to."""
+
+    def product(layer, x):
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        if hasattr(layer, "scheme"):
+            return cuda.low_bit_linear(x, layer.low_bit_weight(), bias)[0]
+        return F.linear(x, layer.weight.bfloat16()) if bias is None else F.linear(x, layer.weight.bfloat16()) + bias
+
+    def norm(module, x, residual=None):
+        weight = module.weight.bfloat16()
+        if residual is None:
+            return single_norm(x, weight, module.variance_epsilon)
+        x, residual = x.clone(), residual.clone()
+        fused_norm(x, residual, weight, module.variance_epsilon)
+        return x, residual
+
+    body, positions, residual = model.model, torch.arange(len(ids)), None
+    hidden = body.embed_tokens.weight[ids].bfloat16()
+    for layer in body.layers:
+        if residual is None:
+            residual, hidden = hidden, norm(layer.input_layernorm, hidden)
+        else:
+            hidden, residual = norm(layer.input_layernorm, hidden, residual)
+        attention = layer.self_attn
+        query, key, value = (
+            product(projection, hidden).unflatten(-1, (-1, attention.head_dim))
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
+        query, key = (cuda.rotate(x, positions, body.rotary_emb._cache) for x in (query, key))
+        attended = cuda.attention(query, key, value, (len(ids),), (len(ids),), attention.scaling)
+        hidden, residual = norm(
+            layer.post_attention_layernorm, product(attention.o_proj, attended.flatten(1)), residual
+        )
+        gate, up = product(layer.mlp.gate_proj, hidden), product(layer.mlp.up_proj, hidden)
+        hidden = product(layer.mlp.down_proj, cuda.silu_mul(gate, up))
+    hidden, _ = norm(body.norm, hidden, residual)
+    return product(model.lm_head, hidden)
+
+
+@pytest.mark.parametrize(
+    ("arch", "scheme"), [("llama", "bf16"), ("qwen2", "w4a16"), ("qwen3", "bf16"), ("qwen3", "w8a8"), ("llama", "fp8")]
+)
+@torch.no_grad()
+def test_learner_runs_the_kernels_in_the_order_of_vllms_models(tmp_path, gpu_kernels, arch, scheme):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, arch), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.uniform_(0.5, 1.5, generator=generator)
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    attach_engine_numerics(model)
+    ids = torch.randint(4, 260, (37,), generator=generator)
+    expected = as_vllm_computes(model, ids)
+    gpu_kernels.clear()
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    assert logits.dtype is torch.bfloat16 and torch.equal(logits, expected)
+    num_layers = model.config.num_hidden_layers
+    num_single = 1 + 2 * num_layers * (arch == "qwen3")
+    assert gpu_kernels.count("rms_norm_batch_invariant") == num_single
+    assert gpu_kernels.count("fused_add_rms_norm") == 2 * num_layers
+    assert gpu_kernels.count("flash_attn_varlen_func") == num_layers
+
+
+def test_a_step_on_them_has_the_gradient_of_the_same_model_on_a_cpu(tmp_path, gpu_kernels, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen3"), dtype=torch.float32)
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    attach_engine_numerics(model)
+    ids = torch.randint(4, 260, (2, 24), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for on_gpu in (True, False):
+        monkeypatch.setattr(kernels, "is_on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
+        model.zero_grad()
+        for layer in model.modules():
+            if hasattr(layer, "_product_version"):
+                layer._attach()
+        logits = model(input_ids=ids, use_cache=False).logits
+        ops.token_log_probs(logits[:, :-1], ids[:, 1:], temperature=0.7).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.isfinite(gradients[0]).all()
+    assert F.cosine_similarity(*gradients, dim=0) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("query_lengths", "key_lengths"),
+    [((5,), (5,)), ((1, 1, 1), (16, 17, 300)), ((40, 1, 33), (40, 64, 48)), ((130, 16, 1), (130, 16, 1))],
+    ids=["one", "decode", "mixed", "prefill"],
+)
+def test_every_query_sees_the_keys_of_its_sequence_up_to_its_place(gpu_kernels, query_lengths, key_lengths):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(sum(query_lengths), 4, 32, generator=generator).bfloat16()
+    key, value = (torch.randn(sum(key_lengths), 2, 32, generator=generator).bfloat16() for _ in range(2))
+    output = cuda.attention(query, key, value, query_lengths, key_lengths, 0.3)
+    parts = zip(*(x.split(n) for x, n in ((output, query_lengths), (query, query_lengths), (key, key_lengths), (value, key_lengths))), strict=True)  # fmt: skip
+    for out, q, k, v in parts:
+        q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
+        mask = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]).bool()
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3).transpose(0, 1)
+        torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_low_bit_products_are_those_of_other_kernels_up_to_rounding(gpu_kernels, scheme):
+    generator = torch.Generator().manual_seed(0)
+    weight = LowBitTensor.from_hp(torch.randn(96, 256, generator=generator), get_scheme(scheme), torch.bfloat16)
+    x = torch.randn(7, 256, generator=generator).bfloat16()
+    bias = torch.randn(96, generator=generator)
+    y, seen, name = cuda.low_bit_linear(x, weight, bias)
+    expected, as_seen, _ = low_bit_linear(x, weight, bias)
+    assert y.dtype is torch.bfloat16 and all(torch.equal(a, b) for a, b in zip(seen, as_seen, strict=True))
+    torch.testing.assert_close(y.float(), expected.float(), rtol=0.02, atol=0.05)
+    assert ("vllm::" in name) == (scheme != "w8a8")
+
+
+def test_codes_of_fp8_are_multiplied_unrounded(gpu_kernels, monkeypatch):
+    """TF32 keeps 10 bits of a fraction, E4M3 has 3."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()]
+    assert torch.equal((codes.view(torch.int32) & ~0x1FFF).view(torch.float32), codes)
+    seen = []
+    module = cuda._batch_invariant()
+    monkeypatch.setattr(module, "matmul_batch_invariant", lambda a, b: seen.append((a, b)) or a @ b)
+    weight = LowBitTensor.from_hp(torch.randn(16, 32), get_scheme("fp8"), torch.bfloat16)
+    x = torch.randn(3, 32).bfloat16()
+    cuda.low_bit_linear(x, weight, None)
+    [(a, b)] = seen
+    assert a.dtype is b.dtype is torch.float32
+    assert torch.equal(a, quantize_activation(x, weight.scheme)[0].float()) and torch.equal(
+        b, weight.qdata.float().t()
+    )
+
+
+def test_the_temperature_divides_as_a_tensor_does(gpu_kernels):
+    logits = torch.randn(4, 50).bfloat16()
+    expected = torch.log_softmax(logits.float() / torch.full((4, 1), 0.7), -1)
+    assert torch.equal(cuda.log_softmax(logits, 0.7), expected)
+    assert torch.equal(cuda.log_softmax(logits, 1.0), torch.log_softmax(logits.float(), -1))
+
+
+def test_no_shape_has_tiles_of_its_own(monkeypatch):
+    from vllm.model_executor.determinism import batch_invariant_configs as tables
+
+    default = {"BLOCK_SIZE_K": 64}
+    hopper = tables._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS["hopper"]
+    monkeypatch.setattr(tables, "_TUNED_MATMUL_CONFIGS_FOR_DEVICE", hopper)
+    monkeypatch.setattr(tables, "_TUNED_MATMUL_CONFIGS_RESOLVED", True)
+    (n, k), shape = next(iter(hopper.items()))
+    assert tables._get_matmul_config(1, n, k, torch.bfloat16, default)["BLOCK_SIZE_K"] == shape.block_k != 64
+    cuda.use_one_tiling()
+    assert tables._get_matmul_config(1, n, k, torch.bfloat16, default) is default
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 48)], ids=["flat", "batched"])
+def test_gradients_of_norm_and_activation_are_those_of_float64(shape):
+    generator = torch.Generator().manual_seed(0)
+    x, other, upstream = (torch.randn(shape, generator=generator).bfloat16() for _ in range(3))
+    weight = torch.randn(48, generator=generator)
+
+    def gradients(function, *inputs):
+        inputs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        return torch.autograd.grad(function(*inputs), inputs, upstream.to(inputs[0].dtype))
+
+    def norm(x, weight):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+    cases = [
+        (
+            gradients(lambda x, w: ops.rms_norm(x, w, 1e-6, torch.bfloat16), x, weight),
+            gradients(norm, x.double(), weight.bfloat16().double()),
+        ),
+        (gradients(ops.silu_mul, x, other), gradients(lambda g, u: F.silu(g) * u, x.double(), other.double())),
+    ]
+    for ours, exact in cases:
+        for a, b in zip(ours, exact, strict=True):
+            # One rounding to the dtype of the gradient.
+            torch.testing.assert_close(a.double(), b, rtol=torch.finfo(a.dtype).eps if a.dtype is torch.bfloat16 else 1e-5, atol=1e-4)  # fmt: skip
+
+
+def test_an_engine_that_is_not_batch_invariant_is_refused_with_both_values(monkeypatch):
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={"a": SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASHINFER"))}
+        ),
+        model_config=SimpleNamespace(enforce_eager=False),
+        cache_config=SimpleNamespace(block_size=16),
+        use_v2_model_runner=True,
+    )
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    with pytest.raises(ValueError) as info:
+        check_arithmetic({"arithmetic": cuda.describe_arithmetic(config)}, on_gpu=True)
+    assert str(info.value).splitlines()[1:5] == [
+        "  VLLM_BATCH_INVARIANT: learner 1, engine 0",
+        "  VLLM_USE_V2_MODEL_RUNNER: learner 0, engine 1",
+        "  enforce_eager: learner True, engine False",
+        "  attention_backend: learner FLASH_ATTN, engine FLASHINFER",
+    ]
+    assert "trl-qarl vllm-serve --numerics engine" in str(info.value)
+    check_arithmetic({"arithmetic": cuda.describe_arithmetic()}, on_gpu=True)
+
+
+def test_server_of_an_exact_learner_is_started_so(tmp_path):
+    argv, environment = build_server_command("m", None, numerics="engine", transfer_dir=tmp_path)
+    assert environment["VLLM_BATCH_INVARIANT"] == "1" and environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    text = " ".join(argv)
+    assert "--enforce-eager --attention-backend FLASH_ATTN --block-size 16" in text
+    plain, other = build_server_command("m", None, transfer_dir=tmp_path)
+    assert "VLLM_BATCH_INVARIANT" not in other and "--enforce-eager" not in plain
+    # vLLM's own parser takes them.
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv[3:])
+    assert args.enforce_eager and args.block_size == 16 and args.attention_backend == "FLASH_ATTN"
+
+
+def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monkeypatch):
+    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.platforms.interface import PlatformEnum
+    from vllm.scalar_type import scalar_types
+
+    from trl_qarl.vllm_plugin import cuda_kernels
+
+    tables = {
+        cuda_kernels.RepeatableInt4Kernel: _POSSIBLE_KERNELS,
+        cuda_kernels.RepeatableInt8Kernel: _POSSIBLE_INT8_KERNELS,
+        cuda_kernels.RepeatableFp8Kernel: _POSSIBLE_FP8_KERNELS,
+    }
+    for kernel, table in tables.items():
+        monkeypatch.setitem(table, PlatformEnum.CUDA, list(table[PlatformEnum.CUDA]))
+        cuda_kernels.register_kernels()
+        cuda_kernels.register_kernels()
+        assert [k for k in table[PlatformEnum.CUDA] if k is kernel] == [kernel] == table[PlatformEnum.CUDA][:1]
+        assert kernel.is_supported(90)[0] if kernel is not cuda_kernels.RepeatableInt4Kernel else True
+    config = MPLinearLayerConfig(
+        full_weight_shape=(64, 64),
+        partition_weight_shape=(64, 64),
+        weight_type=scalar_types.uint4b8,
+        act_type=torch.bfloat16,
+        group_size=32,
+        zero_points=False,
+    )
+    kernel = cuda_kernels.RepeatableInt4Kernel
+    assert kernel.can_implement(config) == (False, "no learner of trl_qarl repeats this engine")
+    monkeypatch.setattr(cuda_kernels, "is_our_engine", lambda *backends: True)
+    assert not kernel.can_implement(config)[0]
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert kernel.can_implement(config) == (True, None)
+    config.act_type = torch.float16
+    assert kernel.can_implement(config)[1] == "activations are torch.float16, not bfloat16"
+
+
+def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):
+    from vllm.scalar_type import scalar_types
+
+    from trl_qarl.vllm_plugin.cuda_kernels import RepeatableInt4Kernel
+
+    weight = LowBitTensor.from_hp(torch.randn(64, 64), get_scheme("w4a16", 32), torch.bfloat16)
+    layer = torch.nn.Module()
+    layer.weight_packed = torch.nn.Parameter(weight.qdata, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
+    kernel = RepeatableInt4Kernel.__new__(RepeatableInt4Kernel)
+    kernel.config = SimpleNamespace(weight_type=scalar_types.uint4b8, act_type=torch.bfloat16)
+    kernel.w_q_name, kernel.w_s_name = "weight_packed", "weight_scale"
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(2, 3, 64).bfloat16()
+    y = kernel.apply_weights(layer, x)
+    assert gpu_kernels.count("linear_batch_invariant") == 1
+    assert torch.equal(y.flatten(0, 1), cuda.low_bit_linear(x.flatten(0, 1), weight, None)[0])
+
+
+@pytest.mark.parametrize(
+    ("release", "capability", "reason"),
+    [
+        (None, (9, 0), "vLLM is not installed, and its operations on a GPU are known for 0.24, 0.26, 0.31"),
+        ("0.28.0", (9, 0), "vLLM 0.28.0 is installed, and"),
+        ("0.31.0", (7, 5), "T4 is older than compute capability 8.0"),
+        ("0.26.1", (9, 0), None),
+    ],
+)
+def test_what_is_missing_is_refused_by_release_and_gpu(tmp_path, monkeypatch, release, capability, reason):
+    config = QaRLConfig(str(tmp_path), use_cpu=True, bf16=True)
+    config.use_cpu, config.numerics = False, "engine"
+    [message] = check_numerics(config)
+    assert "use_cpu=False: no CUDA device is available. Set `use_cpu=True`" in message
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")
+    monkeypatch.setattr(cuda, "_vllm_version", lambda: release)
+    problems = [*check_numerics(config)]
+    assert problems == [] if reason is None else reason in problems[0]
+
+
+def test_a_model_on_another_device_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "llama"), dtype=torch.float32).to("meta")
+    with pytest.raises(ValueError, match="for CPUs and for NVIDIA GPUs; the model is on meta"):
+        check_engine_numerics(model)

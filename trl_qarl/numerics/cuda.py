@@ -1,0 +1,244 @@
+"""
+Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients. They are what
+[`trl_qarl.numerics.kernels`] is for CPUs.
+
+**None of this has run on a GPU.** It follows the sources of the releases in [`KNOWN_VLLM`]; docs/alignment.md has the lines. On a
+CPU the tests check what surrounds the kernels: arguments, layouts, and which of them takes part where.
+
+What differs from a CPU:
+
+- The residual stream is rounded to bfloat16 at every addition, before it is normed. vLLM's `fused_add_rms_norm` does both at once; it
+  gets zeros to add to a stream that is summed already. Norms of anything else are another kernel.
+- vLLM has no product of low-bit weights that gives a row the same bits in any batch. So the engine runs [`low_bit_linear`], as
+  the learner does ([`trl_qarl.vllm_plugin.cuda_kernels`]). It computes more than vLLM's own kernels: this mode is slower.
+"""
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..quantization import gemm
+from ..quantization.quantize import quantize_activation
+
+
+__all__ = [
+    "ENGINE_ARGUMENTS",
+    "ENVIRONMENT",
+    "KNOWN_VLLM",
+    "attention",
+    "describe_arithmetic",
+    "linear",
+    "log_softmax",
+    "low_bit_linear",
+    "reason_against",
+    "rms_norm",
+    "rotate",
+    "silu_mul",
+    "use_one_tiling",
+]
+
+KNOWN_VLLM = ("0.24", "0.26", "0.31")
+"""Releases of vLLM, `major.minor`, whose sources were read."""
+
+ENVIRONMENT = {
+    "VLLM_BATCH_INVARIANT": "1",
+    # The newer one takes log-probs by another kernel.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+"""Variables of an engine that the learner repeats, and of the learner, whose kernels read the first one too."""
+
+BLOCK_SIZE = 16
+ENGINE_ARGUMENTS: Mapping[str, Any] = {
+    # A compiled graph would norm and activate in kernels of its own.
+    "enforce_eager": True,
+    "attention_backend": "FLASH_ATTN",
+    # FlashAttention 3 takes another tile of keys where a block is one.
+    "block_size": BLOCK_SIZE,
+}
+"""Arguments of `vllm.LLM` for an engine that the learner repeats."""
+
+INT4_KERNEL = "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
+FP8_KERNEL = "E4M3 codes in float32 + vllm::matmul_batch_invariant"
+
+
+def reason_against() -> str | None:
+    """Why the kernels cannot be used in this process, or `None`."""
+    if not torch.cuda.is_available():
+        return "no CUDA device is available"
+    release = _vllm_version()
+    if release is None or ".".join(release.split(".")[:2]) not in KNOWN_VLLM:
+        found = "vLLM is not installed" if release is None else f"vLLM {release} is installed"
+        return f"{found}, and its operations on a GPU are known for {', '.join(KNOWN_VLLM)}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
+    return None
+
+
+def describe_arithmetic(config=None) -> dict[str, Any]:
+    """
+    What decides which bits an engine on this GPU computes, beside its inputs.
+
+    Args:
+        config (`vllm.config.VllmConfig`, *optional*):
+            Of the engine in this process. Without it: what an engine has to say for the learner to repeat it.
+    """
+    description = {
+        "vllm": _vllm_version(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **ENVIRONMENT,
+        **ENGINE_ARGUMENTS,
+    }
+    if config is None:
+        return description
+    from vllm import envs
+
+    layers = config.compilation_config.static_forward_context.values()
+    backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+    return description | {
+        "VLLM_BATCH_INVARIANT": str(int(envs.VLLM_BATCH_INVARIANT)),
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(config.use_v2_model_runner)),
+        "enforce_eager": config.model_config.enforce_eager,
+        "attention_backend": " + ".join(sorted(backends)),
+        "block_size": config.cache_config.block_size,
+    }
+
+
+def use_one_tiling() -> None:
+    """
+    Have every product take the same tiles of input features.
+
+    vLLM 0.31 has tables by the shape of a weight. The engine's fused query, key and value have another shape than the learner's
+    three layers, and other tiles are other sums.
+    """
+    try:
+        from vllm.model_executor.determinism import batch_invariant_configs as tables
+    except ImportError:  # earlier releases have no tables
+        return
+    tables._TUNED_MATMUL_CONFIGS_FOR_DEVICE = None
+    tables._TUNED_MATMUL_CONFIGS_RESOLVED = True
+
+
+def prepare_process() -> None:
+    """What the learner's process needs before it calls the first kernel."""
+    os.environ.update(ENVIRONMENT)
+    use_one_tiling()
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` `(N,)` in any dtype, or `None`."""
+    return _batch_invariant().linear_batch_invariant(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
+    """[`~trl_qarl.quantization.gemm.low_bit_linear`] with the same bits for a row in any batch; `x` `(M, K)` bfloat16."""
+    scheme = weight.scheme
+    if scheme.activation_type is None:
+        return linear(x, weight.dequantize(x.dtype), bias), (x,), INT4_KERNEL
+    if scheme.activation_type == "int":
+        # Sums of integers are exact, whatever their order.
+        return gemm.low_bit_linear(x, weight, bias)
+    codes, scale = quantize_activation(x, scheme)
+    # TF32 holds E4M3 codes exactly; the sums are float32.
+    product = _batch_invariant().matmul_batch_invariant(codes.float(), weight.qdata.float().t())
+    y = product.mul_(scale).mul_(weight.scale.t()).to(x.dtype)
+    return (y if bias is None else y + bias.to(y.dtype)), (codes, scale), FP8_KERNEL
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """[`trl_qarl.numerics.kernels.rotate`]."""
+    import vllm._custom_ops as ops
+
+    y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    ops.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
+    return y.view_as(x)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm of `x` `(..., H)`: float32 if it is the residual stream, else bfloat16; `weight` `(H,)` bfloat16."""
+    if x.dtype is not torch.float32:
+        return _batch_invariant().rms_norm_batch_invariant(x, weight, epsilon)
+    import vllm._custom_ops as ops
+
+    stream = x.to(weight.dtype).reshape(-1, x.shape[-1])
+    normed = torch.zeros_like(stream)
+    ops.fused_add_rms_norm(normed, stream, weight, epsilon)
+    return normed.view(x.shape)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of bfloat16."""
+    import vllm._custom_ops  # noqa: F401  (loads the operators)
+
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    torch.ops._C.silu_and_mul(y, torch.cat([gate, up], dim=-1))
+    return y
+
+
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs `(M, V)` float32 of `logits` in any dtype, as the sampler of vLLM's first model runner takes them."""
+    logits = logits.float()
+    if temperature != 1.0:
+        # By a tensor: on a GPU a number would be inverted and multiplied with.
+        logits = logits / logits.new_full((len(logits), 1), temperature)
+    return _batch_invariant().log_softmax(logits, -1)
+
+
+def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
+    """[`trl_qarl.numerics.kernels.attention`] by FlashAttention, keys and values in blocks and not split."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    slots, table, query_starts, lengths = _layout(query_lengths, key_lengths, query.device)
+    shape = (int(table.max()) + 1) * BLOCK_SIZE, *key.shape[1:]
+    keys, values = (x.new_zeros(shape).index_copy_(0, slots, x).unflatten(0, (-1, BLOCK_SIZE)) for x in (key, value))
+    return flash_attn_varlen_func(
+        q=query.contiguous(),
+        k=keys,
+        v=values,
+        cu_seqlens_q=query_starts,
+        max_seqlen_q=max(query_lengths),
+        seqused_k=lengths,
+        max_seqlen_k=max(key_lengths),
+        softmax_scale=scale,
+        causal=True,
+        window_size=[-1, -1],
+        block_table=table,
+        fa_version=get_flash_attn_version(head_size=query.shape[-1]),
+        num_splits=1,
+    )
+
+
+@lru_cache(maxsize=4)
+def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Where each key is among all blocks, which blocks each sequence has, where its queries start, and how many keys it has.
+
+    Beyond a sequence's own blocks the table is not read; it names some that exist.
+    """
+    lengths = torch.tensor(key_lengths, dtype=torch.int32)
+    num_blocks = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
+    first = num_blocks.cumsum(0) - num_blocks
+    table = first[:, None] + torch.arange(int(num_blocks.max()))
+    table = table.clamp(max=int(num_blocks.sum()) - 1).int()
+    slots = torch.cat([int(start) * BLOCK_SIZE + torch.arange(n) for start, n in zip(first, key_lengths, strict=True)])
+    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
+    return tuple(tensor.to(device) for tensor in (slots, table, query_starts, lengths))
+
+
+def _batch_invariant() -> ModuleType:
+    try:
+        from vllm.model_executor.determinism import batch_invariant
+    except ImportError:  # up to vLLM 0.26 at least
+        from vllm.model_executor.layers import batch_invariant
+    return batch_invariant
+
+
+def _vllm_version() -> str | None:
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,61 @@
+"""
+Linear kernels for vLLM on a GPU whose engine a learner repeats bit for bit (`numerics="engine"`): the learner's own products.
+
+They are chosen only in an engine that receives its weights from here and runs with `VLLM_BATCH_INVARIANT=1`. vLLM 0.24 to 0.31 have
+no such product of INT4 weights (Marlin), and its product of FP8 codes takes another tiling for other numbers of rows; vLLM 0.33
+expands INT4 weights as well. None of this has run on a GPU, see [`trl_qarl.numerics.cuda`].
+"""
+
+import torch
+from vllm import envs
+from vllm.platforms.interface import PlatformEnum
+from vllm.scalar_type import scalar_types
+
+from ..numerics import cuda
+from ..rollout.protocol import FILE_BACKEND, NCCL_BACKEND
+from .cpu_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel, is_our_engine, put_first
+
+
+__all__ = ["RepeatableFp8Kernel", "RepeatableInt4Kernel", "RepeatableInt8Kernel", "is_repeatable", "register_kernels"]
+
+
+def register_kernels() -> None:
+    """Put the kernels first in vLLM's lists for GPUs; calling it again changes nothing."""
+    put_first(PlatformEnum.CUDA, mp=RepeatableInt4Kernel, int8=RepeatableInt8Kernel, fp8=RepeatableFp8Kernel)
+
+
+def is_repeatable() -> bool:
+    """Whether the engine that is being built is one that a learner repeats."""
+    return bool(envs.VLLM_BATCH_INVARIANT) and is_our_engine(FILE_BACKEND, NCCL_BACKEND)
+
+
+class _Repeatable:
+    """The part that differs from the kernels for CPUs; theirs comes after it."""
+
+    @classmethod
+    def can_implement(cls, c) -> tuple[bool, str | None]:
+        if not is_repeatable():
+            return False, "no learner of trl_qarl repeats this engine"
+        reason = cls._reason_against(c)
+        return reason is None, reason
+
+    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return cuda.low_bit_linear(rows, self._low_bit, bias)[0]
+
+
+class RepeatableInt4Kernel(_Repeatable, QaRLWeightOnlyKernel):
+    """INT4 weights with bfloat16 activations."""
+
+    @classmethod
+    def _reason_against(cls, c) -> str | None:
+        if c.weight_type != scalar_types.uint4b8 or c.zero_points:
+            return f"weight type {c.weight_type} is not symmetric INT4"
+        return None if c.act_type is torch.bfloat16 else f"activations are {c.act_type}, not bfloat16"
+
+
+class RepeatableInt8Kernel(_Repeatable, QaRLInt8Kernel):
+    """INT8 weights with dynamic per-token INT8 activations."""
+
+
+class RepeatableFp8Kernel(_Repeatable, QaRLFp8Kernel):
+    """FP8 weights with dynamic per-token FP8 activations."""

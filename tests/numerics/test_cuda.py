@@ -370,6 +370,26 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
     assert kernel.can_implement(config)[1] == "activations are torch.float16, not bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("is_invariant", "release", "expected"), [("1", "0.26.0", True), ("0", "0.26.0", False), ("1", "0.33.0", False)]
+)
+def test_plugin_registers_them_on_a_gpu_for_known_releases_alone(monkeypatch, is_invariant, release, expected):
+    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import PlatformEnum
+
+    from trl_qarl import vllm_plugin
+    from trl_qarl.vllm_plugin.cuda_kernels import RepeatableInt4Kernel
+
+    for table in (_POSSIBLE_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_FP8_KERNELS):
+        monkeypatch.setitem(table, PlatformEnum.CUDA, list(table[PlatformEnum.CUDA]))
+    monkeypatch.setattr(current_platform, "_enum", PlatformEnum.CUDA)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", is_invariant)
+    monkeypatch.setattr(cuda, "_vllm_version", lambda: release)
+    vllm_plugin.register()
+    assert (RepeatableInt4Kernel in _POSSIBLE_KERNELS[PlatformEnum.CUDA]) == expected
+
+
 def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):
     from vllm.scalar_type import scalar_types
 

@@ -32,6 +32,7 @@ __all__ = [
     "KNOWN_VLLM",
     "attention",
     "describe_arithmetic",
+    "is_known_release",
     "linear",
     "log_softmax",
     "low_bit_linear",
@@ -66,12 +67,18 @@ INT4_KERNEL = "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
 FP8_KERNEL = "E4M3 codes in float32 + vllm::matmul_batch_invariant"
 
 
+def is_known_release() -> bool:
+    """Whether the vLLM that is installed is one of [`KNOWN_VLLM`]. Touches no device: a process that did cannot be forked."""
+    release = _vllm_version()
+    return release is not None and ".".join(release.split(".")[:2]) in KNOWN_VLLM
+
+
 def reason_against() -> str | None:
     """Why the kernels cannot be used in this process, or `None`."""
     if not torch.cuda.is_available():
         return "no CUDA device is available"
-    release = _vllm_version()
-    if release is None or ".".join(release.split(".")[:2]) not in KNOWN_VLLM:
+    if not is_known_release():
+        release = _vllm_version()
         found = "vLLM is not installed" if release is None else f"vLLM {release} is installed"
         return f"{found}, and its operations on a GPU are known for {', '.join(KNOWN_VLLM)}"
     if torch.cuda.get_device_capability() < (8, 0):

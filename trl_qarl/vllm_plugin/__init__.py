@@ -15,8 +15,11 @@ __all__ = ["register"]
 
 def register() -> None:
     """Register with vLLM; calling it again changes nothing."""
+    from vllm import envs
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
+
+    from ..numerics.cuda import is_known_release
 
     # Before vLLM starts its engine's process, which would inherit it.
     take_token()
@@ -32,7 +35,7 @@ def register() -> None:
         # "illegal instruction".
         torch.cpu._init_amx()
         register_kernels()
-    elif current_platform.is_cuda():
+    elif current_platform.is_cuda() and envs.VLLM_BATCH_INVARIANT and is_known_release():
         from .cuda_kernels import register_kernels
 
         register_kernels()

@@ -40,11 +40,14 @@ class WorkerExtension:
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
             "is_speculative": config.speculative_config is not None,
             "lora": describe_lora(self.model_runner.model, config.lora_config),
-            "arithmetic": kernels.describe_arithmetic()
-            if self.device.type == "cpu"
-            else cuda.describe_arithmetic(config),
+            "arithmetic": self._describe_arithmetic(),
             "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
         }
+
+    def _describe_arithmetic(self) -> dict[str, Any] | None:
+        if self.device.type == "cpu":
+            return kernels.describe_arithmetic()
+        return cuda.describe_arithmetic(self.vllm_config) if cuda.is_known_release() else None
 
     def qarl_begin(self) -> list[str]:
         """Clear away what an earlier trainer left unfinished; returns what has changed since the last publication."""

@@ -131,10 +131,7 @@ class _SiluMul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
-        grad, rows = grad.float(), gate.float()
-        sigmoid = rows.sigmoid()
-        grad_gate = grad * up.float() * sigmoid * (1 + rows * (1 - sigmoid))
-        return grad_gate.to(gate.dtype), (grad * rows * sigmoid).to(up.dtype)
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 class _Rotate(torch.autograd.Function):

@@ -462,6 +462,12 @@ def test_export_follows_the_record_of_the_run(options):
     assert export.merge_with_record(make_options(**options), RECORD, "run") == RECORD
 
 
+def test_export_knows_a_regular_expression_of_the_record():
+    record = {**RECORD, "exclude_modules": r".*\.0\..*"}
+    argv = ["--model_name_or_path", "run", "--output_dir", "out", "--exclude_modules", record["exclude_modules"]]
+    assert export.merge_with_record(export.make_parser("export").parse_args(argv), record, "run") == record
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

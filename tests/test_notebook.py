@@ -29,7 +29,9 @@ def test_every_cell_runs_with_a_tiny_model(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_MODEL", make_tiny_model(tmp_path / "model"))
     monkeypatch.setenv("NOTEBOOK_UPDATES", "2")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook, timeout=600, startup_timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("trained 2 of 2 updates" in text for text in texts)
     assert re.search(r"\d+ of 20 held-out sums solved", "".join(texts))

@@ -63,7 +63,8 @@ class QaRLConfig(GRPOConfig):
             Whether the learner and its reference model run the low-bit weights of `scheme` as the rollout does, which is
             QaRL. With `False` they run the high-precision master weights: quantized rollout training.
         exclude_modules (`list[str]` or `str`, *optional*):
-            Linear layers to keep in high precision, as in PEFT: names or last components, or a regular expression.
+            Linear layers to keep in high precision: names, last components of names, or regular expressions over the
+            whole name.
         lora_mode (`str`, *optional*, defaults to `"adapter"`):
             With a PEFT adapter, what generates: `"adapter"`, the frozen low-bit base with the adapter beside it in high
             precision; `"merged"`, the low-bit form of base and adapter together.
@@ -161,8 +162,8 @@ class QaRLConfig(GRPOConfig):
     exclude_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Linear layers to keep in high precision: names or last components of names (from Python, a string "
-            "is a regular expression over the whole name)."
+            "help": "Linear layers to keep in high precision: names, last components of names, or regular expressions "
+            "over the whole name."
         },
     )
     lora_mode: str = field(

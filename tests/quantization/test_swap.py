@@ -1,3 +1,4 @@
+import re
 from collections import OrderedDict
 
 import pytest
@@ -161,11 +162,15 @@ def test_exclude_modules_takes_names_last_components_and_a_regular_expression():
     assert excluded(["o_proj"]) == [name for name in LAYERS if name.endswith("o_proj")]
     assert excluded(["model.layers.0.mlp.down_proj"]) == ["model.layers.0.mlp.down_proj"]
     assert excluded(r"model\.layers\.1\..*") == LAYERS[7:]
+    # A command line and a YAML file cannot tell one name from a list of one.
+    assert excluded("o_proj") == excluded(["o_proj"])
+    assert excluded([r"model\.layers\.1\..*"]) == LAYERS[7:]
 
 
-def test_exclude_pattern_without_a_hit_raises():
-    with pytest.raises(ValueError, match="'o_pro'"):
-        prepare_model(tiny(), "w4a16", exclude_modules=["down_proj", "o_pro"])
+@pytest.mark.parametrize("pattern", ["o_pro", "layers.1", "*o_proj"])
+def test_exclude_pattern_without_a_hit_raises(pattern):
+    with pytest.raises(ValueError, match=f"{re.escape(repr(pattern))} matches none of the 15"):
+        prepare_model(tiny(), "w4a16", exclude_modules=["down_proj", pattern])
 
 
 def test_excluding_everything_raises():

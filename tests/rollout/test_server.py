@@ -148,6 +148,7 @@ def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, messa
             ["--scheme", "fp8", "--exclude_modules", "o_proj", "down_proj"],
             {"scheme": "fp8", "exclude_modules": ["o_proj", "down_proj"]},
         ),
+        (["--exclude_modules", r".*\.0\..*_proj"], {"scheme": "w4a16", "exclude_modules": r".*\.0\..*_proj"}),
     ],
 )
 def test_the_engine_is_quantized_as_the_learner_will_be(tmp_path, capsys, options, swap):

@@ -327,6 +327,11 @@ def test_results_of_eval_in_the_run_and_its_export_are_on_the_page(tmp_path):
     html = ElementTree.fromstring(read_page(tmp_path / "report.html").removeprefix("<!DOCTYPE html>"))
     (section,) = (part for part in html.iter("section") if part.get("id") == "evaluation")
     rows = [["".join(cell.itertext()) for cell in row] for row in section.iter("tr")]
+    # On a narrow screen a row is a list, and each cell names its column.
+    header, *body = section.iter("tr")
+    assert all(
+        [cell.get("data-column") for cell in row] == ["".join(cell.itertext()) for cell in header] for row in body
+    )
     sampled = ["4", "2", "vLLM, temperature 0.6, top_p 0.95"]
     assert rows == [
         ["model", "task", "pass@1", "difference", "problems", "samples of each", "sampling"],

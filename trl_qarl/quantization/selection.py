@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,15 +57,15 @@ def _excluded(linears: dict[str, nn.Linear], patterns: str | Sequence[str] | Non
         return set()
     excluded = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        if isinstance(patterns, str):
-            hits = {name for name in linears if re.fullmatch(pattern, name)}
-        else:
-            hits = {name for name in linears if name == pattern or name.endswith(f".{pattern}")}
+        hits = {name for name in linears if name == pattern or name.endswith(f".{pattern}")}
+        # A name such as `*_proj` is no regular expression.
+        with suppress(re.error):
+            hits = hits or {name for name in linears if re.fullmatch(pattern, name)}
         if not hits:
             raise ValueError(
-                f"exclude_modules: {pattern!r} matches none of the {len(linears)} linear layers. A string is a regular "
-                f"expression over the whole name; a list holds names or last components, such as "
-                f"{next(iter(linears)).rpartition('.')[2]!r}."
+                f"exclude_modules: {pattern!r} matches none of the {len(linears)} linear layers. Give names or last "
+                f"components, such as {next(iter(linears)).rpartition('.')[2]!r}, or a regular expression over the "
+                "whole name."
             )
         excluded |= hits
     return excluded

@@ -164,8 +164,8 @@ def prepare_model(
         scheme (`str` or [`QuantScheme`]):
             Scheme to apply. `"bf16"` converts nothing.
         exclude_modules (`str` or `Sequence[str]`, *optional*):
-            Layers to leave alone, as in PEFT: a string is a regular expression that must match the whole name; a list
-            holds names or their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`).
+            Layers to leave alone: names, their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`), or regular
+            expressions that must match the whole name. What names a layer is not read as an expression.
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model. Defaults to each weight's dtype.
 

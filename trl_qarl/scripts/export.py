@@ -34,7 +34,10 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument("--scheme", choices=list(SCHEMES), help="quantization scheme")
     parser.add_argument("--group_size", type=int, help="group size for w4a16: 32, 64 or 128 (default)")
     parser.add_argument(
-        "--exclude_modules", nargs="+", metavar="NAME", help="linear layers to leave alone: names or last components"
+        "--exclude_modules",
+        nargs="+",
+        metavar="NAME",
+        help="linear layers to leave alone: names, last components, or regular expressions over the whole name",
     )
     parser.add_argument(
         "--dtype",
@@ -243,7 +246,8 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
             raise ValueError(f"{source} does not say how it was trained (no qarl.json). Give `--scheme`.")
         return {**given, "scale_dtype": args.dtype or "bfloat16"}
     for name, value in given.items():
-        if value is not None and value != record[name]:
+        # A record of Python may hold the one name or expression that is a list of one here.
+        if value is not None and value not in (record[name], [record[name]]):
             option = "dtype" if name == "scale_dtype" else name
             raise ValueError(
                 f"--{option}={value!r} contradicts the {record[name]!r} with which {source} was trained (qarl.json): "

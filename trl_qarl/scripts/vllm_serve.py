@@ -35,7 +35,9 @@ def make_parser(prog: str) -> ArgumentParser:
         "--scheme", default="w4a16", choices=list(SCHEMES), help="the learner's (default: %(default)s)"
     )
     parser.add_argument("--group_size", type=int, help="the learner's, for schemes with groups")
-    parser.add_argument("--exclude_modules", nargs="+", help="the learner's")
+    parser.add_argument(
+        "--exclude_modules", nargs="+", metavar="NAME", help="the learner's: names or regular expressions"
+    )
     parser.add_argument(
         "--dtype",
         default="bfloat16",

@@ -55,6 +55,12 @@ table { border-collapse: collapse; font-size: .875rem; width: 100%; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 th { background: var(--panel); white-space: nowrap; } tbody tr:last-child td { border-bottom: 0; }
 td { min-width: 4rem; max-width: 28rem; overflow-wrap: break-word; }
+@media (max-width: 48rem) {
+  thead { display: none; } tr { display: block; padding: .35rem 0; border-bottom: 1px solid var(--line); }
+  tbody tr:last-child { border-bottom: 0; }
+  td { display: flow-root; max-width: none; padding: .1rem .7rem .1rem 9.2rem; border-bottom: 0; overflow-wrap: anywhere; }
+  td::before { content: attr(data-column); float: left; width: 8rem; margin-left: -8.5rem; color: var(--soft); }
+}
 details { margin: .75rem 0; } summary { cursor: pointer; color: var(--soft); }
 code { font-size: .9em; }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .6rem; overflow-x: auto; font-size: .8rem; }
@@ -65,14 +71,18 @@ mark { background: color-mix(in srgb, var(--watch) 35%, transparent); color: inh
 
 
 def table(header: list[str], rows: list[list[str]], levels: list[list[str]] | None = None) -> str:
-    """A table of text that scrolls sideways; `levels` colour the cells of [`LEVELS`][trl_qarl.telemetry.advisor.LEVELS]."""
+    """
+    A table of text that scrolls sideways, and on a narrow screen has its rows as lists, each cell after the name of its column.
+    `levels` colour the cells of [`LEVELS`][trl_qarl.telemetry.advisor.LEVELS].
+    """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = []
     for index, row in enumerate(rows):
         of_row = levels[index] if levels else [""] * len(row)
         cells = (
-            f'<td class="{level}"><b>{escape(cell)}</b></td>' if level else f"<td>{escape(cell)}</td>"
-            for cell, level in zip(row, of_row, strict=True)
+            f'<td data-column="{escape(column)}"'
+            + (f' class="{level}"><b>{escape(cell)}</b></td>' if level else f">{escape(cell)}</td>")
+            for column, cell, level in zip(header, row, of_row, strict=True)
         )
         lines.append(f"<tr>{''.join(cells)}</tr>")
     body = "\n".join(lines)

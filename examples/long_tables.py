@@ -5,8 +5,9 @@ The tables of docs/study.md, from the directories that `trl-qarl compare` has fi
     python examples/long_tables.py docs/study.json
     python examples/long_tables.py docs/study.json --fill docs/study.md
 
-The first keeps what the page and its pictures need of every cell, the second prints Markdown: means over the seeds with 95 %
-intervals, what the telemetry saw, and which differences exceed the noise between seeds. The third renews the tables of the page.
+The first keeps what the page and its pictures need of every cell, and other studies that the file has already. The second prints
+Markdown: means over the seeds with 95 % intervals, what the telemetry saw, and which differences exceed the noise between seeds. The
+third renews the tables of the page.
 
     python examples/long_tables.py --bands DIR
 
@@ -79,7 +80,10 @@ def main() -> None:
         for directory in args.paths:
             print(json.dumps(band_scale(directory)))
     elif args.collect:
-        cells = [summary for directory in args.paths for summary in collect(directory)]
+        before = json.loads(args.output.read_text()) if args.output.is_file() else []
+        studies = {directory.name for directory in args.paths}
+        cells = [cell for cell in before if cell["study"] not in studies]
+        cells += [summary for directory in args.paths for summary in collect(directory)]
         args.output.write_text("[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n")
     else:
         (path,) = args.paths

@@ -285,6 +285,7 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
         if seed < 2:
             (run / "finished").touch()
     path = tmp_path / "study.json"
+    path.write_text(json.dumps([{"study": "long", "scheme": "outdated"}]))
     for options in (["--collect", str(tmp_path / "long"), "--output", str(path)], [str(path)]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["long_tables.py", *options])
@@ -295,6 +296,39 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
     assert "| w4a16 | QaRL, tbpo, quantized afterwards | 2 | - | 12 ± 159 | - | - |" in lines
     # First and last quarter: the mean over steps 1 to 16, and over 49 to 64.
     assert "| w4a16 | QaRL, tbpo | - | 1.7 to 11 | - | - | - |" in lines
+
+    other = {"study": "other", "scheme": "bf16"}
+    path.write_text(json.dumps([other, *json.loads(path.read_text())]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["long_tables.py", "--collect", str(tmp_path / "long"), "--output", str(path)])
+        long_tables.main()
+    cells = json.loads(path.read_text())
+    assert cells[0] == other and [cell["study"] for cell in cells[1:]] == ["long", "long"]
+
+
+def test_tails_are_the_bins_beyond_e_and_its_inverse(long_tables):
+    row = {"name": "token_mismatch_weight", "edges": [0.1, 0.3, 0.5, 2.0, 3.0, 4.0], "step": 1}
+    rows = [
+        {**row, "counts": [1, 2, 3, 4, 5]},
+        {**row, "counts": [1, 0, 0, 4, 0]},
+        {**row, "name": "ratio", "counts": [9] * 5},
+    ]
+    assert long_tables.count_tails(rows) == {"tail/low": {1: 2 / 20}, "tail/high": {1: 5 / 20}}
+
+
+def test_filling_a_page_renews_its_tables_alone(long_tables):
+    scores = dict.fromkeys(("greedy", "sampled"), 50.0)
+    settings = {"study": "s", "scheme": "w4a16", "quantize_learner": True, "objective": "tbpo", "seed": 0}
+    cells = [{**settings, "scores": scores, "course": {"reward": [0.25] * 4}}]
+    page = "before\n<!-- s: ends -->\n| old |\n<!-- end -->\nbetween\n<!-- other: ends -->\n| old |\n<!-- end -->\n"
+    before, _, after = long_tables.fill(page, cells).partition("<!-- s: ends -->\n")
+    assert before == "before\n"
+    assert after == (
+        "| scheme | run | seeds | final reward | greedy | sampled | masters, greedy |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| w4a16 | QaRL, tbpo | 1 | 25 | 50 | 50 | - |\n"
+        "<!-- end -->\nbetween\n<!-- other: ends -->\n| old |\n<!-- end -->\n"
+    )
 
 
 @pytest.fixture(scope="module")

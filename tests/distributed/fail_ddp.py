@@ -1,14 +1,12 @@
 """
-Trainings on two processes of which the server, or one process, fails at step 2; each rank writes what it raised. Run by
-test_ddp.py.
+Trainings on two processes of which the server, or one process, fails at step 2, and what each rank raised. Run by train_ddp.py,
+last: nothing is put back.
 """
 
-import json
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from accelerate import PartialState
 from datasets import Dataset
 
 from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
@@ -16,11 +14,6 @@ from trl_qarl.rollout import generation
 from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 from trl_qarl.rollout.protocol import PublishError
-
-
-generation.BACKOFF_SECONDS = 0.0
-model, output_dir = sys.argv[1:]
-rank = int(os.environ["RANK"])
 
 
 class Engine:
@@ -67,7 +60,9 @@ class Engine:
     reconnect = lambda self, timeout: True  # noqa: E731
 
 
-def run(name, mode, failing_rank, what, failure):
+def run(model, folder, mode, failing_rank, what, failure):
+    rank = PartialState().process_index
+
     class Generation(QaRLVLLMGeneration):
         def _connect(self):
             self.vllm_client = self.publisher = Engine(what, failure)
@@ -85,7 +80,6 @@ def run(name, mode, failing_rank, what, failure):
             raise ValueError("a port is taken")
 
     qarl_trainer.QaRLVLLMGeneration = Generation
-    folder = Path(output_dir, name)
     try:
         trainer = QaRLTrainer(
             model,
@@ -105,8 +99,6 @@ def run(name, mode, failing_rank, what, failure):
                 max_completion_length=4,
                 save_strategy="no",
                 disable_tqdm=True,
-                # A process that waits for the other one says so.
-                ddp_timeout=60,
             ),
             Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]}),
         )
@@ -117,15 +109,17 @@ def run(name, mode, failing_rank, what, failure):
     return {"raised": raised, "files": sorted(path.name for path in folder.glob("checkpoint-*/*"))}
 
 
-lost = ServerLost("no server answers")
-results = {
-    "server_publish": run("server_publish", "server", 0, "publish", lost),
-    "server_generate": run("server_generate", "server", 0, "generate", lost),
-    "server_start": run("server_start", "server", 0, "start", None),
-    "server_nan": run("server_nan", "server", 0, "generate", "nan"),
-    "colocate_publish": run("colocate_publish", "colocate", 1, "publish", PublishError("a tensor differs")),
-    "colocate_generate": run("colocate_generate", "colocate", 1, "generate", RuntimeError("out of memory")),
-    "colocate_nan": run("colocate_nan", "colocate", 1, "generate", "nan"),
-    "colocate_start": run("colocate_start", "colocate", 1, "start", None),
-}
-Path(output_dir, f"failed{rank}.json").write_text(json.dumps(results))
+def run_all(model, output_dir):
+    generation.BACKOFF_SECONDS = 0.0
+    lost = ServerLost("no server answers")
+    failures = {
+        "server_publish": ("server", 0, "publish", lost),
+        "server_generate": ("server", 0, "generate", lost),
+        "server_start": ("server", 0, "start", None),
+        "server_nan": ("server", 0, "generate", "nan"),
+        "colocate_publish": ("colocate", 1, "publish", PublishError("a tensor differs")),
+        "colocate_generate": ("colocate", 1, "generate", RuntimeError("out of memory")),
+        "colocate_nan": ("colocate", 1, "generate", "nan"),
+        "colocate_start": ("colocate", 1, "start", None),
+    }
+    return {name: run(model, Path(output_dir, name), *failure) for name, failure in failures.items()}

@@ -14,23 +14,23 @@ from testing_utils import make_tiny_model
 from trl_qarl.rollout.server import free_port
 
 
-def launch_two(script: str, tmp_path, results: str, *arguments: str, environment=None) -> list[dict]:
-    """Run a script on two processes and return what each of them wrote."""
+def train_on_two_processes(tmp_path, environment, runs, with_failures) -> tuple[dict[str, list[dict]], list[dict]]:
+    """
+    Train with `train_ddp.py`, once with each set of options. Returns what each rank wrote of it, and of the failures of
+    `fail_ddp.py`: the same two processes, which take longer to import everything than to train.
+    """
     model = make_tiny_model(tmp_path, "qwen2")
     output_dir = tmp_path / "out"
     output_dir.mkdir()
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    launch += [str(Path(__file__).with_name(script)), model, str(output_dir), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **(environment or {})}
-    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=900)
+    launch += [str(Path(__file__).with_name("train_ddp.py")), model, str(output_dir), json.dumps(runs)]
+    launch += ["fail"] * with_failures
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment}
+    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=1500)
     assert result.returncode == 0, result.stderr[-4000:]
-    return [json.loads((output_dir / f"{results}{rank}.json").read_text()) for rank in range(2)]
-
-
-def train_on_two_processes(tmp_path, environment=None, **runs) -> dict[str, list[dict]]:
-    """Train with `train_ddp.py`, once with each set of options, and return what each rank wrote of it."""
-    ranks = launch_two("train_ddp.py", tmp_path, "rank", json.dumps(runs), environment=environment)
-    return {name: [rank[name] for rank in ranks] for name in runs}
+    ranks = [json.loads((output_dir / f"rank{rank}.json").read_text()) for rank in range(2)]
+    failed = [rank.pop("failed", {}) for rank in ranks]
+    return {name: [rank[name] for rank in ranks] for name in runs}, failed
 
 
 # Of the three updates after the checkpoint, the first has completions that were saved in it.
@@ -40,7 +40,7 @@ LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "C
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Trainings on two processes, one after the other; their folder, what each rank wrote, and what they pushed."""
+    """Trainings on two processes, one after the other; their folder, what each rank wrote, what they pushed, and the failures."""
     tmp_path = tmp_path_factory.mktemp("ddp")
     runs = {"masters": RESUMING}
     if find_spec("peft"):
@@ -49,17 +49,33 @@ def trained(tmp_path_factory):
         merged = {"lora_mode": "merged", "learning_rate": 1e-2, "optim": "adamw_torch"}
         runs["adapter"] = {"lora": LORA} | pushing | RESUMING
         runs["merged"] = {"lora": LORA} | merged | RESUMING
+    if has_vllm := find_spec("vllm") is not None:
+        runs["server"] = {
+            "scheme": "w8a16",
+            "bf16": False,
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "vllm_server_autostart": True,
+            "vllm_server_port": free_port(),
+            # Where many share the cores, vLLM takes long to start.
+            "vllm_server_timeout": 900,
+            "vllm_max_model_length": 128,
+        }
     with StandInHub(tmp_path / "hub") as hub:
-        ranks = train_on_two_processes(tmp_path, hub_environment(hub, tmp_path / "home"), **runs)
-        yield tmp_path / "out", ranks, hub
+        # What vLLM compiles in the server, for seconds, computes the same as what it does not.
+        environment = hub_environment(hub, tmp_path / "home") | {"TORCH_COMPILE_DISABLE": "1"}
+        ranks, failed = train_on_two_processes(tmp_path, environment, runs, has_vllm)
+        yield tmp_path / "out", ranks, hub, failed
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.xdist_group("ddp")
+# Everything happens in the fixture: on a machine that others use, too, that takes a while.
+@pytest.mark.timeout(1800)
 class TestTwoProcesses:
     def test_they_log_global_metrics(self, trained):
-        folder, ranks, _ = trained
+        folder, ranks, *_ = trained
         rows = [row for row in ranks["masters"][0]["rows"] if "loss" in row]
         assert len(rows) == 4
         for row in rows:
@@ -78,7 +94,7 @@ class TestTwoProcesses:
 
     @pytest.mark.parametrize("mode", ["masters", "adapter", "merged"])
     def test_they_train_the_same_weights(self, trained, mode):
-        _, ranks, _ = trained
+        _, ranks, *_ = trained
         ours, theirs = ranks.get(mode) or pytest.skip("needs peft")
         assert ours["digest"] == theirs["digest"]
         if mode != "masters":
@@ -88,7 +104,7 @@ class TestTwoProcesses:
 
     @pytest.mark.parametrize("mode", ["masters", "adapter", "merged"])
     def test_they_go_on_from_a_checkpoint_as_if_they_had_not_ended(self, trained, mode):
-        _, ranks, _ = trained
+        _, ranks, *_ = trained
         for rank in ranks.get(mode) or pytest.skip("needs peft"):
             assert rank["resumed_digest"] == rank["digest"] != rank["digest_before_resuming"]
             whole, resumed = (
@@ -98,7 +114,7 @@ class TestTwoProcesses:
 
     def test_one_of_them_pushes(self, trained):
         pytest.importorskip("peft")
-        folder, _, hub = trained
+        folder, _, hub, _ = trained
         assert [len(repo.commits) for repo in hub.repos.values()] == [2, 2], "an empty one, and what was pushed"
         pushed = hub.files("someone/policy")
         assert sum("/commit/" in request for request in hub.requests) == 2
@@ -107,46 +123,39 @@ class TestTwoProcesses:
         assert names == pushed.keys() - {".gitattributes"} and "adapter/adapter_model.safetensors" in names
         assert all((local / name).read_bytes() == pushed[name] for name in names)
 
+    @pytest.mark.vllm
+    def test_they_share_one_server(self, trained):
+        pytest.importorskip("vllm")
+        _, runs, *_ = trained
+        ranks = runs["server"]
+        assert ranks[0]["digest"] == ranks[1]["digest"]
+        rows = [row for row in ranks[0]["rows"] if "rollout/weight_version" in row]
+        assert [row["rollout/weight_version"] for row in rows] == [0, 2]
+        assert max(row["mismatch/abs_logp_max"] for row in rows) < 1e-5
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_two_processes_share_one_server(tmp_path):
-    pytest.importorskip("vllm")
-    options = {
-        "bf16": False,
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_autostart": True,
-        "vllm_server_port": free_port(),
-        "vllm_max_model_length": 128,
-    }
-    ranks = train_on_two_processes(tmp_path, server=options)["server"]
-    assert ranks[0]["digest"] == ranks[1]["digest"]
-    rows = [row for row in ranks[0]["rows"] if "rollout/weight_version" in row]
-    assert [row["rollout/weight_version"] for row in rows] == [0, 2]
-    assert max(row["mismatch/abs_logp_max"] for row in rows) < 1e-5
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_what_fails_on_one_process_ends_both_with_a_checkpoint(tmp_path):
-    pytest.importorskip("vllm")
-    ranks = launch_two("fail_ddp.py", tmp_path, "failed")
-    expected = {
-        "server_publish": ("EngineLost", "Publishing to vLLM failed 4 times. The last error: no server answers"),
-        "server_generate": ("EngineLost", "Generating with vLLM failed 4 times. The last error: no server answers"),
-        "server_nan": ("FloatingPointError", "NaN as the log-prob of 8 of 8"),
-        "colocate_publish": ("EngineLost", "Publishing to vLLM failed: a tensor differs"),
-        "colocate_generate": ("EngineLost", "Generating with vLLM failed: RuntimeError: out of memory"),
-        "colocate_nan": ("FloatingPointError", "NaN as the log-prob of 8 of 8"),
-    }
-    for name, (kind, message) in expected.items():
-        for rank in ranks:
-            assert rank[name]["raised"].startswith(f"{kind}: ") and message in rank[name]["raised"], (name, rank[name])
-            files = {"trainer_state.json", "model.safetensors", "rollout_state_0.pt", "rollout_state_1.pt"}
-            assert files <= set(rank[name]["files"]) or kind != "EngineLost", name
-    for name, failing in (("server_start", 0), ("colocate_start", 1)):
-        assert ranks[failing][name]["raised"] == "ValueError: a port is taken"
-        assert ranks[1 - failing][name]["raised"].startswith("RuntimeError: Another process failed with ValueError")
+    @pytest.mark.vllm
+    def test_what_fails_on_one_process_ends_both_with_a_checkpoint(self, trained):
+        pytest.importorskip("vllm")
+        *_, ranks = trained
+        expected = {
+            "server_publish": ("EngineLost", "Publishing to vLLM failed 4 times. The last error: no server answers"),
+            "server_generate": (
+                "EngineLost",
+                "Generating with vLLM failed 4 times. The last error: no server answers",
+            ),
+            "server_nan": ("FloatingPointError", "NaN as the log-prob of 8 of 8"),
+            "colocate_publish": ("EngineLost", "Publishing to vLLM failed: a tensor differs"),
+            "colocate_generate": ("EngineLost", "Generating with vLLM failed: RuntimeError: out of memory"),
+            "colocate_nan": ("FloatingPointError", "NaN as the log-prob of 8 of 8"),
+        }
+        for name, (kind, message) in expected.items():
+            for rank in ranks:
+                raised = rank[name]["raised"]
+                assert raised.startswith(f"{kind}: ") and message in raised, (name, rank[name])
+                files = {"trainer_state.json", "model.safetensors", "rollout_state_0.pt", "rollout_state_1.pt"}
+                assert files <= set(rank[name]["files"]) or kind != "EngineLost", name
+        for name, failing in (("server_start", 0), ("colocate_start", 1)):
+            assert ranks[failing][name]["raised"] == "ValueError: a port is taken"
+            assert ranks[1 - failing][name]["raised"].startswith(
+                "RuntimeError: Another process failed with ValueError"
+            )

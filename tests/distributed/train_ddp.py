@@ -1,6 +1,7 @@
 """
 A few steps of QaRL under DDP, for each of some sets of options. Each rank writes the digest of what it trained and the logged rows;
-with an option `resume`, the name of a checkpoint, also those of a new trainer that went on from there. Run by test_ddp.py.
+with an option `resume`, the name of a checkpoint, also those of a new trainer that went on from there; with the argument `fail`,
+what came of the failures in `fail_ddp.py`. Run by test_ddp.py.
 """
 
 import hashlib
@@ -16,7 +17,8 @@ from testing_utils import make_trainer
 
 def make(model, folder, options):
     peft_config = None
-    options = {"per_device_train_batch_size": 2} | options
+    # A process that waits for the other one says so, before the test has waited too long. The server's start takes less.
+    options = {"per_device_train_batch_size": 2, "ddp_timeout": 900} | options
     if lora := options.pop("lora", None):
         from peft import LoraConfig
 
@@ -53,7 +55,11 @@ def run(model, folder, options):
     return written
 
 
-model, output_dir, runs = sys.argv[1:]
+model, output_dir, runs, *failures = sys.argv[1:]
 written = {name: run(model, f"{output_dir}/{name}", options) for name, options in json.loads(runs).items()}
+if failures:
+    import fail_ddp
+
+    written["failed"] = fail_ddp.run_all(model, output_dir)
 with open(f"{output_dir}/rank{PartialState().process_index}.json", "w") as file:
     json.dump(written, file)

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -153,6 +154,8 @@ class TrainerProcess:
         try:
             self._prepare()
             result = self._train()
+            if self.supervisor.undisturbed is None:
+                (self.supervisor.folder.parent / "imported").write_text(json.dumps(list(sys.modules)))
             self.result_file.with_suffix(".part").write_text(json.dumps(result))
             self.result_file.with_suffix(".part").rename(self.result_file)
         finally:
@@ -480,14 +483,31 @@ def fork(function) -> int:
     return pid
 
 
+def keep_what_is_imported() -> None:
+    """A collection in a child must not walk, and copy, all of it."""
+    gc.collect()
+    gc.freeze()
+
+
+def prepare(root: Path) -> None:
+    """What a training has imported and made on its way, so that the ones after it need not."""
+    from transformers import AutoModelForCausalLM
+
+    for name in json.loads((root / "imported").read_text()):
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    # Compiles the patterns of names that transformers knows from checkpoints.
+    AutoModelForCausalLM.from_pretrained(root / "qwen2")
+    keep_what_is_imported()
+
+
 def main(root: Path, at_once: int) -> None:
     # Once, for all.
     import trl_qarl.qarl_trainer  # noqa: F401
     from testing_utils import make_tiny_model
 
-    # What is imported stays: a collection in a child must not walk, and copy, all of it.
-    gc.collect()
-    gc.freeze()
+    keep_what_is_imported()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -515,6 +535,8 @@ def main(root: Path, at_once: int) -> None:
                 report = json.loads(path.read_text())
             else:
                 report = {"name": scenario["name"], "problems": ["its supervisor failed"]}
+            if not undisturbed:
+                prepare(root)
             undisturbed.setdefault(scenario.get("ranks", 1), report)
             answers.write(json.dumps(report) + "\n")
     os._exit(0)

@@ -310,7 +310,7 @@ class Connection:
 
 def send_signal(fault) -> None:
     """A signal some time after a request; what SIGSTOP stops, goes on after a second."""
-    target = os.getpid() if fault["target"] == "server" else fault["trainer"] or os.getppid()
+    target = os.getpid() if fault["target"] == "server" else os.getppid()
     number = signal.Signals[fault["signal"]]
     time.sleep(fault["seconds"])
     if number == signal.SIGSTOP:

@@ -1,3 +1,4 @@
+import gc
 import re
 import shlex
 
@@ -59,6 +60,26 @@ def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, schem
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
     ours = torch.tensor([entry[token].logprob for token, entry in zip(ids, answer.outputs[0].logprobs, strict=True)])
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_that_was_dropped_does_not_end_the_next_one(tmp_path, monkeypatch):
+    """Whenever it is collected: vLLM exempts what an engine's start finds, and the end of any engine undoes that."""
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+
+    set_engine_environment(monkeypatch)
+    _, folder = export(tmp_path, "w4a16")
+    engine = load_engine(folder, max_model_len=64, max_num_seqs=4)
+    # A circle, as a trainer is in, of what was there when the engine started.
+    engine.itself = engine
+    del engine
+    engine = load_engine(folder, max_model_len=64, max_num_seqs=4)
+    gc.unfreeze()
+    gc.collect()
+    (answer,) = engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert answer.outputs[0].token_ids
 
 
 def test_a_folder_that_holds_no_export_is_refused(tmp_path):

@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import Tampering, make_tiny_model, set_engine_environment
 from trl_qarl import export_checkpoint, load_engine, prepare_model
-from trl_qarl.quantization.checkpoint import quantization_config
 from trl_qarl.quantization.swap import quantized_layers
 
 
@@ -24,29 +23,16 @@ def engine_environment():
         yield
 
 
-def make_engine(path, dtype, overrides=None):
-    from vllm import LLM
-
-    return LLM(
-        model=str(path),
-        load_format="dummy",
-        hf_overrides=overrides,
-        dtype=dtype,
-        weight_transfer_config={"backend": "qarl"},
-        worker_extension_cls="trl_qarl.vllm_plugin.worker.WorkerExtension",
-        distributed_executor_backend="uni",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=8,
-        logprobs_mode="processed_logprobs",
-        max_logprobs=-1,
-    )
-
-
 def make_learner(path, scheme, dtype, **swap):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     prepare_model(model, scheme, scale_dtype=dtype, **swap)
     return model
+
+
+def start_engine(model, dtype):
+    from trl_qarl.rollout.engines import make_engine
+
+    return make_engine(model, dtype, on_cpu=True, max_model_len=128, max_num_seqs=8, max_logprobs=-1)
 
 
 def make_publisher(path, scheme="w4a16", dtype=torch.float32, **swap):
@@ -54,9 +40,7 @@ def make_publisher(path, scheme="w4a16", dtype=torch.float32, **swap):
     from trl_qarl.rollout.transports import DirectTransport
 
     model = make_learner(path, scheme, dtype, **swap)
-    overrides = {"quantization_config": quantization_config(model)} if quantized_layers(model) else None
-    llm = make_engine(path, dtype, overrides)
-    return Publisher(model, dtype, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+    return Publisher(model, dtype, DirectTransport(start_engine(model, dtype)), AutoTokenizer.from_pretrained(path))
 
 
 def engine_logps(llm) -> list[list[float]]:
@@ -466,8 +450,7 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.eos_token = "<|unk|>"
     tokenizer.save_pretrained(copy)
-    overrides = {"quantization_config": quantization_config(publisher.model)}
-    transport = DirectTransport(make_engine(copy, torch.float32, overrides))
+    transport = DirectTransport(start_engine(make_learner(copy, "w4a16", torch.float32), torch.float32))
     with pytest.raises(ValueError) as error:
         Publisher(publisher.model, torch.float32, transport, publisher.tokenizer).check_engine()
     for line in (
@@ -492,6 +475,8 @@ def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, mo
     right = publisher.publish("0")["publish/canary_abs_logp"]
     from vllm import envs
 
+    # Against what an engine's start imposes.
+    monkeypatch.setattr("trl_qarl.rollout.engines.cpu_environment", dict)
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     envs.disable_envs_cache()
     other = make_publisher(path, dtype=torch.bfloat16)

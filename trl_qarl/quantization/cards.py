@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -367,7 +368,9 @@ def _describe(name_or_path: str | None) -> str | None:
     return f"a local model, `{Path(name_or_path).name}`" if name_or_path else None
 
 
+@cache
 def _versions() -> str:
+    # More than half of the time of a card, and each checkpoint has two.
     found = []
     for package in _PACKAGES:
         try:

@@ -29,6 +29,9 @@ def load_engine(export_dir: str | Path, **vllm_arguments):
     An export as it is deployed: a vLLM engine in this process, with the dtype, kernels and log-probs (those after temperature) of
     the engine that made the rollouts.
 
+    vLLM's engines of one process share its process groups, which the first one to end takes with it: `del` one before the next is
+    loaded.
+
     Args:
         export_dir (`str` or `Path`):
             Folder written by [`export_checkpoint`] with its tokenizer, or by `trl-qarl export`.

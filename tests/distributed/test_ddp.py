@@ -44,10 +44,14 @@ def trained(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("ddp")
     runs = {"masters": RESUMING}
     if find_spec("peft"):
-        pushing = {"hub_model_id": "someone/policy", "hub_export": "both"}
         # Where the low-bit codes follow the adapter, they have to move.
-        merged = {"lora_mode": "merged", "learning_rate": 1e-2, "optim": "adamw_torch"}
-        runs["adapter"] = {"lora": LORA} | pushing | RESUMING
+        merged = {
+            "lora_mode": "merged",
+            "learning_rate": 1e-2,
+            "optim": "adamw_torch",
+            "hub_model_id": "someone/merged",
+        }
+        runs["adapter"] = {"lora": LORA, "hub_model_id": "someone/adapter", "hub_export": "both"} | RESUMING
         runs["merged"] = {"lora": LORA} | merged | RESUMING
     if has_vllm := find_spec("vllm") is not None:
         runs["server"] = {
@@ -112,15 +116,18 @@ class TestTwoProcesses:
             )
             assert len(whole) == 2 and resumed == whole
 
-    def test_one_of_them_pushes(self, trained):
+    @pytest.mark.parametrize("mode", ["adapter", "merged"])
+    def test_one_of_them_pushes(self, trained, mode):
         pytest.importorskip("peft")
         folder, _, hub, _ = trained
-        assert [len(repo.commits) for repo in hub.repos.values()] == [2, 2], "an empty one, and what was pushed"
-        pushed = hub.files("someone/policy")
-        assert sum("/commit/" in request for request in hub.requests) == 2
-        local = folder / "adapter" / "w4a16"
+        # The adapter's masters have a repository of their own.
+        assert [len(repo.commits) for repo in hub.repos.values()] == [2, 2, 2], "an empty one, and what was pushed"
+        pushed = hub.files(f"someone/{mode}")
+        assert sum("/commit/" in request for request in hub.requests) == 3
+        local = folder / mode / "w4a16"
         names = {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()}
-        assert names == pushed.keys() - {".gitattributes"} and "adapter/adapter_model.safetensors" in names
+        assert names == pushed.keys() - {".gitattributes"}
+        assert "model.safetensors" in names and ("adapter/adapter_model.safetensors" in names) == (mode == "adapter")
         assert all((local / name).read_bytes() == pushed[name] for name in names)
 
     @pytest.mark.vllm

@@ -303,18 +303,19 @@ def test_an_engine_that_is_not_batch_invariant_is_refused_with_both_values(monke
         compilation_config=SimpleNamespace(
             static_forward_context={"a": SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASHINFER"))}
         ),
-        model_config=SimpleNamespace(enforce_eager=False),
+        model_config=SimpleNamespace(enforce_eager=False, head_dtype=torch.float32),
         cache_config=SimpleNamespace(block_size=16),
         use_v2_model_runner=True,
     )
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     with pytest.raises(ValueError) as info:
         check_arithmetic({"arithmetic": cuda.describe_arithmetic(config)}, on_gpu=True)
-    assert str(info.value).splitlines()[1:5] == [
+    assert str(info.value).splitlines()[1:6] == [
         "  VLLM_BATCH_INVARIANT: learner 1, engine 0",
         "  VLLM_USE_V2_MODEL_RUNNER: learner 0, engine 1",
         "  enforce_eager: learner True, engine False",
         "  attention_backend: learner FLASH_ATTN, engine FLASHINFER",
+        "  head_dtype: learner torch.bfloat16, engine torch.float32",
     ]
     assert "trl-qarl vllm-serve --numerics engine" in str(info.value)
     check_arithmetic({"arithmetic": cuda.describe_arithmetic()}, on_gpu=True)
@@ -367,13 +368,17 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
     monkeypatch.setattr(cuda_kernels, "is_our_engine", lambda *backends: True)
     assert not kernel.can_implement(config)[0]
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert kernel.can_implement(config) == (True, None)
+    assert not kernel.can_implement(config)[0]
+    for is_eager in (False, True):
+        engine = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=is_eager))
+        monkeypatch.setattr(cuda_kernels, "get_current_vllm_config_or_none", lambda engine=engine: engine)
+        assert kernel.can_implement(config)[0] == is_eager
     config.act_type = torch.float16
     assert kernel.can_implement(config)[1] == "activations are torch.float16, not bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("is_invariant", "release", "expected"), [("1", "0.26.0", True), ("0", "0.26.0", False), ("1", "0.33.0", False)]
+    ("is_invariant", "release", "expected"), [("1", "0.31.1", True), ("0", "0.31.1", True), ("1", "0.26.0", False)]
 )
 def test_plugin_registers_them_on_a_gpu_for_known_releases_alone(monkeypatch, is_invariant, release, expected):
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
@@ -414,10 +419,10 @@ def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):
 @pytest.mark.parametrize(
     ("release", "capability", "reason"),
     [
-        (None, (9, 0), "vLLM is not installed, and its operations on a GPU are known for 0.24, 0.26, 0.31"),
+        (None, (9, 0), "vLLM is not installed, and its operations on a GPU are known for 0.31"),
         ("0.28.0", (9, 0), "vLLM 0.28.0 is installed, and"),
         ("0.31.0", (7, 5), "T4 is older than compute capability 8.0"),
-        ("0.26.1", (9, 0), None),
+        ("0.31.1", (9, 0), None),
     ],
 )
 def test_what_is_missing_is_refused_by_release_and_gpu(tmp_path, monkeypatch, release, capability, reason):

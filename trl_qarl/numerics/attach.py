@@ -165,6 +165,10 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
                 scheme in kernels.SCHEMES,
                 f"{path!r} has scheme {scheme!r}, which is none of {list(kernels.SCHEMES)}",
             )
+            yield (
+                not on_gpu or scheme != "fp8" or torch.cuda.get_device_capability() >= (8, 9),
+                f"{path!r} has scheme 'fp8', which vLLM runs with 16-bit activations below compute capability 8.9",
+            )
             shape = tuple(module.weight.shape)
             yield (
                 scheme != "w4a16" or not is_engine or not any(size % 32 for size in shape),

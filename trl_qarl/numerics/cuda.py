@@ -36,6 +36,7 @@ __all__ = [
     "linear",
     "log_softmax",
     "low_bit_linear",
+    "prepare_process",
     "reason_against",
     "rms_norm",
     "rotate",
@@ -43,8 +44,11 @@ __all__ = [
     "use_one_tiling",
 ]
 
-KNOWN_VLLM = ("0.24", "0.26", "0.31")
-"""Releases of vLLM, `major.minor`, whose sources were read."""
+KNOWN_VLLM = ("0.31",)
+"""
+Releases of vLLM, `major.minor`, whose sources were read and allow it. In 0.24 and 0.26 `fused_add_rms_norm` takes other blocks, and other
+sums, from 256 rows on.
+"""
 
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
@@ -99,6 +103,7 @@ def describe_arithmetic(config=None) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **ENVIRONMENT,
         **ENGINE_ARGUMENTS,
+        "head_dtype": str(torch.bfloat16),
     }
     if config is None:
         return description
@@ -112,6 +117,7 @@ def describe_arithmetic(config=None) -> dict[str, Any]:
         "enforce_eager": config.model_config.enforce_eager,
         "attention_backend": " + ".join(sorted(backends)),
         "block_size": config.cache_config.block_size,
+        "head_dtype": str(config.model_config.head_dtype),
     }
 
 
@@ -131,8 +137,15 @@ def use_one_tiling() -> None:
 
 
 def prepare_process() -> None:
-    """What the learner's process needs before it calls the first kernel."""
+    """
+    What a process needs before it calls the first kernel, or starts the engine.
+
+    vLLM's kernels read `VLLM_BATCH_INVARIANT` once: where an engine ran in this process without it, they go on without.
+    """
+    from vllm import envs
+
     os.environ.update(ENVIRONMENT)
+    envs.disable_envs_cache()
     use_one_tiling()
 
 

@@ -82,7 +82,7 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
     config = quantization_config(model) if quantized_layers(model) else None
     check_engine_runs(config, str(dtype).removeprefix("torch."), on_cpu)
     if _is_repeated_on_gpu(model):
-        os.environ.update(cuda.ENVIRONMENT)
+        cuda.prepare_process()
         arguments |= cuda.ENGINE_ARGUMENTS
     return _in_process_engine(
         on_cpu=on_cpu,

@@ -15,7 +15,6 @@ __all__ = ["register"]
 
 def register() -> None:
     """Register with vLLM; calling it again changes nothing."""
-    from vllm import envs
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -35,7 +34,7 @@ def register() -> None:
         # "illegal instruction".
         torch.cpu._init_amx()
         register_kernels()
-    elif current_platform.is_cuda() and envs.VLLM_BATCH_INVARIANT and is_known_release():
+    elif current_platform.is_cuda() and is_known_release():
         from .cuda_kernels import register_kernels
 
         register_kernels()

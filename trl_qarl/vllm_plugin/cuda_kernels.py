@@ -1,13 +1,14 @@
 """
 Linear kernels for vLLM on a GPU whose engine a learner repeats bit for bit (`numerics="engine"`): the learner's own products.
 
-They are chosen only in an engine that receives its weights from here and runs with `VLLM_BATCH_INVARIANT=1`. vLLM 0.24 to 0.31 have
+They are chosen only in an engine that receives its weights from here and runs eagerly with `VLLM_BATCH_INVARIANT=1`. vLLM 0.31 has
 no such product of INT4 weights (Marlin), and its product of FP8 codes takes another tiling for other numbers of rows; vLLM 0.33
 expands INT4 weights as well. None of this has run on a GPU, see [`trl_qarl.numerics.cuda`].
 """
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
@@ -26,7 +27,9 @@ def register_kernels() -> None:
 
 def is_repeatable() -> bool:
     """Whether the engine that is being built is one that a learner repeats."""
-    return bool(envs.VLLM_BATCH_INVARIANT) and is_our_engine(FILE_BACKEND, NCCL_BACKEND)
+    config = get_current_vllm_config_or_none()
+    is_eager = config is not None and config.model_config.enforce_eager
+    return is_eager and bool(envs.VLLM_BATCH_INVARIANT) and is_our_engine(FILE_BACKEND, NCCL_BACKEND)
 
 
 class _Repeatable:

@@ -69,12 +69,12 @@ def check_numerics(config) -> Iterator[str]:
 def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
     """Options with which a learner cannot compute as the engine does, as `name=value`, and why."""
     # A run on a CPU must not wake a GPU.
-    on_gpu = None if config.use_cpu else cuda.reason_against()
+    against_gpu = None if config.use_cpu else cuda.reason_against()
     for is_met, option, reason in (
         (
-            on_gpu is None,
+            against_gpu is None,
             "use_cpu=False",
-            f"{on_gpu}. Set `use_cpu=True`",
+            f"{against_gpu}. Set `use_cpu=True`",
         ),
         (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
         (

@@ -250,10 +250,8 @@ def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, torch.Ten
 
 
 def _batch_invariant() -> ModuleType:
-    try:
-        from vllm.model_executor.determinism import batch_invariant
-    except ImportError:  # up to vLLM 0.26 at least
-        from vllm.model_executor.layers import batch_invariant
+    from vllm.model_executor.determinism import batch_invariant
+
     return batch_invariant
 
 

@@ -114,10 +114,10 @@ def _engine(scheme):
         return
     if kernels.has_engine_kernels():
         exact = "can be used with vLLM here"
-    elif cuda.reason_against() is None:
+    elif (reason := cuda.reason_against()) is None:
         exact = "can be tried with vLLM here; it has never run on a GPU"
     else:
-        exact = f"cannot be used with vLLM here: it needs a CPU and vLLM {kernels.TESTED_VLLM}, or a GPU ({cuda.reason_against()})"
+        exact = f"cannot be used with vLLM here: it needs a CPU and vLLM {kernels.TESTED_VLLM}, or a GPU ({reason})"
     yield doctor.Finding("ok", f'numerics="engine" {exact}')
     yield from doctor.check_engine(scheme)
 

@@ -65,3 +65,24 @@ def test_no_tracked_file_names_a_directory_of_one_machine():
         if (ROOT / name).is_file() and local.search((ROOT / name).read_bytes())
     ]
     assert found == []
+
+
+def test_what_tests_share_is_made_by_one_worker(tmp_path):
+    # As `make test` runs them. Servers and launches that each worker makes again are half of a suite.
+    (tmp_path / "test_group.py").write_text(
+        """
+import os
+import pytest
+
+@pytest.mark.xdist_group("server")
+@pytest.mark.parametrize("number", range(6))
+def test_of_a_group(number):
+    with open("workers", "a") as file:
+        print(os.environ["PYTEST_XDIST_WORKER"], file=file)
+"""
+    )
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", "-q"]
+    result = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    workers = (tmp_path / "workers").read_text().split()
+    assert len(workers) == 6 and len(set(workers)) == 1

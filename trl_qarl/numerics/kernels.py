@@ -17,7 +17,7 @@ log-probs need kernels whose result for a row does not depend on the number of r
 [`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
 [`use_in_engine`].
 
-Where vLLM is not installed there is no engine to agree with, but the learner's own decoding still has to agree with its
+Where vLLM's kernels cannot be called there is no engine to agree with, but the learner's own decoding still has to agree with its
 scoring. Then products run in blocks of as many rows ([`~trl_qarl.quantization.gemm.linear_in_blocks`]), and the rest
 is [`trl_qarl.numerics.portable`]. Tensors on a GPU go to [`trl_qarl.numerics.cuda`].
 """
@@ -48,6 +48,7 @@ __all__ = [
     "is_on_gpu",
     "log_softmax",
     "max_exact_length",
+    "reason_against",
     "rms_norm",
     "rotate",
     "silu_mul",
@@ -65,21 +66,31 @@ MIN_ROWS = 5
 """Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
 
 
-@lru_cache(maxsize=1)
 def has_engine_kernels() -> bool:
     """Whether the CPU kernels of a vLLM that was tested can be called in this process."""
-    if find_spec("vllm") is None or not _vllm_version().startswith(f"{TESTED_VLLM}."):
-        return False
+    return reason_against() is None
+
+
+@lru_cache(maxsize=1)
+def reason_against() -> str | None:
+    """Why they cannot be called in this process, or `None`."""
+    if find_spec("vllm") is None:
+        return f"vLLM {TESTED_VLLM} for CPUs is not installed"
+    if not _vllm_version().startswith(f"{TESTED_VLLM}."):
+        return f"vLLM {_vllm_version()} is installed, and the kernels of {TESTED_VLLM} have been compared"
+    # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
+    if not torch.cpu._is_avx512_supported():
+        return "this processor has no AVX512"
     from vllm.platforms import current_platform
 
     # Loads the build for this processor's instructions, which registers its operators.
     current_platform.import_kernels()
     if not current_platform.is_cpu() or not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
-        return False
+        return "the vLLM that is installed is not built for CPUs"
     if torch.cpu._is_amx_tile_supported():
         # A process must ask Linux for the tile registers; whoever uses them unasked is killed (SIGILL).
         torch.cpu._init_amx()
-    return True
+    return None
 
 
 def describe_arithmetic() -> dict[str, Any]:
@@ -88,6 +99,7 @@ def describe_arithmetic() -> dict[str, Any]:
 
     return {
         "vllm": _vllm_version(),
+        "avx512": torch.cpu._is_avx512_supported(),
         "amx": torch.cpu._is_amx_tile_supported(),
         "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
         "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),

@@ -112,12 +112,13 @@ def _engine(scheme):
     if find_spec("vllm") is None:
         yield doctor.Finding("error", "--engine needs vLLM, which is not installed", 'pip install "trl-qarl[vllm]"')
         return
-    if kernels.has_engine_kernels():
+    on_cpu, on_gpu = kernels.reason_against(), cuda.reason_against()
+    if on_cpu is None:
         exact = "can be used with vLLM here"
-    elif (reason := cuda.reason_against()) is None:
+    elif on_gpu is None:
         exact = "can be tried with vLLM here; it has never run on a GPU"
     else:
-        exact = f"cannot be used with vLLM here: it needs a CPU and vLLM {kernels.TESTED_VLLM}, or a GPU ({reason})"
+        exact = f"cannot be used with vLLM here: neither on a CPU ({on_cpu}) nor on a GPU ({on_gpu})"
     yield doctor.Finding("ok", f'numerics="engine" {exact}')
     yield from doctor.check_engine(scheme)
 

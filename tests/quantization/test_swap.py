@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_config
 from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors, quantization_config
 from trl_qarl.quantization.export import export_checkpoint
+from trl_qarl.quantization.gemm import has_fast_bf16
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import (
@@ -273,7 +274,8 @@ def test_engine_precision_computes_what_the_export_computes_and_gives_the_master
     masters = {name: p.clone() for name, p in model.state_dict().items()}
     loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(model, tmp_path / "export"), dtype=torch.float32)
     tokens = torch.randint(4, 200, (8, 12))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    # The product of a processor without bf16 instructions is not torch's under autocast, and the default there is float32.
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=has_fast_bf16()):
         outside = model(tokens).logits
         with engine_precision(model, torch.bfloat16):
             inside = model(tokens).logits

@@ -9,7 +9,7 @@ from testing_utils import make_tiny_config, set_engine_environment
 from trl_qarl import doctor
 from trl_qarl.cli import main
 from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.scripts.doctor import _installed
+from trl_qarl.scripts.doctor import _engine, _installed
 
 
 OURS = [
@@ -183,6 +183,22 @@ def test_a_broken_engine_is_a_finding(monkeypatch):
     monkeypatch.setattr("trl_qarl.rollout.engines.make_engine", fail)
     (finding,) = doctor.check_engine(get_scheme("w4a16"))
     assert finding.level == "error" and "RuntimeError: no such device" in finding.text
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("on_cpu", "on_gpu", "text"),
+    [
+        (None, "no CUDA device", "can be used with vLLM here"),
+        ("no AVX512", None, "can be tried with vLLM here"),
+        ("no AVX512", "no CUDA device", "neither on a CPU (no AVX512) nor on a GPU (no CUDA device)"),
+    ],
+)
+def test_engine_numerics_are_said_to_work_where_they_do(monkeypatch, on_cpu, on_gpu, text):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("trl_qarl.numerics.kernels.reason_against", lambda: on_cpu)
+    monkeypatch.setattr("trl_qarl.numerics.cuda.reason_against", lambda: on_gpu)
+    assert text in next(_engine(get_scheme("w4a16"))).text
 
 
 @pytest.mark.vllm

@@ -19,7 +19,7 @@ import json
 import math
 import statistics
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,11 @@ MISMATCH = (
 )
 UPDATES_PER_BATCH = 8
 Cell = dict[str, Any]
+MEASURES: dict[str, Callable[[Cell], float]] = {
+    "final reward": lambda cell: 100 * quarter(cell, "reward", 3),
+    "greedy": lambda cell: cell["scores"]["greedy"],
+    "sampled": lambda cell: cell["scores"]["sampled"],
+}
 
 
 def main() -> None:
@@ -153,6 +158,7 @@ def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
         found[study, "behaviour"] = quarters_table(groups, BEHAVIOUR)
         found[study, "mismatch"] = quarters_table(groups, MISMATCH)
         found[study, "differences"] = differences_table(groups)
+        found[study, "changes"] = changes_table(groups)
     return {name: "\n".join(lines) for name, lines in found.items()}
 
 
@@ -204,12 +210,7 @@ def quarters_table(
 def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
     """Greedy scores of runs of one scheme, and of bf16, pair by pair, beside the noise that `trl-qarl report` uses."""
     lines = [_row(["scheme", "run", "against", "difference", "noise", ""]), _row(["---"] * 6)]
-    summaries = {}
-    for name, cells in groups.items():
-        seeds = {cell["seed"]: cell["scores"]["greedy"] for cell in cells}
-        scores = list(seeds.values())
-        sd = statistics.stdev(scores) if len(scores) > 1 else None
-        summaries[name] = {"mean": statistics.fmean(scores), "sd": sd, "by_seed": seeds}
+    summaries = {name: _summarize(cells, MEASURES["greedy"]) for name, cells in groups.items()}
     for scheme in dict.fromkeys(scheme for scheme, *_ in groups if scheme != "bf16"):
         for a, b in itertools.combinations([name for name in groups if name[0] in (scheme, "bf16")], 2):
             found = compare_groups(summaries[a], summaries[b])
@@ -217,6 +218,29 @@ def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[st
             names = [", ".join(name[1:]) for name in (a, b)]
             lines.append(_row([scheme, *names, f"{found['difference']:+.0f}", noise, found["verdict"]]))
     return lines
+
+
+def changes_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+    """What each change of a recipe, a scheme named `RECIPE-CHANGE`, gains in points; bold where that exceeds the noise."""
+    header = ["change", "seeds", *(f"{name} (noise)" for name in MEASURES)]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for (scheme, *run), cells in groups.items():
+        recipe, _, change = scheme.rpartition("-")
+        if (recipe, *run) in groups:
+            texts = []
+            for measure in MEASURES.values():
+                found = compare_groups(_summarize(cells, measure), _summarize(groups[recipe, *run], measure))
+                noise = "-" if found["noise"] is None else f"{found['noise']:.0f}"
+                gain = f"{found['difference']:+.0f}"
+                texts.append(f"{f'**{gain}**' if found['verdict'] == 'exceeds' else gain} ({noise})")
+            lines.append(_row([change, str(len(cells)), *texts]))
+    return lines
+
+
+def _summarize(cells: Sequence[Cell], measure: Callable[[Cell], float]) -> dict[str, Any]:
+    seeds = {cell["seed"]: measure(cell) for cell in cells}
+    sd = statistics.stdev(seeds.values()) if len(seeds) > 1 else None
+    return {"mean": statistics.fmean(seeds.values()), "sd": sd, "by_seed": seeds}
 
 
 def quarter(cell: Cell, metric: str, part: int) -> float:

@@ -306,6 +306,25 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
     assert cells[0] == other and [cell["study"] for cell in cells[1:]] == ["long", "long"]
 
 
+def test_a_change_is_compared_with_its_recipe_beside_the_noise(long_tables):
+    def cells(scheme, rewards):
+        settings = {"scheme": scheme, "quantize_learner": True, "objective": "tbpo"}
+        scores = {"greedy": 50.0, "sampled": 40.0 if scheme == "w3-g32" else 50.0}
+        return [
+            {**settings, "seed": seed, "scores": scores, "course": {"reward": [0.0, 0.0, 0.0, reward]}}
+            for seed, reward in enumerate(rewards)
+        ]
+
+    recipe, run = ("w3-g32", "QaRL", "tbpo"), ("QaRL", "tbpo")
+    groups = {recipe: cells("w3-g32", [0.4, 0.5]), ("w3-g32-mse", *run): cells("w3-g32-mse", [0.5, 0.6])}
+    groups["w3-g32-gptq", *run] = cells("w3-g32-gptq", [0.7])
+    # Two and two seeds with a standard deviation of 7.07: 4.303 * 7.07 * sqrt(1 / 2 + 1 / 2).
+    assert long_tables.changes_table(groups)[2:] == [
+        "| mse | 2 | +10 (30) | +0 (0) | **+10** (0) |",
+        "| gptq | 1 | +25 (-) | +0 (-) | +10 (-) |",
+    ]
+
+
 def test_tails_are_the_bins_beyond_e_and_its_inverse(long_tables):
     row = {"name": "token_mismatch_weight", "edges": [0.1, 0.3, 0.5, 2.0, 3.0, 4.0], "step": 1}
     rows = [

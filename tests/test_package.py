@@ -68,7 +68,7 @@ def test_no_tracked_file_names_a_directory_of_one_machine():
 
 
 def test_what_tests_share_is_made_by_one_worker(tmp_path):
-    # As `make test` runs them. Servers and launches that each worker makes again are half of a suite.
+    # As `make test` runs them.
     (tmp_path / "test_group.py").write_text(
         """
 import os

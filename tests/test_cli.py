@@ -331,7 +331,7 @@ def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp
 
 
 def test_training_ends_with_an_export_of_the_policy(train_argv, tmp_path, capsys):
-    from trl_qarl.quantization.export import is_export
+    from trl_qarl.checkpoint.export import is_export
 
     run_training([*train_argv, "--max_steps", "1", "--bf16", "true"])
     output, folder = capsys.readouterr().out, tmp_path / "run" / "w4a16"
@@ -380,7 +380,7 @@ def test_training_exports_nothing_where_told_so(train_argv, tmp_path, capsys):
 
 
 def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_argv, tmp_path, hub, capsys):
-    from trl_qarl.quantization.export import is_export
+    from trl_qarl.checkpoint.export import is_export
 
     options = ["--max_steps", "1", "--push_to_hub", "true", "--hub_model_id", "policy", "--hub_strategy", "end"]
     run_training([*train_argv, *options])

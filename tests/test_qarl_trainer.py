@@ -19,12 +19,12 @@ from trl.trainer import grpo_trainer
 import trl_qarl.qarl_trainer
 import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, TRAINING, make_problems, make_tiny_model, make_tiny_tokenizer, spread, stop_at
+from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.forward import FORWARD_KEYS, takes_positions
 from trl_qarl.objectives.presets import PRESETS
 from trl_qarl.objectives.token_losses import OWN_LOSSES
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
-from trl_qarl.quantization.export import export_checkpoint
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import quantized_layers, restore_model
 

@@ -16,11 +16,12 @@ from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
-from . import resume
 from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
-from .adapters.checks import problems_of_adapted_model
-from .adapters.tensors import describe_adapter, is_adapter_folder, is_peft_model
-from .checks import (
+from .adapters.tensors import describe_adapter, is_adapter_folder
+from .checkpoint import batch as resume
+from .checkpoint.pushes import HubTrainer
+from .checks.adapter import problems_of_adapted_model
+from .checks.arguments import (
     PICTURES,
     check_arguments,
     check_dropout,
@@ -29,17 +30,17 @@ from .checks import (
     problems_of_masters,
     without_warning_of_ignored_kwargs,
 )
-from .config_checks import raise_problems
+from .checks.options import raise_problems
 from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
-from .hub_trainer import HubTrainer
 from .muon import create_muon_adamw
 from .numerics.attach import attach_engine_numerics
 from .numerics.exact import check_arithmetic, describe_difference, largest_difference
 from .objectives.presets import PRESETS
+from .objectives.ratios import preset_weight, weigh_advantages
 from .objectives.tbpo import reduce_metrics
 from .objectives.token_losses import OWN_LOSSES, own_loss
-from .objectives.weights import preset_weight, weigh_advantages
 from .qarl_config import QaRLConfig
+from .quantization.names import is_peft_model
 from .quantization.schemes import get_scheme
 from .quantization.swap import (
     disable_quantized_forward,
@@ -51,7 +52,7 @@ from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
 from .rollout.scoring import prompt_log_probs
-from .rollout.server import exit_on_sigterm
+from .rollout.server_process import exit_on_sigterm
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
@@ -118,6 +119,11 @@ class QaRLTrainer(HubTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
+        if not isinstance(args, QaRLConfig):
+            raise TypeError(
+                f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "
+                "name (`from trl_qarl import QaRLConfig`)."
+            )
         check_arguments(
             model,
             reward_funcs,

@@ -13,7 +13,7 @@ from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
-from trl_qarl.rollout.protocol import PublishError
+from trl_qarl.wire.protocol import PublishError
 
 
 class Engine:

@@ -11,7 +11,7 @@ from hub_stand_in import StandInHub
 from hub_stand_in import environment as hub_environment
 
 from testing_utils import make_tiny_model
-from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.server_process import free_port
 
 
 def train_on_two_processes(tmp_path, environment, runs, with_failures) -> tuple[dict[str, list[dict]], list[dict]]:

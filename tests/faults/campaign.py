@@ -32,8 +32,8 @@ from pathlib import Path
 
 import requests
 
-from trl_qarl.rollout.handshake import TOKEN_FILE_VARIABLE, make_token_file
-from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.server_process import free_port
+from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
 
 
 HERE = Path(__file__).parent
@@ -163,7 +163,8 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import client, publisher, transfer_dir
+        from trl_qarl.rollout import client, publisher
+        from trl_qarl.wire import transfer_dir
 
         # Several chunks to a publication.
         publisher.CHUNK_BYTES = 100_000

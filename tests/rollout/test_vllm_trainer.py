@@ -5,7 +5,7 @@ import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
 from testing_utils import logged, make_vllm_trainer, push_export
-from trl_qarl.objectives.weights import mismatch_ratio
+from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.quantization.swap import quantized_forward
 from trl_qarl.rollout.deep_audit import deep_audit
 

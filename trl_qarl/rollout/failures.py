@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from accelerate.utils import gather_object
 
+from ..wire.protocol import PublishError
 from .client import ServerLost
-from .protocol import PublishError
 
 
 __all__ = ["EngineLost", "all_or_none", "as_lost"]

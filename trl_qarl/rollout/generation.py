@@ -19,12 +19,12 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import ensure_master_addr_port
 from typing_extensions import override
 
+from ..wire.protocol import NCCL_BACKEND, PublishError
 from .client import QaRLClient, ServerLost
 from .engines import make_engine
 from .failures import EngineLost, all_or_none, as_lost
-from .protocol import NCCL_BACKEND, PublishError
 from .publisher import Publisher
-from .server import ServerProcess
+from .server_process import ServerProcess
 from .transports import DirectTransport, FileTransport, NCCLTransport
 
 

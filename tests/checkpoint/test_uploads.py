@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from test_hub_trainer import fails_at, local_files, pushed_files
+from test_pushes import fails_at, local_files, pushed_files
 
 from testing_utils import make_trainer
 from trl_qarl.checkpoint.export import is_export

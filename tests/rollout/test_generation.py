@@ -1,5 +1,6 @@
 """Generation with a server that fails, its side played by an object: what a training survives, and what is saved."""
 
+import errno
 import hashlib
 import json
 import random
@@ -122,6 +123,14 @@ def make_trainer(tmp_path, monkeypatch):
         return trainer, trainer.vllm_generation.vllm_client
 
     return make
+
+
+class SaveNothingAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = control.should_save and state.global_step <= self.step
 
 
 def weights(trainer):
@@ -302,3 +311,30 @@ def test_a_request_without_an_end_is_refused(tmp_path, name, value):
 def test_time_outs_are_well_below_those_of_the_other_processes(tmp_path):
     config = QaRLConfig(str(tmp_path), use_vllm=True, use_cpu=True)
     assert config.vllm_request_timeout < config.vllm_generation_timeout <= config.ddp_timeout == 1800
+
+
+def test_a_lost_engine_is_the_error_also_where_its_checkpoint_cannot_be_written(make_trainer, undisturbed, caplog):
+    trainer, server = make_trainer(save_strategy="steps", save_steps=1)
+    server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
+    # Nothing of step 2 is saved but what is saved before leaving.
+    trainer.add_callback(SaveNothingAfter(1))
+
+    def no_room(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer._save_optimizer_and_scheduler = lambda folder: no_room() if trainer.state.global_step == 2 else None
+    with pytest.raises(EngineLost, match="failed 4 times.*code -9"):
+        trainer.train()
+    assert "checkpoint-2 could not be saved (OSError: [Errno 28] No space left on device)" in caplog.text
+
+
+def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(make_trainer, undisturbed):
+    earlier, _ = make_trainer(save_strategy="steps", save_steps=2, learning_rate=0.1)
+    earlier.train()
+    trainer, server = make_trainer()
+    server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
+    with pytest.raises(EngineLost):
+        trainer.train()
+    resumed, _ = make_trainer()
+    resumed.train(resume_from_checkpoint=str(checkpoint(trainer, 2)))
+    assert torch.equal(weights(resumed), undisturbed)

@@ -1112,6 +1112,18 @@ def test_rollout_func_without_log_probs_raises(tiny_model, tmp_path):
         trainer.train()
 
 
+def test_rollout_func_with_tokens_the_model_has_no_rows_for_raises(tiny_model, tmp_path):
+    def rollout(prompts, trainer):
+        n = len(prompts)
+        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[5, 260]] * n, "logprobs": [[-5.0] * 2] * n}
+
+    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
+    with pytest.raises(
+        ValueError, match="`rollout_func` returned.*completion 0 of .*, token 1 of 2: 260 is no .* 0 to 259"
+    ):
+        trainer.train()
+
+
 def test_the_forward_that_trl_scores_with_gets_no_positions():
     """The seam that `count_positions` leans on: the model is called once, with keyword arguments, and used for nothing else."""
     source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)

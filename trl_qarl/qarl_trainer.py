@@ -50,6 +50,7 @@ from .quantization.swap import (
     quantized_forward,
     quantized_layers,
 )
+from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
@@ -174,7 +175,8 @@ class QaRLTrainer(HubTrainer):
         ):
             check_arithmetic(self.vllm_generation.engine, on_gpu=self.accelerator.device.type == "cuda")
         if rollout_func is not None:
-            self.rollout_func = all_or_none(self.accelerator)(rollout_func)
+            checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
+            self.rollout_func = all_or_none(self.accelerator)(checked)
         if not args.use_vllm:
             self._prepare_policy()
             self.generation_config = OwnGenerationConfig(**self.generation_config.to_dict())

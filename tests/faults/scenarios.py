@@ -21,6 +21,8 @@ A scenario is a dictionary:
 
 import random
 
+from stand_in import ANSWERS
+
 
 ENDPOINTS = (
     "/pause",
@@ -59,6 +61,19 @@ def requests(kind: str) -> list[dict]:
         for moment in MOMENTS if endpoint in ENDPOINTS else MOMENTS[:1]:
             fault = {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}
             scenarios.append({"name": f"{kind} {endpoint} {moment}", "faults": [fault], "expect": expect})
+    return scenarios
+
+
+def answers() -> list[dict]:
+    """Completions that are valid HTTP and make no sense: once, in the second step, and some of them each time."""
+    scenarios = []
+    for answer in ANSWERS:
+        # Each publication asks for log-probs of a fixed text before completions are asked for.
+        faults = [{"endpoint": "/v1/completions", "call": 4, "kind": "answer", "answer": answer}]
+        scenarios.append({"name": answer, "faults": faults, "expect": "completes"})
+        if answer in ("one completion fewer", "token 99999", "log-prob NaN", "log-prob -inf", "no completions"):
+            again = [faults[0] | {"call": 2}] * 3
+            scenarios.append({"name": f"{answer}, always", "faults": faults + again, "expect": "EngineLost"})
     return scenarios
 
 
@@ -243,6 +258,7 @@ def two_ranks() -> list[dict]:
 
 FAMILIES = {
     **{f"requests, {kind}": requests(kind) for kind in KINDS},
+    "answers": answers(),
     "recovery": recovery(),
     "restarts": restarts(),
     "moments": moments(),

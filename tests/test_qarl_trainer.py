@@ -27,7 +27,7 @@ from trl_qarl.objectives.token_losses import OWN_LOSSES
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.schemes import SCHEMES
-from trl_qarl.quantization.swap import quantized_layers, restore_model
+from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
 
 def arguments(output_dir, **kwargs):
@@ -176,12 +176,9 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
     original = QaRLTrainer._generate_single_turn
 
     def with_high_precision_rollout(self, *args, **kwargs):
-        layers = quantized_layers(self.model)
         restore_model(self.model)
         result = original(self, *args, **kwargs)
-        scheme = self.swap_report.scheme
-        for layer in layers.values():
-            trl_qarl.quantization.linear.QuantizedLinear.from_linear(layer, scheme, torch.float32)
+        prepare_model(self.model, self.swap_report.scheme, scale_dtype=torch.float32)
         return result
 
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", with_high_precision_rollout)

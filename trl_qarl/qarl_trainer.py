@@ -18,6 +18,7 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
+from .adapters.engine import lora_arguments
 from .adapters.tensors import describe_adapter, is_adapter_folder
 from .checkpoint import batch as resume
 from .checkpoint import marker
@@ -239,9 +240,7 @@ class QaRLTrainer(HubTrainer):
             self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
-        self.numerics, reason = choose_numerics(
-            self.model, args, self._scale_dtype, self.accelerator.num_processes, has_adapter
-        )
+        self.numerics, reason = choose_numerics(self.model, args, self._scale_dtype, self.accelerator.num_processes)
         self._exact = args.exact or ("warn" if args.numerics is None else "require")
         self._attach_numerics(self.model)
         logger.info("numerics=%r: %s", self.numerics, reason)
@@ -249,7 +248,13 @@ class QaRLTrainer(HubTrainer):
 
     def _attach_numerics(self, model) -> None:
         if self.numerics == "engine":
-            attach_engine_numerics(model, self._scale_dtype, self.args.temperature, allow_longer=self._exact == "warn")
+            attach_engine_numerics(
+                model,
+                self._scale_dtype,
+                self.args.temperature,
+                allow_longer=self._exact == "warn",
+                adapter_rank=lora_arguments(model).get("max_lora_rank"),
+            )
 
     def _make_generation(self, **kwargs):
         """The rollout engine, made in the middle of TRL's constructor; it needs to know which layers are quantized."""

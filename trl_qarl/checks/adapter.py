@@ -57,11 +57,6 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
             "usual",
         ),
         (
-            args.numerics in (None, "fast"),
-            f"numerics={args.numerics!r}",
-            "the engine's product of an adapter has not been compared with the learner's. Use numerics='fast'",
-        ),
-        (
             not args.sync_ref_model,
             "sync_ref_model=True",
             "the reference is the base without its adapter, or the adapter that was given. Remove it",

@@ -121,9 +121,7 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         )
 
 
-def choose_numerics(
-    model: nn.Module, args: Any, dtype: torch.dtype, num_processes: int, has_adapter: bool
-) -> tuple[str, str]:
+def choose_numerics(model: nn.Module, args: Any, dtype: torch.dtype, num_processes: int) -> tuple[str, str]:
     """
     `args.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
 
@@ -136,8 +134,6 @@ def choose_numerics(
         return "fast", "rollouts are the learner's own"
     if num_processes > 1:
         return "fast", "engine numerics have not been compared on several processes"
-    if has_adapter:
-        return "fast", "engine numerics have no LoRA"
     if not args.use_cpu:
         return (
             "fast",

@@ -11,6 +11,7 @@ log-probs need kernels whose result for a row does not depend on the number of r
 | `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
 | `cpu_gemm_wna16` (INT4 weights) | yes |
 | `F.linear` in float32 | no: another kernel below 16 rows |
+| `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
 | FP8 product in float64 ([`~trl_qarl.quantization.gemm.fp8_product`]) | yes: every sum is exact |
 | attention, keys not split over threads | yes, up to [`max_exact_length`], where one tile holds all keys |
 
@@ -47,6 +48,7 @@ __all__ = [
     "has_engine_kernels",
     "is_on_gpu",
     "log_softmax",
+    "lora",
     "max_exact_length",
     "reason_against",
     "rms_norm",
@@ -202,6 +204,23 @@ class PackedInt4Linear:
             pack_factor=8,
             isa_hint=self._isa,
         )
+
+
+def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What an adapter adds to `rows` `(M, K)`, as vLLM's `torch_ops.bgmv_shrink` and `bgmv_expand` compute it, where each row has an
+    adapter of its own: one product for each row.
+
+    Args:
+        rows (`torch.Tensor`): `(M, K)` bfloat16.
+        a (`torch.Tensor`): `(R, K)` bfloat16.
+        b (`torch.Tensor`): `(N, R)` bfloat16.
+
+    Returns:
+        `rows @ a.T`, summed in float32 and rounded, and its product with `b.T`, `(M, R)` and `(M, N)` bfloat16.
+    """
+    inner = torch.bmm(rows.float()[:, None], a.float().t().expand(len(rows), -1, -1))[:, 0].to(rows.dtype)
+    return inner, torch.bmm(inner[:, None], b.t().expand(len(rows), -1, -1))[:, 0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

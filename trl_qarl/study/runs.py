@@ -238,11 +238,6 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a mapping, not {str(config)[:40]!r}.")
-    if "alignment" in config:
-        raise ValueError(
-            f"{path} has `alignment`, which `quantize_learner` has replaced: this version does not read "
-            "earlier runs. Train the run again."
-        )
     for name in ("seed", "max_steps"):
         if isinstance(config.get(name), dict | list):
             raise ValueError(f"{path}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
@@ -285,8 +280,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    # An integer beyond the range of floats cannot be converted.
-    # Squares of what is finite must be, too.
+    # Squares must be finite too, and an integer beyond the range of floats cannot be converted.
     return _is_number(value) and abs(value) < 1e100
 
 

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _has_lost_its_reader() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
+    """Return whether standard output is a pipe that nobody reads any more, as after `| head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -128,7 +128,7 @@ def check_names(argv: list[str], known: Iterable[str]) -> None:
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
     """
-    Arguments of `accelerate launch` that run the training script.
+    Return the arguments of `accelerate launch` that run the training script.
 
     Args:
         script_args (`list[str]`):

@@ -32,7 +32,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> int:
-    """Print one line per finding. Returns 1 if one of them is an error, else 0."""
+    """Print one line per finding. Return 1 if one of them is an error, else 0."""
     with configuration_errors():
         if args.group_size is not None and args.scheme is None and args.model is None and not args.engine:
             raise ValueError("--group_size needs --model, --scheme or --engine.")
@@ -128,7 +128,7 @@ def _engine(scheme):
 
 
 def _shapes(args: Namespace):
-    """The model without its weights."""
+    """Return the model without its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

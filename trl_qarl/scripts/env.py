@@ -39,7 +39,7 @@ def main(args: Namespace) -> None:
 
 
 def kernel_table(dtype_name: str = "bfloat16") -> list[str]:
-    """One line per scheme and number of rows, with the kernel that a 256x256 layer has just run here."""
+    """Return one line per scheme and number of rows, with the kernel that a 256x256 layer has just run here."""
     import torch
     from torch import nn
 

@@ -82,7 +82,7 @@ def main(args: Namespace) -> None:
 
 
 def _load_tasks(args: Namespace) -> dict[str, Any]:
-    """Problems, or tasks of the harness, by name."""
+    """Return problems, or tasks of the harness, by name."""
     if args.tasks is not None:
         from ..harness import load_benchmarks
 
@@ -100,7 +100,7 @@ def _load_tasks(args: Namespace) -> dict[str, Any]:
 
 
 def _check(args: Namespace) -> Path:
-    """Where the result goes. Raises for options that make no sense."""
+    """Return where the result goes. Raise for options that make no sense."""
     for name in ("samples", "max_new_tokens", "batch_size", "max_model_len", "limit"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1.")
@@ -142,7 +142,7 @@ def _check_vllm(args: Namespace, path: str) -> None:
 
 
 def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each task."""
+    """Return a row for each task."""
     from ..evaluation import make_transformers_sampler, make_vllm_sampler
 
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}

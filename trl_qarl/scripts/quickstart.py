@@ -59,7 +59,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def make_problems(num_eval: int, seed: int, eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """
-    Training and held-out problems, `{"prompt", "answer"}`, disjoint: all sums of 10..49 and 1..9, shuffled by `seed`.
+    Return training and held-out problems, `{"prompt", "answer"}`, disjoint: all sums of 10..49 and 1..9, shuffled by
+    `seed`.
 
     Raises:
         ValueError: if `num_eval` leaves fewer than half of the 360 problems for training.
@@ -74,7 +75,7 @@ def make_problems(num_eval: int, seed: int, eos_token: str) -> tuple[list[dict[s
 
 
 def exact_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """Reward 1 for a completion that is the answer and nothing else, 0 otherwise."""
+    """Return 1 for a completion that is the answer and nothing else, 0 otherwise."""
     return [float(text.strip(" ") == expected) for text, expected in zip(completions, answer, strict=True)]
 
 
@@ -126,7 +127,7 @@ def main(args: Namespace) -> None:
 
 
 def _build(args: Namespace):
-    """The trainer and the held-out problems."""
+    """Return the trainer and the held-out problems."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, ProgressCallback
@@ -187,7 +188,7 @@ def _build(args: Namespace):
 
 
 def _describe_vllm(trainer) -> str:
-    """What the engine ran and what a weight sync cost, from the log."""
+    """Say what the engine ran and what a weight sync cost, from the log."""
 
     def mean(name: str) -> float:
         values = [row[name] for row in trainer.state.log_history if name in row]
@@ -202,7 +203,7 @@ def _describe_vllm(trainer) -> str:
 
 
 def _make_progress_callback(max_minutes: float):
-    """A class, because transformers is imported late: a progress bar with the reward, and the time budget."""
+    """Make a class, because transformers is imported late: a progress bar with the reward, and the time budget."""
     from tqdm.auto import tqdm
     from transformers import TrainerCallback
 
@@ -244,7 +245,10 @@ def _engine_dtype(trainer):
 
 
 def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
-    """Greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's dtype."""
+    """
+    Return greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's
+    dtype.
+    """
     from ..quantization.swap import engine_precision
 
     with engine_precision(trainer.model, _engine_dtype(trainer)):
@@ -252,7 +256,7 @@ def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
 
 
 def _answer(model, tokenizer, problems: list[dict[str, str]], bf16: bool) -> list[str]:
-    """Greedy completions of all problems."""
+    """Return greedy completions of all problems."""
     import torch
 
     was_training = model.training

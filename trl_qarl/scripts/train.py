@@ -52,7 +52,7 @@ DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": 
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
-    """Parser of the options of `trl grpo`, with [`QaRLConfig`] instead of `GRPOConfig`, and of `--export_dir`."""
+    """Return the parser of the options of `trl grpo`, with [`QaRLConfig`] instead of `GRPOConfig`, and of `--export_dir`."""
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
     from trl.scripts.grpo import GRPOScriptArguments
 
@@ -92,7 +92,7 @@ def hide_inherited_options(parser: "TrlParser") -> None:
 
 def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = None) -> list[str | Callable]:
     """
-    Reward functions by name, as `trl grpo` looks them up.
+    Return reward functions by name, as `trl grpo` looks them up.
 
     Args:
         names (`list[str]`):
@@ -139,7 +139,8 @@ def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = N
 
 def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path | None:
     """
-    Folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for `"none"`.
+    Return the folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for
+    `"none"`.
 
     Raises:
         ValueError: for a folder that holds other weights or will, so that no training ends in that error.
@@ -156,7 +157,7 @@ def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path
 
 
 def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
-    """`"true"` and `"last"` as `True` (the Trainer's last checkpoint), `"false"` as `None`, a path as it is."""
+    """Return `"true"` and `"last"` as `True` (the Trainer's last checkpoint), `"false"` as `None`, a path as it is."""
     return {"true": True, "last": True, "false": None}.get(value.lower(), value) if value else None
 
 

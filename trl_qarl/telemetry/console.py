@@ -39,7 +39,7 @@ _COLUMNS = (
 
 def format_row(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None) -> str:
     """
-    One line of about ten values; what a row lacks is left out.
+    Format one line of about ten values; what a row lacks is left out.
 
     Example:
 

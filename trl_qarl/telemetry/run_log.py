@@ -49,7 +49,7 @@ _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compress
 
 
 def to_row(step: int, seconds: float, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Row of `metrics.jsonl`; floats that JSON has no number for become `None`."""
+    """Make a row of `metrics.jsonl`; floats that JSON has no number for become `None`."""
     row = {"step": step, "time": seconds, **metrics}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
@@ -85,7 +85,10 @@ _INCIDENTAL = (
 
 
 def _options(args: QaRLConfig) -> dict[str, Any]:
-    """What differs from the defaults, but for what [`RunLog`] records under a name of its own and what does not matter."""
+    """
+    Return what differs from the defaults, but for what [`RunLog`] records under a name of its own and what does not
+    matter.
+    """
     # Not those of a configuration made without arguments: without a GPU there is none.
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

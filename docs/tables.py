@@ -1,5 +1,5 @@
 """
-Writes the tables of options.md from `trl_qarl/inherited_options.py` and the one of health.md from
+Writes the tables of options.md from `trl_qarl/checks/refused.py` and the one of health.md from
 `trl_qarl/telemetry/advisor.py`: `python docs/tables.py`.
 """
 
@@ -7,7 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from trl_qarl import inherited_options as refused
+from trl_qarl.checks import refused
 from trl_qarl.telemetry import advisor
 
 

@@ -67,7 +67,7 @@ def main():
     args = parser.parse_args()
 
     if args.smoke:
-        from trl_qarl.smollm2 import convert_smollm2
+        from trl_qarl.demo.smollm2 import convert_smollm2
 
         model = args.model or str(convert_smollm2(Path(args.output_dir, "base_model")))
         rows = [{"question": f"Tom has {n} pens and buys {n}.", "answer": f"#### {2 * n}"} for n in range(8)]

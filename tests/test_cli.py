@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -8,6 +9,7 @@ from importlib.metadata import distributions, version
 from importlib.util import find_spec
 
 import pytest
+import torch
 import yaml
 
 from testing_utils import make_tiny_dataset, make_tiny_model
@@ -425,6 +427,17 @@ def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp
     masters = load_file(run / "model.safetensors")
     assert masters.keys() == first.keys()
 
+    # As a launcher that always resumes: what is left is the export.
+    shutil.rmtree(run / "w4a16")
+    capsys.readouterr()
+    run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert (
+        f"exported to {run / 'w4a16'}" in capsys.readouterr().out and (run / "w4a16" / "model.safetensors").is_file()
+    )
+    again = load_file(run / "model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in masters.items())
+    assert not (run / "checkpoint-4").exists()
+
     with pytest.raises(SystemExit, match="2"):
         main(["export", "--model_name_or_path", str(run), "--output_dir", str(out), "--scheme", "fp8"])
     assert "--scheme='fp8' contradicts the 'w4a16' with which" in capsys.readouterr().err
@@ -437,7 +450,7 @@ def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp
 
 
 def test_training_ends_with_an_export_of_the_policy(train_argv, tmp_path, capsys):
-    from trl_qarl.quantization.export import is_export
+    from trl_qarl.checkpoint.export import is_export
 
     run_training([*train_argv, "--max_steps", "1", "--bf16", "true"])
     output, folder = capsys.readouterr().out, tmp_path / "run" / "w4a16"
@@ -486,7 +499,7 @@ def test_training_exports_nothing_where_told_so(train_argv, tmp_path, capsys):
 
 
 def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_argv, tmp_path, hub, capsys):
-    from trl_qarl.quantization.export import is_export
+    from trl_qarl.checkpoint.export import is_export
 
     options = ["--max_steps", "1", "--push_to_hub", "true", "--hub_model_id", "policy", "--hub_strategy", "end"]
     run_training([*train_argv, *options])

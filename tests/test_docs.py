@@ -72,29 +72,31 @@ def test_tables_of_options_and_rules_are_those_of_the_code():
 
 
 def test_headline_picture_has_the_numbers_of_the_study():
-    headline = runpy.run_path(str(ROOT / "docs/headline.py"))
+    headline = runpy.run_path(str(ROOT / "benchmarks/study/headline.py"))
     scores = headline["read_scores"](json.loads(headline["RESULTS"].read_text()))
-    assert repr(scores).encode() in headline["PICTURE"].read_bytes(), "run `python docs/headline.py`"
+    assert repr(scores).encode() in headline["PICTURE"].read_bytes(), "run `python benchmarks/study/headline.py`"
     alt = re.search(r"!\[(.*)\]\(docs/headline.png\)", (ROOT / "README.md").read_text())[1]
     numbers = [round(mean) for runs in scores.values() for mean, _ in runs.values()]
     assert [int(number) for number in re.findall(r"(\d+) %", alt)] == numbers
 
 
 def test_tables_of_the_study_are_those_of_its_results():
-    fill = runpy.run_path(str(ROOT / "examples/long_tables.py"))["fill"]
-    results = json.loads((ROOT / "docs/study.json").read_text())
+    fill = runpy.run_path(str(ROOT / "benchmarks/study/long_tables.py"))["fill"]
+    results = json.loads((ROOT / "benchmarks/study/study.json").read_text())
     page = (ROOT / "docs/study.md").read_text()
     shown = re.findall(r"<!-- (\w+): \w+ -->", page)
     assert set(shown) == {cell["study"] for cell in results}
-    assert fill(page, results) == page, "run `python examples/long_tables.py docs/study.json --fill docs/study.md`"
+    assert fill(page, results) == page, (
+        "run `python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study.md`"
+    )
 
 
 def test_alignment_page_and_picture_have_the_numbers_of_the_benchmark():
-    alignment = runpy.run_path(str(ROOT / "docs/alignment.py"))
+    alignment = runpy.run_path(str(ROOT / "benchmarks/alignment.py"))
     results, page = alignment["read_results"](), alignment["PAGE"].read_text()
-    assert alignment["fill"](page, results) == page, "run `python docs/alignment.py`"
+    assert alignment["fill"](page, results) == page, "run `python benchmarks/alignment.py`"
     means = alignment["means"](results)
-    assert repr(means).encode() in alignment["PICTURE"].read_bytes(), "run `python docs/alignment.py`"
+    assert repr(means).encode() in alignment["PICTURE"].read_bytes(), "run `python benchmarks/alignment.py`"
     alt = re.search(r"!\[(.*)\]\(alignment.png\)", page)[1]
     assert alt.endswith(
         "; ".join(f"{scheme} {', '.join(map(alignment['number'], row.values()))}" for scheme, row in means.items())
@@ -145,7 +147,7 @@ COMMANDS_OF_PAGES = [
 @pytest.mark.parametrize("words", COMMANDS_OF_PAGES)
 def test_command_of_the_documentation_is_one(words, tmp_path, monkeypatch):
     # The tests are offline; whether the Hub can be reached is no matter of spelling.
-    monkeypatch.setattr("trl_qarl.config_checks.problem_of_access", lambda token: None)
+    monkeypatch.setattr("trl_qarl.checks.options.problem_of_access", lambda token: None)
     program, *arguments = words
     if "run.yaml" in arguments:
         # The page on the command line shows it.
@@ -264,7 +266,7 @@ def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monk
     for package in ("vllm", "math_verify"):
         pytest.importorskip(package)
     from testing_utils import make_tiny_model, set_engine_environment
-    from trl_qarl.quantization.export import is_export
+    from trl_qarl.checkpoint.export import is_export
 
     set_engine_environment(monkeypatch)
     monkeypatch.chdir(tmp_path)

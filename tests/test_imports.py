@@ -93,13 +93,13 @@ def test_quantization_imports_nothing_else_of_the_package(graph):
         f"{module} -> {other}"
         for module, imported in inside.items()
         for other in imported
-        if not other.startswith("trl_qarl.quantization") and other != "trl_qarl.packages"
+        if not other.startswith("trl_qarl.quantization")
     }
     assert len(inside) > 5 and not outside
 
 
 def test_protocol_and_run_files_import_nothing_of_the_package(graph):
-    assert graph["trl_qarl.rollout.protocol"] == graph["trl_qarl.telemetry.run_files"] == set()
+    assert graph["trl_qarl.wire.protocol"] == graph["trl_qarl.telemetry.run_files"] == set()
 
 
 def test_the_trainers_side_does_not_import_what_runs_in_vllm(graph):

@@ -9,7 +9,8 @@ import torch
 from transformers import TrainerCallback
 
 from testing_utils import TRAINING, make_problems, make_trainer, spread
-from trl_qarl import QaRLConfig, QaRLTrainer, checks
+from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.checks import arguments as checks
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 

@@ -9,8 +9,8 @@ import torch
 from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
-from trl_qarl.config_checks import low_precision_masters
-from trl_qarl.inherited_options import MODEL_INIT_KWARGS_REFUSED, REFUSED, REFUSED_BY_TBPO
+from trl_qarl.checks.options import low_precision_masters
+from trl_qarl.checks.refused import MODEL_INIT_KWARGS_REFUSED, REFUSED, REFUSED_BY_TBPO
 from trl_qarl.objectives.presets import OBJECTIVES, PRESETS
 from trl_qarl.qarl_config import QaRLConfig
 

@@ -34,7 +34,7 @@ _MODULES = {
     "QuantizedLinear": "quantization.linear",
     "SwapReport": "quantization.swap",
     "convert_model": "quantization.swap",
-    "export_checkpoint": "quantization.export",
+    "export_checkpoint": "checkpoint.export",
     "get_scheme": "quantization.schemes",
     "load_engine": "rollout.engines",
     "prepare_model": "quantization.swap",
@@ -43,9 +43,9 @@ _MODULES = {
 
 # For type checkers and editors; `__getattr__` does the same at run time.
 if TYPE_CHECKING:
+    from .checkpoint.export import export_checkpoint
     from .qarl_config import QaRLConfig
     from .qarl_trainer import QaRLTrainer
-    from .quantization.export import export_checkpoint
     from .quantization.linear import QuantizedLinear
     from .quantization.schemes import QuantScheme, get_scheme
     from .quantization.swap import QaRLWeightConfig, SwapReport, convert_model, prepare_model, restore_model

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-__all__ = ["FORWARD_KEYS", "count_positions", "loss_mask", "takes_positions"]
+__all__ = ["FORWARD_KEYS", "count_positions", "learner_log_probs", "loss_mask", "takes_positions"]
 
 FORWARD_KEYS = (
     "pixel_values",
@@ -45,3 +45,10 @@ def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
     """`(B, T)`, nonzero for the sampled tokens that count in the loss."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+@torch.no_grad()
+def learner_log_probs(model: nn.Module, token_ids: torch.Tensor, num_scored: int) -> torch.Tensor:
+    """Log-probs `(num_scored, V)`, float32, of what `model` expects at the last positions of `token_ids`, `(T,)`."""
+    logits = model(input_ids=token_ids.unsqueeze(0), logits_to_keep=num_scored + 1, use_cache=False).logits[0, :-1]
+    return torch.log_softmax(logits.float(), dim=-1)

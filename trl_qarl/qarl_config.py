@@ -10,7 +10,9 @@ import torch
 from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
-from .config_checks import (
+from .checkpoint.uploads import HUB_EXPORTS
+from .checks.objective import check_objective, check_ratios, default, refused_by_tbpo
+from .checks.options import (
     EXACT,
     NUMERICS,
     as_dict,
@@ -26,9 +28,7 @@ from .config_checks import (
     raise_problems_of_config,
     refused_by_all,
 )
-from .hub import HUB_EXPORTS
-from .inherited_options import LORA_MODES, UNSET
-from .objective_checks import check_objective, check_ratios, default, refused_by_tbpo
+from .checks.refused import LORA_MODES, UNSET
 from .objectives.presets import OBJECTIVES, PRESETS
 from .quantization.gemm import has_fast_bf16
 from .quantization.schemes import SCHEMES

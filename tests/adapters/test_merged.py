@@ -20,8 +20,8 @@ from testing_utils import (
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.adapters.tensors import adapter_tensors
-from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors
-from trl_qarl.quantization.export import export_checkpoint
+from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import convert_model, prepare_model, quantized_layers, restore_model
 from trl_qarl.quantization.tensors import LowBitTensor

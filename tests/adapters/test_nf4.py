@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from testing_utils import TRAINING, logged, make_problems, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_tensors
-from trl_qarl.quantization.export import export_checkpoint
+from trl_qarl.checkpoint.export import export_checkpoint
 
 
 peft = pytest.importorskip("peft")

@@ -15,10 +15,10 @@ from trl import GRPOConfig, GRPOTrainer
 from testing_utils import TRAINING, make_problems, make_tiny_model, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
-from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors
-from trl_qarl.quantization.export import export_checkpoint
-from trl_qarl.quantization.load import load_frozen_model
-from trl_qarl.quantization.serving import serve_command
+from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
+from trl_qarl.checkpoint.load import load_frozen_model
+from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.scripts import export

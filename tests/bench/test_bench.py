@@ -121,7 +121,7 @@ def test_mode_has_only_the_options_that_it_uses(capsys, mode, options, message):
 
 @pytest.mark.vllm
 def test_bench_numerics_times_both_on_alternate_batches(tiny_model, tmp_path, capsys):
-    kernels = pytest.importorskip("trl_qarl.numerics.kernels")
+    kernels = pytest.importorskip("trl_qarl.numerics.cpu")
     if reason := kernels.reason_against():
         pytest.skip(reason)
     path = tmp_path / "bench.json"

@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import logged, make_tiny_model, make_vllm_trainer
 from trl_qarl import prepare_model
-from trl_qarl.numerics import kernels, ops
+from trl_qarl.numerics import cpu as kernels
+from trl_qarl.numerics import ops
 from trl_qarl.numerics.attach import attach_engine_numerics
 from trl_qarl.numerics.exact import check_arithmetic, describe_difference, largest_difference
 from trl_qarl.rollout.engines import make_engine
 from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.rollout.scoring import prompt_log_probs
-from trl_qarl.rollout.server import cpu_environment, free_port
+from trl_qarl.rollout.server_process import cpu_environment, free_port
 from trl_qarl.rollout.transports import DirectTransport
 
 

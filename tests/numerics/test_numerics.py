@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import logged, make_tiny_config, make_tiny_model, make_vllm_trainer
 from trl_qarl import convert_model, prepare_model
-from trl_qarl.numerics import kernels, ops, portable
+from trl_qarl.numerics import cpu as kernels
+from trl_qarl.numerics import ops, portable
 from trl_qarl.numerics.attach import (
     COVERED_CLASSES,
     attach_engine_numerics,

@@ -12,9 +12,9 @@ from reference.objectives_naive import (
     naive_objective,
     naive_of_others,
 )
+from trl_qarl.objectives.bounds import sequence_bounds, token_bounds
 from trl_qarl.objectives.presets import PRESETS
-from trl_qarl.objectives.token_losses import MAX_RATIO, acr_loss, dppo_tv_loss
-from trl_qarl.objectives.weights import (
+from trl_qarl.objectives.ratios import (
     binary_kl,
     geometric_mask,
     kpop_weight,
@@ -22,8 +22,8 @@ from trl_qarl.objectives.weights import (
     preset_weight,
     weigh_advantages,
 )
+from trl_qarl.objectives.token_losses import MAX_RATIO, acr_loss, dppo_tv_loss
 from trl_qarl.qarl_trainer import QaRLTrainer
-from trl_qarl.telemetry.bounds import sequence_bounds, token_bounds
 
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

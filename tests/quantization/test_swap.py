@@ -8,8 +8,8 @@ from torchao.quantization import FqnToConfig, quantize_
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config
-from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors, quantization_config
-from trl_qarl.quantization.export import export_checkpoint
+from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
 from trl_qarl.quantization.gemm import has_fast_bf16
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme

@@ -11,8 +11,8 @@ from testing_utils import TRAINING, logged, make_tiny_model, push_export, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.rollout.deep_audit import deep_audit
-from trl_qarl.rollout.protocol import PublishError
-from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.server_process import free_port
+from trl_qarl.wire.protocol import PublishError
 
 
 pytest.importorskip("vllm")

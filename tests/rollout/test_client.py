@@ -12,8 +12,8 @@ import pytest
 
 from trl_qarl.rollout import client as client_module
 from trl_qarl.rollout.client import QaRLClient, ServerLost, _Session
-from trl_qarl.rollout.protocol import PublishError
-from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.server_process import free_port
+from trl_qarl.wire.protocol import PublishError
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model, make_trainer, set_engine_environment
 from trl_qarl import export_checkpoint, load_engine, prepare_model
-from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.server_process import free_port
 from trl_qarl.scripts import vllm_serve
 
 

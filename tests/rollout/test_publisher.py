@@ -12,14 +12,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from trl_qarl.quantization.checkpoint import quantization_config
+from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.rollout import publisher, transports
-from trl_qarl.rollout.fingerprint import fingerprint
-from trl_qarl.rollout.protocol import PublishError
 from trl_qarl.rollout.publisher import Publisher, largest_chunk
-from trl_qarl.rollout.transfer_dir import owned_prefix
 from trl_qarl.rollout.transports import DirectTransport, FileTransport, _ServerTransport
+from trl_qarl.wire.fingerprint import fingerprint
+from trl_qarl.wire.protocol import PublishError
+from trl_qarl.wire.transfer_dir import owned_prefix
 
 
 class Recorder:
@@ -256,7 +256,7 @@ def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
 
 def dead_prefix():
     """What a trainer calls its files that has ended since."""
-    code = "from trl_qarl.rollout.transfer_dir import owned_prefix; print(owned_prefix())"
+    code = "from trl_qarl.wire.transfer_dir import owned_prefix; print(owned_prefix())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 

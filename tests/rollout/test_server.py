@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model
 from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
-from trl_qarl.quantization.checkpoint import quantization_config
-from trl_qarl.rollout import server as serve
-from trl_qarl.rollout import transfer_dir
-from trl_qarl.rollout.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from trl_qarl.rollout.protocol import TRANSFER_DIR_VARIABLE
-from trl_qarl.rollout.server import ServerProcess, build_server_command, free_port
-from trl_qarl.rollout.transfer_dir import owned_prefix
+from trl_qarl.rollout import server_process as serve
+from trl_qarl.rollout.server_process import ServerProcess, build_server_command, free_port
 from trl_qarl.scripts import vllm_serve
+from trl_qarl.wire import transfer_dir
+from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
+from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
+from trl_qarl.wire.transfer_dir import owned_prefix
 
 
 def option(argv, name):
@@ -230,7 +230,7 @@ def test_the_next_server_clears_what_a_killed_trainer_left(tmp_path, monkeypatch
     script = f"""
         import os, signal
         from pathlib import Path
-        from trl_qarl.rollout.transfer_dir import owned_prefix
+        from trl_qarl.wire.transfer_dir import owned_prefix
         folder = Path({str(tmp_path)!r}, owned_prefix() + "token")
         folder.mkdir()
         (folder / "chunk").write_bytes(b"weights")
@@ -256,7 +256,7 @@ STARTS_A_SERVER = """
     # What a shell starts in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from pathlib import Path
-    from trl_qarl.rollout.server import ServerProcess, free_port
+    from trl_qarl.rollout.server_process import ServerProcess, free_port
     {before}
     argv = [sys.executable, "-c", "import time; time.sleep(60)", "--port", str(free_port())]
     environment = {{"TRL_QARL_TRANSFER_DIR": {directory!r} + "/transfer"}}

@@ -5,8 +5,8 @@ import pytest
 from transformers import TrainerCallback
 
 from testing_utils import count_digits, logged, make_vllm_trainer
-from trl_qarl.rollout.handshake import TOKEN_VARIABLE
-from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.server_process import free_port
+from trl_qarl.wire.handshake import TOKEN_VARIABLE
 
 
 pytest.importorskip("vllm")

@@ -18,11 +18,11 @@ from testing_utils import logged, make_tiny_model, make_vllm_trainer, push_expor
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
-from trl_qarl.rollout.handshake import make_token_file
-from trl_qarl.rollout.protocol import PublishError
-from trl_qarl.rollout.server import free_port
+from trl_qarl.rollout.server_process import free_port
 from trl_qarl.rollout.transports import FileTransport
 from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
+from trl_qarl.wire.handshake import make_token_file
+from trl_qarl.wire.protocol import PublishError
 
 
 pytest.importorskip("vllm")

@@ -6,8 +6,8 @@ import torch
 from transformers import AutoTokenizer
 
 from testing_utils import complete_greedily, make_tiny_export, make_tiny_model, set_engine_environment
-from trl_qarl import evaluation
 from trl_qarl.cli import main
+from trl_qarl.evaluation import scores as evaluation
 from trl_qarl.study.evals import eval_rows, read_evals
 
 

@@ -3,7 +3,7 @@ from importlib.util import find_spec
 import pytest
 
 from testing_utils import make_tiny_model
-from trl_qarl import smollm2
+from trl_qarl.demo import smollm2
 from trl_qarl.scripts import quickstart
 
 

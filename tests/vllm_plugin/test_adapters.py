@@ -122,7 +122,7 @@ def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher)
     ids=["missing", "rows elsewhere", "unknown"],
 )
 def test_an_adapter_that_is_damaged_on_its_way_is_refused_and_the_next_one_heals(publisher, change, message):
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     transport = publisher.transport
     update(publisher.model, 7)
@@ -167,7 +167,7 @@ def leave_a_row(layer, set_lora):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_values_that_do_not_reach_the_running_buffers_are_noticed(publisher, monkeypatch, wrong, message):
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
     update(publisher.model, 8)

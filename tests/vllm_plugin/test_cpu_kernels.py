@@ -17,7 +17,7 @@ def make_engine_apply(name, low_bit, dtype, shape):
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
     from vllm.scalar_type import scalar_types
 
-    from trl_qarl.vllm_plugin.cpu_kernels import QaRLInt8Kernel, QaRLWeightOnlyKernel
+    from trl_qarl.vllm_plugin.linear_kernels import QaRLInt8Kernel, QaRLWeightOnlyKernel
 
     layer = nn.Module()
     for key, tensor in low_bit.checkpoint_tensors().items():
@@ -58,7 +58,7 @@ def test_any_engine_serves_an_export_in_float32_and_no_other_layout():
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
     from vllm.scalar_type import scalar_types
 
-    from trl_qarl.vllm_plugin.cpu_kernels import QaRLWeightOnlyKernel
+    from trl_qarl.vllm_plugin.linear_kernels import QaRLWeightOnlyKernel
 
     config = MPLinearLayerConfig((128, 64), (128, 64), scalar_types.uint4b8, torch.float32, 32, False)
     # vLLM's own kernel claims it and fails at the first request.

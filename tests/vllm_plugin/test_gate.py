@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trl_qarl.rollout.handshake import is_proof, proof
-from trl_qarl.rollout.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
 from trl_qarl.vllm_plugin.gate import WORKER_METHODS, PublicationGate
+from trl_qarl.wire.handshake import is_proof, proof
+from trl_qarl.wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
 
 
 SECRET = "5" * 64

@@ -157,7 +157,7 @@ NAME = "model.layers.1.mlp.up_proj.weight_packed"
     ids=["missing", "one bit", "norm", "bias"],
 )
 def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(publisher, change, message):
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     transport = publisher.transport
     update_masters(publisher.model, 7)
@@ -177,7 +177,7 @@ def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(
 
 def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
     """What arrived is right, what the parameter holds is not; only a look at the parameter can tell."""
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     worker = publisher.transport._worker
     layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.gate_up_proj")
@@ -199,8 +199,8 @@ def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
 
 def test_half_a_module_is_refused_although_no_value_changed(publisher):
     """vLLM fills the other half with whatever is in memory."""
-    from trl_qarl.quantization.checkpoint import iter_checkpoint_tensors
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
+    from trl_qarl.wire.protocol import PublishError
 
     publisher.publish("whole")
     transport, fingerprints = publisher.transport, dict(publisher._published)
@@ -262,7 +262,7 @@ def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, ca
 
 
 def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     publisher.publish("before")
     cache = dict(engine_model(publisher).named_buffers())["model.layers.0.self_attn.rotary_emb.cos_sin_cache"]
@@ -281,7 +281,7 @@ def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, mon
     """What vLLM loads into temporary tensors is right, and then it is not copied."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     copy = layerwise._copy_and_restore_kernel_tensors
 
@@ -298,7 +298,7 @@ def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, mon
 
 
 def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     publisher.publish("before")
     norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")
@@ -315,7 +315,7 @@ def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
 
 
 def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     model = engine_model(publisher)
     compute = model.compute_logits
@@ -348,7 +348,7 @@ def test_log_probs_are_compared_with_the_low_bit_forward_of_an_unaligned_learner
 def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
     from vllm import SamplingParams
 
-    from trl_qarl.rollout.protocol import PublishError
+    from trl_qarl.wire.protocol import PublishError
 
     llm = publisher.transport.llm
     prompt = list(range(10, 74))

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
+from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
 from ..quantization.linear import QuantizedLinear
-from ..quantization.load import is_low_bit_checkpoint, load_frozen_model
 from ..quantization.names import base_model, base_modules
 from ..quantization.schemes import QuantScheme
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen

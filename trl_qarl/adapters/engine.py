@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..quantization.serving import engine_rank
-from .tensors import adapter_config, adapter_tensors, is_peft_model
+from ..checkpoint.serving import engine_rank
+from ..quantization.names import is_peft_model
+from .tensors import adapter_config, adapter_tensors
 
 
 __all__ = [

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..quantization.names import is_peft_model
+
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -18,7 +20,6 @@ __all__ = [
     "adapter_tensors",
     "describe_adapter",
     "is_adapter_folder",
-    "is_peft_model",
     "saved_adapter_config",
 ]
 
@@ -27,15 +28,6 @@ CONFIG_FILE = "adapter_config.json"
 
 ADAPTER_NAME = "default"
 """Name of the adapter that is trained; TRL may add `ref`, a copy of where training started."""
-
-
-def is_peft_model(model: Any) -> bool:
-    """Whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a configuration of it."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
 
 
 def is_adapter_folder(name_or_path: Any) -> bool:

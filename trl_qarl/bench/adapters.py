@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from ..inherited_options import LORA_MODES
+from ..checks.refused import LORA_MODES
 
 
 __all__ = ["TRAINED", "held_bytes", "measure_adapters"]
@@ -20,7 +20,7 @@ __all__ = ["TRAINED", "held_bytes", "measure_adapters"]
 TRAINED = ("all", *LORA_MODES)
 """What can be trained: all weights, or an adapter."""
 
-# What examples/lora.yaml and the quickstart train with.
+# What benchmarks/study/lora.yaml and the quickstart train with.
 _RATES = {"all": 1e-5, "adapter": 3e-4, "merged": 3e-4}
 _UPDATES = 2
 

@@ -107,7 +107,7 @@ def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
     """A server in another process: its client, the publisher to it, and the number of its process."""
     from ..rollout.client import QaRLClient
     from ..rollout.publisher import Publisher
-    from ..rollout.server import ServerProcess, build_server_command, free_port
+    from ..rollout.server_process import ServerProcess, build_server_command, free_port
     from ..rollout.transports import FileTransport
 
     port = free_port()
@@ -134,7 +134,7 @@ def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
 
 
 def _config_of(model) -> dict[str, Any] | None:
-    from ..quantization.checkpoint import quantization_config
+    from ..checkpoint.layout import quantization_config
     from ..quantization.swap import quantized_layers
 
     return quantization_config(model) if quantized_layers(model) else None

@@ -65,7 +65,7 @@ def _run(path: str, prompts, scheme: str, num_sequences: int, args) -> dict[str,
 
     from ..qarl_config import QaRLConfig
     from ..qarl_trainer import QaRLTrainer
-    from ..rollout.server import free_port
+    from ..rollout.server_process import free_port
 
     use_vllm = args.rollout != "transformers"
     with tempfile.TemporaryDirectory() as folder:

@@ -158,7 +158,7 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
 
 
 def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:
-    from ..quantization.checkpoint import iter_checkpoint_tensors
+    from ..checkpoint.layout import iter_checkpoint_tensors
     from ..quantization.swap import quantized_layers
 
     layers = quantized_layers(model)
@@ -194,7 +194,7 @@ def _status(pid: int, name: str) -> int:
 def _model_path(name: str | None) -> str:
     if name is not None:
         return name
-    from ..smollm2 import convert_smollm2
+    from ..demo.smollm2 import convert_smollm2
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_qarl"
     return str(convert_smollm2(cache / "SmolLM2-135M-Instruct"))

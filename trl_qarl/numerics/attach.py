@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..quantization.linear import QuantizedLinear
-from . import cuda, kernels, ops
+from . import cpu as kernels
+from . import cuda, ops
 from .modules import ATTENTION, ENGINE_MODULES, TRANSPARENT, EngineModule, engine_class, head_dim_of
 
 
@@ -67,7 +68,7 @@ def attach_engine_numerics(
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, for calls with `fused_lm_head=True`.
         allow_longer (`bool`, *optional*, defaults to `False`):
-            Whether sequences may be longer than [`~trl_qarl.numerics.kernels.max_exact_length`], whose attention the engine
+            Whether sequences may be longer than [`~trl_qarl.numerics.cpu.max_exact_length`], whose attention the engine
             rounds otherwise in decoding. By default they raise.
 
     Raises:

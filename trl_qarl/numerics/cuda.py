@@ -1,6 +1,6 @@
 """
 Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients. They are what
-[`trl_qarl.numerics.kernels`] is for CPUs.
+[`trl_qarl.numerics.cpu`] is for CPUs.
 
 **None of this has run on a GPU.** It follows the sources of the releases in [`KNOWN_VLLM`]; docs/alignment.md has the lines. On a
 CPU the tests check what surrounds the kernels: arguments, layouts, and which of them takes part where.
@@ -170,7 +170,7 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`trl_qarl.numerics.kernels.rotate`]."""
+    """[`trl_qarl.numerics.cpu.rotate`]."""
     import vllm._custom_ops as ops
 
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
@@ -209,7 +209,7 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
-    """[`trl_qarl.numerics.kernels.attention`] by FlashAttention, keys and values in blocks and not split."""
+    """[`trl_qarl.numerics.cpu.attention`] by FlashAttention, keys and values in blocks and not split."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     slots, table, query_starts, lengths = _layout(query_lengths, key_lengths, query.device)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cuda, kernels
+from . import cpu as kernels
+from . import cuda
 from .ops import token_log_probs
 
 
@@ -20,7 +21,7 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False) -> None:
 
     Args:
         engine (`Mapping[str, Any]`):
-            What the engine says of itself, with [`~trl_qarl.numerics.kernels.describe_arithmetic`] or that of
+            What the engine says of itself, with [`~trl_qarl.numerics.cpu.describe_arithmetic`] or that of
             [`trl_qarl.numerics.cuda`] under `"arithmetic"`.
         on_gpu (`bool`, *optional*, defaults to `False`):
             Whether the learner is on a GPU.

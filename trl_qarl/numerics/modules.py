@@ -21,7 +21,8 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import QuantizedLinear, weight_version
-from . import cuda, kernels, ops
+from . import cpu as kernels
+from . import cuda, ops
 
 
 __all__ = ["ATTENTION", "ENGINE_MODULES", "TRANSPARENT", "EngineModule", "engine_class", "head_dim_of"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from . import kernels
+from . import cpu as kernels
 
 
 __all__ = ["add", "attention", "head_log_probs", "linear", "rms_norm", "rotate", "silu_mul", "token_log_probs"]
@@ -30,22 +30,22 @@ def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """[`~trl_qarl.numerics.kernels.rms_norm`] of `x` by a master `weight`, rounded to `dtype`, with gradients to both."""
+    """[`~trl_qarl.numerics.cpu.rms_norm`] of `x` by a master `weight`, rounded to `dtype`, with gradients to both."""
     return _RMSNorm.apply(x, weight, epsilon, dtype)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.kernels.silu_mul`] with gradients to both."""
+    """[`~trl_qarl.numerics.cpu.silu_mul`] with gradients to both."""
     return _SiluMul.apply(gate, up)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.kernels.rotate`] with a gradient to `x`."""
+    """[`~trl_qarl.numerics.cpu.rotate`] with a gradient to `x`."""
     return _Rotate.apply(x, positions, cache)
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
-    """[`~trl_qarl.numerics.kernels.attention`] with gradients to `query`, `key` and `value`."""
+    """[`~trl_qarl.numerics.cpu.attention`] with gradients to `query`, `key` and `value`."""
     return _Attention.apply(query, key, value, query_lengths, key_lengths, scale)
 
 
@@ -72,7 +72,7 @@ def head_log_probs(
         hidden (`torch.Tensor`): `(N, K)` in the engine's dtype.
         weight (`torch.Tensor`): `(V, K)`, the head's master.
         bias (`torch.Tensor` or `None`): `(V,)`.
-        product ([`~trl_qarl.numerics.kernels.PackedLinear`]): made of the rounded `weight`.
+        product ([`~trl_qarl.numerics.cpu.PackedLinear`]): made of the rounded `weight`.
         tokens (`torch.Tensor`): `(N,)` int64.
         temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
 

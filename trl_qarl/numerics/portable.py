@@ -17,14 +17,14 @@ NUM_KEYS = 128
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`trl_qarl.numerics.kernels.rotate`], rounded once."""
+    """[`trl_qarl.numerics.cpu.rotate`], rounded once."""
     cos, sin = cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
-    """[`trl_qarl.numerics.kernels.attention`] for sequences of any length."""
+    """[`trl_qarl.numerics.cpu.attention`] for sequences of any length."""
     outputs = []
     for q, k, v in zip(query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
         num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]

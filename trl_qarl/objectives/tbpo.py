@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from .weights import mismatch_weight, sequence_log_ratio
+from .ratios import mismatch_weight, sequence_log_ratio
 
 
 __all__ = ["TBPOOutput", "reduce_metrics", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from .ratios import sequence_log_ratio
 from .tbpo import tbpo_loss, tbpo_metrics
-from .weights import sequence_log_ratio
 
 
 __all__ = ["MAX_RATIO", "OWN_LOSSES", "acr_loss", "dppo_tv_loss", "own_loss"]

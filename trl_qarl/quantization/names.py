@@ -6,12 +6,17 @@ recognised by their attributes, as PEFT is optional.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 
-__all__ = ["base_model", "base_modules", "base_state_dict", "is_adapted"]
+if TYPE_CHECKING:
+    pass
+
+
+__all__ = ["base_model", "base_modules", "base_state_dict", "is_adapted", "is_peft_model"]
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -65,3 +70,12 @@ def _split(name: str, wrappers: set[str]) -> tuple[str | None, str]:
         if prefix in wrappers:
             return prefix, ".".join(parts[end:])
     return None, name
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a configuration of it."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)

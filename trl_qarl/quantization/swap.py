@@ -213,7 +213,7 @@ def prepare_model(
 
 
 def report_frozen(model: nn.Module) -> SwapReport:
-    """The report of a model from [`~trl_qarl.quantization.load.load_frozen_model`], which came without masters."""
+    """The report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters."""
     layers = quantized_layers(model)
     linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
     return SwapReport(

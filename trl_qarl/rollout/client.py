@@ -20,8 +20,8 @@ from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from typing_extensions import override
 
-from .handshake import is_proof, proof, read_token_file
-from .protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
+from ..wire.handshake import is_proof, proof, read_token_file
+from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
 
 
 __all__ = ["QaRLClient", "ServerLost"]

@@ -1,7 +1,7 @@
 """
 Does the engine compute with what was published? Score the same tokens with it and with a fresh engine that loads the export.
 
-The fingerprints of [`trl_qarl.rollout.fingerprint`] compare weights before vLLM repacks them for its kernels; this compares what
+The fingerprints of [`trl_qarl.wire.fingerprint`] compare weights before vLLM repacks them for its kernels; this compares what
 comes out at the other end. It starts a second engine and is meant for a new vLLM version, model or kernel, not for every step.
 """
 
@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from ..adapters.engine import lora_arguments
-from ..quantization.export import export_checkpoint
-from ..quantization.serving import ADAPTER_FOLDER
+from ..checkpoint.export import export_checkpoint
+from ..checkpoint.serving import ADAPTER_FOLDER
 from .scoring import engine_log_probs, log_probs_of_tokens, prompt_log_probs
 
 

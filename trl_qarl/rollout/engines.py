@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from ..adapters.engine import lora_arguments
+from ..checkpoint.export import is_export
+from ..checkpoint.layout import quantization_config
 from ..numerics import cuda
 from ..numerics.attach import has_engine_numerics
-from ..quantization.checkpoint import quantization_config
-from ..quantization.export import is_export
 from ..quantization.swap import quantized_layers
-from .protocol import FILE_BACKEND, WORKER_EXTENSION
+from ..wire.protocol import FILE_BACKEND, WORKER_EXTENSION
+from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .publisher import largest_chunk
-from .server import ServerProcess, build_server_command, check_engine_runs, cpu_environment
-from .transfer_dir import default_transfer_dir, owned_prefix
+from .server_process import ServerProcess, build_server_command, check_engine_runs, cpu_environment
 
 
 __all__ = ["load_engine", "make_engine", "server_process", "start_command"]

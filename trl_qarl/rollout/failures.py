@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from accelerate.utils import gather_object
 
+from ..wire.protocol import PublishError
 from .client import ServerLost
-from .protocol import PublishError
 
 
 __all__ = ["EngineLost", "all_or_none", "as_lost"]
@@ -58,6 +58,6 @@ def as_lost(error: Exception, doing: str) -> EngineLost:
 
 def _for_others(error: Exception) -> Exception:
     """What the other processes raise; not every error can be pickled."""
-    if isinstance(error, (EngineLost, FloatingPointError)):
-        return type(error)(str(error))
+    if isinstance(error, EngineLost):
+        return EngineLost(str(error))
     return RuntimeError(f"Another process failed with {type(error).__name__}: {error}")

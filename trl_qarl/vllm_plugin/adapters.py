@@ -19,8 +19,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from ..rollout.fingerprint import fingerprint
-from ..rollout.protocol import is_adapter_tensor
+from ..wire.fingerprint import fingerprint
+from ..wire.protocol import is_adapter_tensor
 
 
 __all__ = ["PublishedAdapter", "describe_lora", "on_bare_model", "serve_adapter"]

@@ -6,7 +6,7 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 | `w4a16`, `w8a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only | float32, no AVX512, INT8 weights, odd shapes |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
-| not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.kernels`]) |
+| not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.cpu`]) |
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first row
 is for any engine, as vLLM has nothing there: it serves an export in float32. Calling
@@ -16,33 +16,13 @@ one kernel, whatever the number of rows: prefill and decode of the engine give t
 """
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
-from vllm.model_executor.kernels.linear import (
-    _POSSIBLE_FP8_KERNELS,
-    _POSSIBLE_INT8_KERNELS,
-    _POSSIBLE_KERNELS,
-    register_linear_kernel,
-)
-from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
-from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
-    FP8ScaledMMLinearKernel,
-    FP8ScaledMMLinearLayerConfig,
-    Int8ScaledMMLinearKernel,
-    Int8ScaledMMLinearLayerConfig,
-)
 from vllm.platforms.interface import PlatformEnum
-from vllm.scalar_type import scalar_types
 
-from ..numerics.kernels import use_in_engine
-from ..quantization.gemm import low_bit_linear
-from ..quantization.quantize import unpack_int8
-from ..quantization.schemes import get_scheme
-from ..quantization.tensors import LowBitTensor
-from ..rollout.protocol import FILE_BACKEND
+from ..numerics.cpu import PackedLinear
+from .linear_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel, is_our_engine, put_first
 
 
-__all__ = ["QaRLFp8Kernel", "QaRLInt8Kernel", "QaRLWeightOnlyKernel", "is_our_engine", "put_first", "register_kernels"]
+__all__ = ["register_kernels", "use_in_engine"]
 
 
 def register_kernels() -> None:
@@ -51,132 +31,35 @@ def register_kernels() -> None:
     use_in_engine(is_our_engine)
 
 
-def put_first(platform: PlatformEnum, **kernels: type) -> None:
-    """Put `kernels`, by vLLM's names of their kinds, first in its lists for `platform`, where they are not there yet."""
-    tables = {"mp": _POSSIBLE_KERNELS, "int8": _POSSIBLE_INT8_KERNELS, "fp8": _POSSIBLE_FP8_KERNELS}
-    for kind, kernel in kernels.items():
-        table = tables[kind]
-        if kernel not in table.get(platform, []):
-            register_linear_kernel(kernel, platform, kind)
-            # vLLM appends and takes the first that fits; its own claims shapes that it cannot run.
-            table[platform].insert(0, table[platform].pop())
+def use_in_engine(is_ours) -> None:
+    """
+    Have vLLM engines for which `is_ours()` run their unquantized linear layers, output head included, through
+    [`PackedLinear`]; calling it again changes nothing.
 
+    vLLM has a registry for quantized kernels alone. Its method for unquantized layers looks this function up in its module
+    each time weights have been loaded.
+    """
+    from vllm.model_executor.layers import utils
 
-def is_our_engine(*backends: str) -> bool:
-    """Whether the engine that is being built has its weights from here, through one of `backends` (by default, files)."""
-    config = get_current_vllm_config_or_none()
-    transfer = None if config is None else config.weight_transfer_config
-    return transfer is not None and transfer.backend in (backends or (FILE_BACKEND,))
+    original = utils.dispatch_cpu_unquantized_gemm
+    if getattr(original, "is_row_invariant", False):
+        return
 
-
-class QaRLWeightOnlyKernel(MPLinearKernel):
-    """INT4 and INT8 weights with 16- or 32-bit activations."""
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return -1
-
-    @classmethod
-    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        if c.weight_type not in (scalar_types.uint4b8, scalar_types.uint8b128) or c.zero_points:
-            return False, f"weight type {c.weight_type} is not symmetric INT4 or INT8"
-        if (
-            c.weight_type == scalar_types.uint4b8
-            and c.act_type in (torch.bfloat16, torch.float16)
-            and torch.cpu._is_avx512_supported()
-            and CPUWNA16LinearKernel.can_implement(c)[0]
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight
+        if not (
+            is_ours()
+            and torch.cpu._is_amx_tile_supported()
+            and not weight.is_meta
+            and weight.ndim == 2
+            and weight.dtype is torch.bfloat16
         ):
-            return False, "vLLM's own kernel runs here"
-        return True, None
+            original(layer, remove_weight)
+            return
+        product = PackedLinear(weight.detach())
+        layer.cpu_linear = lambda x, weight, bias: product(x, bias)
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack; a weight-only product reads the checkpoint's layout, which has to be compressed-tensors'."""
-        if self.w_q_name != "weight_packed" or getattr(layer, "weight_g_idx", None) is not None:
-            raise ValueError(
-                f"vLLM has no kernel on this CPU for {self.config.weight_type} weights with {self.config.act_type} "
-                "activations, and that of trl_qarl reads pack-quantized compressed-tensors checkpoints without "
-                "activation reordering only. Serve the checkpoint with `--dtype bfloat16`."
-            )
-        self._low_bit = None
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._low_bit is None:
-            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
-            packed, scale = getattr(layer, self.w_q_name).data, getattr(layer, self.w_s_name).data
-            is_int4 = self.config.weight_type == scalar_types.uint4b8
-            qdata, scheme = (packed, "w4a16") if is_int4 else (unpack_int8(packed), "w8a16")
-            self._low_bit = LowBitTensor(qdata, scale, get_scheme(scheme), scale.dtype)
-        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
-
-    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return low_bit_linear(rows, self._low_bit, bias, row_invariant=True)[0]
-
-
-class _QaRLScaledMMKernel:
-    """What the kernels of low-bit weights with low-bit activations share; vLLM's base class comes after it."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return True, None
-
-    @classmethod
-    def can_implement(cls, c) -> tuple[bool, str | None]:
-        if not is_our_engine():
-            return False, "weights do not come from trl_qarl"
-        reason = cls._reason_against(c)
-        return reason is None, reason
-
-    @classmethod
-    def _reason_against(cls, c) -> str | None:
-        """Why layers of the configuration `c` cannot run here, or `None`."""
-        raise NotImplementedError
-
-    def _make_low_bit(self, layer: torch.nn.Module) -> LowBitTensor:
-        """The layer's weight, made of tensors as they arrived."""
-        raise NotImplementedError
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack."""
-        self._low_bit = None
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._low_bit is None:
-            self._low_bit = self._make_low_bit(layer)
-        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
-
-    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return low_bit_linear(rows, self._low_bit, bias)[0]
-
-
-class QaRLInt8Kernel(_QaRLScaledMMKernel, Int8ScaledMMLinearKernel):
-    """INT8 weights with dynamic per-token INT8 activations."""
-
-    @classmethod
-    def _reason_against(cls, c: Int8ScaledMMLinearLayerConfig) -> str | None:
-        if not c.is_channelwise or c.is_static_input_scheme or not c.input_symmetric:
-            return "not symmetric with a scale per output channel and per token"
-        return None
-
-    def _make_low_bit(self, layer):
-        weight, scale, *_ = self._get_layer_params(layer)
-        return LowBitTensor(weight.data, scale.data, get_scheme("w8a8"), scale.dtype)
-
-
-class QaRLFp8Kernel(_QaRLScaledMMKernel, FP8ScaledMMLinearKernel):
-    """FP8 weights with dynamic per-token FP8 activations."""
-
-    @classmethod
-    def _reason_against(cls, c: FP8ScaledMMLinearLayerConfig) -> str | None:
-        if not c.weight_quant_key.scale.group_shape.is_per_channel():
-            return "not a scale per output channel"
-        if not c.activation_quant_key.scale.group_shape.is_per_token():
-            return "not a scale per token"
-        return None
-
-    def _make_low_bit(self, layer):
-        weight, scale, *_ = self._get_layer_params(layer)
-        # vLLM holds FP8 weights transposed.
-        return LowBitTensor(weight.data.t(), scale.data, get_scheme("fp8"), scale.dtype)
-
-    def apply_scaled_mm(self, **arguments) -> torch.Tensor:
-        raise NotImplementedError("apply_weights does not use it")
+    dispatch.is_row_invariant = True
+    utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -13,8 +13,8 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ..numerics import cuda
-from ..rollout.protocol import FILE_BACKEND, NCCL_BACKEND
-from .cpu_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel, is_our_engine, put_first
+from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND
+from .linear_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel, is_our_engine, put_first
 
 
 __all__ = ["RepeatableFp8Kernel", "RepeatableInt4Kernel", "RepeatableInt8Kernel", "is_repeatable", "register_kernels"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-from ..rollout.fingerprint import fingerprint
+from ..wire.fingerprint import fingerprint
 
 
 __all__ = ["dtype_and_shape", "kernels_in_use", "live_fingerprints", "owned_names", "tied_names"]

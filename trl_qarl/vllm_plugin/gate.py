@@ -7,7 +7,7 @@ It looks at paths and status codes only and imports neither torch nor vLLM.
 - Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume` after a
   `/finish_weight_update` that has succeeded. An update that fails half way therefore leaves the door closed, and where the
   trainer ends before it lets the engine go on, other clients get an answer.
-- `POST /qarl/session` opens a session for a trainer that proves that it knows the secret ([`trl_qarl.rollout.handshake`]),
+- `POST /qarl/session` opens a session for a trainer that proves that it knows the secret ([`trl_qarl.wire.handshake`]),
   and keeps its response open: the session *is* the connection, so it ends when the trainer ends, however that happens. While
   one is open, a second is refused with 409.
 - Of all other requests that may change something, everybody's are those that generate or only compute; any other path, known
@@ -22,8 +22,8 @@ import os
 import secrets
 from typing import Any
 
-from ..rollout.handshake import TOKEN_FILE_VARIABLE, is_proof, proof, server_token
-from ..rollout.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
+from ..wire.handshake import TOKEN_FILE_VARIABLE, is_proof, proof, server_token
+from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
 
 
 __all__ = ["WORKER_METHODS", "PublicationGate"]
@@ -89,7 +89,7 @@ class PublicationGate:
         app:
             The ASGI application behind the gate.
         token (`str`, *optional*):
-            The secret. Defaults to [`~trl_qarl.rollout.handshake.server_token`].
+            The secret. Defaults to [`~trl_qarl.wire.handshake.server_token`].
     """
 
     def __init__(self, app, token: str | None = None):

@@ -45,9 +45,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..numerics import cuda
-from ..rollout.fingerprint import fingerprint, fingerprint_differences
-from ..rollout.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor
-from ..rollout.transfer_dir import confined_path
+from ..wire.fingerprint import fingerprint, fingerprint_differences
+from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor
+from ..wire.transfer_dir import confined_path
 from .adapters import PublishedAdapter, on_bare_model
 from .engine_tensors import dtype_and_shape, live_fingerprints, owned_names, tied_names
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from ..numerics import cuda, kernels
-from ..rollout.fingerprint import describe_model, describe_tokenizer
+from ..numerics import cpu as kernels
+from ..numerics import cuda
+from ..wire.describe import describe_model, describe_tokenizer
 from .adapters import describe_lora, serve_adapter
 from .engine_tensors import kernels_in_use
 

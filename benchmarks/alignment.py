@@ -1,0 +1,123 @@
+"""
+Writes the tables of alignment.md and draws alignment.png from alignment.json: `python benchmarks/alignment.py` (needs matplotlib).
+
+The JSON holds what `trl-qarl bench alignment --dtypes bfloat16 --tokens 3000 --json FILE` wrote, and the same with
+`--rollout server`.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from trl_qarl.bench.alignment import summarize_alignment
+
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "alignment.json"
+PAGE, PICTURE = (FOLDER.parent / "docs" / f"alignment.{suffix}" for suffix in ("md", "png"))
+NUMERICS = {
+    "unaligned": ("learner in high precision", "#e08a3c"),
+    "fast": ("learner with the engine's weights", "#9aa5b1"),
+    "engine": ("the same with engine numerics", "#1f6feb"),
+}
+ZERO = 0.01  # where the logarithmic axis has its 0
+
+
+def read_results() -> dict[str, list[dict]]:
+    """Per kind of rollout, a row per scheme."""
+    return {name: summarize_alignment(result["rows"]) for name, result in json.loads(RESULTS.read_text()).items()}
+
+
+def fill(page: str, results: dict[str, list[dict]]) -> str:
+    """The text of the page with what lies between its marks written anew."""
+    for name, rows in results.items():
+        head, mark, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, tail = rest.partition("<!-- end -->\n")
+        assert mark and end, name
+        page = head + mark + _table(rows) + end + tail
+    return page
+
+
+def _table(rows: list[dict]) -> str:
+    names = [
+        "unaligned: mean",
+        *(f"{name}: {key}" for name in ("fast", "engine") for key in ("equal", "mean", "max", "k3")),
+    ]
+    titles = [re.sub(r"^(?:fast|engine): (?!equal)", "", name) for name in names]
+    lines = [["scheme", "tokens", *titles]]
+    lines += [
+        [f"`{row['scheme']}`", f"{row['tokens']:,}", *(_cell(name, row.get(name)) for name in names)] for row in rows
+    ]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("equal"):
+        # Only what is all, or none, is called so.
+        text = f"{value:.0%}" if value in (0, 1) else f"{min(max(value, 0.0001), 0.9999):.2%}"
+        return text.replace("%", " %")
+    return number(value)
+
+
+def number(value: float) -> str:
+    """To two significant digits, and a 0 that is no rounded one."""
+    return "0" if value == 0 else f"{value:#.2g}".rstrip(".")
+
+
+def means(results: dict[str, list[dict]]) -> dict[str, dict[str, float]]:
+    """Mean |dlogp| by scheme and numerics, as drawn."""
+    return {
+        row["scheme"]: {name: row[f"{name}: mean"] for name in NUMERICS if f"{name}: mean" in row}
+        for row in results["colocate"]
+    }
+
+
+def draw(values: dict[str, dict[str, float]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 3.4), dpi=160)
+    for y, row in enumerate(values.values()):
+        places = {name: max(value, ZERO) for name, value in row.items()}
+        axes.plot([min(places.values()), max(places.values())], [y, y], color="#d8dee4", lw=2, zorder=1)
+        for name, value in row.items():
+            label, colour = NUMERICS[name]
+            axes.scatter(places[name], y, s=110, color=colour, zorder=2, label=label if y == 1 else None)
+            # Two dots of one row may lie side by side.
+            above = name != "fast"
+            axes.annotate(
+                number(value),
+                (places[name], y),
+                (0, 9 if above else -9),
+                textcoords="offset points",
+                ha="center",
+                va="bottom" if above else "top",
+                fontsize=10.5,
+            )
+    axes.set_xscale("log")
+    axes.set_xlim(ZERO / 1.4, 3)
+    axes.set_ylim(len(values) - 0.4, -0.6)
+    axes.set_xticks([ZERO, 0.03, 0.1, 0.3, 1], ["0", "0.03", "0.1", "0.3", "1"], fontsize=11)
+    axes.set_xticks([], minor=True)
+    axes.text(ZERO * 1.55, len(values) - 0.4, "//", ha="center", va="center", fontsize=12, backgroundcolor="white")
+    axes.set_yticks(range(len(values)), values, fontsize=12)
+    axes.tick_params(length=0)
+    axes.axvline(ZERO, color="#1f6feb", lw=1, alpha=0.3, zorder=0)
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_title("Mean difference of a sampled token's log-prob, engine against learner (nats)", fontsize=12, pad=12)
+    figure.legend(loc="lower center", ncols=3, frameon=False, fontsize=10.5, handletextpad=0.3)
+    figure.subplots_adjust(left=0.09, right=0.98, top=0.88, bottom=0.2)
+    # White also on a dark page. The numbers are kept with the picture, so that a test can compare them.
+    figure.savefig(PICTURE, facecolor="white", metadata={"Description": repr(values)})
+
+
+if __name__ == "__main__":
+    results = read_results()
+    PAGE.write_text(fill(PAGE.read_text(), results))
+    draw(means(results))

@@ -1,0 +1,200 @@
+"""
+Sums modulo 100 written out step by step, and a model of 0.6 million parameters that is taught them from nothing.
+
+    python benchmarks/study/chain_sums.py --output_dir DIR
+
+A problem is `03:38+47=`, its answer `85;02:47+85=32;01:85+32=17.`, character by character: each step adds the last two
+numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (docs/study.md).
+"""
+
+import json
+import random
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+
+
+MIN_STEPS, MAX_STEPS = 10, 15
+NUM_HELD_OUT = 400
+# The longest answer has 171 characters and the end; there is room for two steps more.
+MAX_NEW_TOKENS = 196
+CHARACTERS = "0123456789+=;:."
+# Pretraining: most steps, batches. The learning rate falls linearly to 0 in the last stage.
+CURRICULUM = ((1, 100), (3, 50), (MAX_STEPS, 300))
+TOKENS_PER_BATCH = 4000
+
+
+def make_problem(first: int, second: int, num_steps: int) -> dict[str, str]:
+    """
+    Prompt and answer.
+
+    >>> make_problem(38, 47, 3)
+    {'prompt': '03:38+47=', 'answer': '85;02:47+85=32;01:85+32=17.'}
+    """
+    prompt, answer = f"{num_steps:02}:{first}+{second}=", ""
+    for left in reversed(range(num_steps)):
+        first, second = second, (first + second) % 100
+        answer += f"{second:02};{left:02}:{first:02}+{second:02}=" if left else f"{second:02}."
+    return {"prompt": prompt, "answer": answer}
+
+
+def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The pairs of numbers that chains start with, to train on and held out, the same for every seed."""
+    pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
+    random.Random(0).shuffle(pairs)
+    return pairs[NUM_HELD_OUT:], pairs[:NUM_HELD_OUT]
+
+
+def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Problems to train on, and held-out ones, whose starts are not trained on with any number of steps."""
+    rng = random.Random(0)
+    train, held_out = (
+        [make_problem(*pair, rng.randint(MIN_STEPS, MAX_STEPS)) for pair in pairs] for pairs in split_pairs()
+    )
+    starts = [{problem["prompt"].split(":")[1] for problem in problems} for problems in (train, held_out)]
+    if starts[0] & starts[1]:
+        raise ValueError("A held-out problem is also one to train on.")
+    return train, held_out
+
+
+def right_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
+    """
+    1 for a completion that ends in the right last sum and a full stop, else 0, whatever the steps before are.
+
+    >>> right_sum(["85;02:47+85=32;01:85+32=17.", "17.", "85;02:47+85=32;01:85+32=17"], ["01:85+32=17."] * 3)
+    [1.0, 0.0, 0.0]
+    """
+    endings = ("=" + expected.rsplit("=", 1)[-1] for expected in answer)
+    return [float(text.endswith(ending)) for text, ending in zip(completions, endings, strict=True)]
+
+
+def make_tokenizer():
+    """One token per character; `<pad>` and `<eos>`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=512
+    )
+
+
+def make_model(seed: int = 0):
+    """A Llama of 0.64 million parameters, whose matrices have 128 or 384 inputs."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        # The usual 0.02 is for wide models: sums are learned many times faster from this.
+        initializer_range=0.08,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def answer_problems(model, tokenizer, problems: list[dict[str, str]], temperature: float, bf16: bool) -> list[str]:
+    """One completion for each problem, greedy at temperature 0."""
+    import torch
+
+    was_training, texts = model.training, []
+    model.eval()
+    options = {"do_sample": temperature > 0, "max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": tokenizer.pad_token_id}
+    options |= {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
+    for start in range(0, len(problems), 128):
+        prompts = [problem["prompt"] for problem in problems[start : start + 128]]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            tokens = model.generate(**inputs, **options)
+        texts += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    model.train(was_training)
+    return texts
+
+
+def score(texts: list[str], problems: list[dict[str, str]]) -> float:
+    """Share of the problems that were solved."""
+    return sum(right_sum(texts, [problem["answer"] for problem in problems])) / len(problems)
+
+
+def pretraining_batches(tokenizer, pairs: list[tuple[int, int]]) -> Iterator[dict]:
+    """Batches of chains of one length that start with `pairs`, as in `CURRICULUM`; only the answers are learned."""
+    import torch
+
+    rng = random.Random(1)
+    for max_steps, num_batches in CURRICULUM:
+        for _ in range(num_batches):
+            num_steps = rng.randint(max(1, max_steps // 2), max_steps)
+            chosen = rng.choices(pairs, k=TOKENS_PER_BATCH // (12 * num_steps))
+            problems = [make_problem(*pair, num_steps) for pair in chosen]
+            ids = torch.tensor([tokenizer.encode(p["prompt"] + p["answer"]) + [1] for p in problems])
+            labels = ids.clone()
+            labels[:, : len(problems[0]["prompt"])] = -100
+            yield {"input_ids": ids, "labels": labels}
+
+
+def pretrain(output_dir: Path, target: float, learning_rate: float) -> None:
+    """Train until `target` of 128 training problems are solved by sampling at temperature 1, and save."""
+    import torch
+
+    tokenizer, model = make_tokenizer(), make_model()
+    probe = make_problems()[0][:128]
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=10 * learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    last = CURRICULUM[-1][1]
+    num_steps = sum(num_batches for _, num_batches in CURRICULUM)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (num_steps - step) / last))
+        for optimizer in optimizers
+    ]
+    start, history = time.monotonic(), []
+    for step, batch in enumerate(pretraining_batches(tokenizer, split_pairs()[0]), 1):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if step % 25 == 0:
+            row = {"step": step, "seconds": round(time.monotonic() - start), "loss": round(loss.item(), 4)}
+            if step > num_steps - last and loss < 0.03:
+                row["sampled"] = score(answer_problems(model, tokenizer, probe, 1.0, bf16=False), probe)
+            history.append(row)
+            print(json.dumps(row), flush=True)
+            model.save_pretrained(output_dir)
+            if row.get("sampled", 0.0) >= target:
+                break
+    tokenizer.save_pretrained(output_dir)
+    (output_dir / "pretraining.json").write_text(json.dumps(history))
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--target", type=float, default=0.4, help="stop when this share of sampled answers is right")
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    pretrain(args.output_dir, args.target, args.learning_rate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Draws docs/headline.png and the figures of docs/study.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib)."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
+sys.path.insert(0, str(HERE))
+
+from long_tables import group_cells, half_width  # noqa: E402
+
+from trl_qarl.study.names import COLORS  # noqa: E402
+
+
+RESULTS, PICTURE = HERE / "study.json", DOCS / "headline.png"
+SCHEMES = {"w4a16-g128": "4-bit weights", "w3a16-g32": "3-bit weights"}
+RUNS = {
+    ("rollout-only", "grpo-tis"): ("rollout only, GRPO", "vermillion"),
+    ("rollout-only", "tbpo"): ("rollout only, TBPO", "orange"),
+    ("QaRL", "grpo-tis"): ("QaRL, GRPO", "sky"),
+    ("QaRL", "gspo"): ("QaRL, GSPO", "green"),
+    ("QaRL", "tbpo"): ("QaRL, TBPO", "blue"),
+}
+BASELINE = ("long", "bf16", "bf16", "grpo-tis")
+# Held-out problems solved greedily before training, in per cent of 256 (study.md, "Before training").
+BEFORE = {"bf16": 74, "w4a16-g128": 62, "w3a16-g32": 32}
+SMOOTHED = 5
+
+
+def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Means and half widths of 95 % intervals of the deployed policy's greedy scores in per cent, by scheme and run."""
+    groups = group_cells(cells)
+
+    def score(key) -> tuple[float, float]:
+        values = [cell["scores"]["greedy"] for cell in groups[key]]
+        return round(statistics.fmean(values), 1), round(half_width(values), 1)
+
+    found = {
+        title: {label: score(("long", scheme, *run)) for run, (label, _) in RUNS.items()}
+        for scheme, title in SCHEMES.items()
+    }
+    return {"bf16": {"bf16, GRPO": score(BASELINE)}, **found}
+
+
+def draw_scores(cells: list[dict], scores: dict[str, dict[str, tuple[float, float]]]) -> None:
+    """The headline: a dot with its 95 % interval for each run, small dots for its seeds, and a band for bf16."""
+    figure, panels = _panels(figsize=(9, 3.4), sharey=True)
+    groups = group_cells(cells)
+    mean, width = scores["bf16"]["bf16, GRPO"]
+    for axes, (scheme, title) in zip(panels, SCHEMES.items(), strict=True):
+        axes.axhspan(mean - width, mean + width, color="#d9dee3", lw=0)
+        axes.axhline(mean, color=COLORS["ink"][0], lw=1)
+        axes.text(-0.45, mean + width + 1.5, f"bf16: {mean:.0f} %", fontsize=10)
+        axes.axhline(BEFORE[scheme], color=COLORS["grey"][0], lw=1, ls=":")
+        axes.text(-0.45, BEFORE[scheme] + 1.5, "before training", fontsize=9, color=COLORS["grey"][0])
+        for place, (run, (label, color)) in enumerate(RUNS.items()):
+            score, half = scores[title][label]
+            axes.errorbar(place, score, half, fmt="o", ms=7, capsize=4, color=COLORS[color][0])
+            seeds = [cell["scores"]["greedy"] for cell in groups["long", scheme, *run]]
+            axes.plot([place - 0.16] * len(seeds), seeds, "o", ms=3, alpha=0.6, color=COLORS[color][0])
+            axes.annotate(f"{score:.0f}", (place, score), (9, -4), textcoords="offset points", fontsize=11)
+        axes.set_xticks(range(len(RUNS)), [label.replace(", ", "\n") for label, _ in RUNS.values()], fontsize=9)
+        axes.set_xlim(-0.5, len(RUNS) - 0.35)
+        axes.set_ylim(20, 100)
+        axes.set_title(title, fontsize=12, loc="left")
+        axes.yaxis.set_major_formatter("{x:.0f} %")
+    figure.tight_layout()
+    # White also on a dark page. The numbers are kept with the picture, so that a test can compare them.
+    figure.savefig(PICTURE, facecolor="white", dpi=160, metadata={"Description": repr(scores)})
+
+
+def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: bool = False) -> None:
+    """A metric over the updates, means over the seeds."""
+    groups = group_cells(cells)
+    figure, panels = _panels(figsize=(9, 3.4), sharey=True)
+    for axes, (scheme, title) in zip(panels, SCHEMES.items(), strict=True):
+        runs = {("long", scheme, *run): style for run, style in RUNS.items()} | {BASELINE: ("bf16, GRPO", "ink")}
+        for key, (name, color) in runs.items():
+            courses = [cell["course"][metric] for cell in groups[key]]
+            means = [statistics.fmean(batch) for batch in zip(*courses, strict=True)]
+            smooth = [statistics.fmean(means[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(means))]
+            axes.plot([8 * i for i in range(1, len(smooth) + 1)], smooth, color=COLORS[color][0], lw=1.8, label=name)
+        axes.set_title(title, fontsize=12, loc="left")
+        axes.set_xlabel("updates")
+        if log:
+            axes.set_yscale("log")
+    panels[0].set_ylabel(label)
+    panels[1].legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    figure.savefig(DOCS / picture, facecolor="white", dpi=130)
+
+
+def _panels(**options):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, **options)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#eceff2")
+        axes.set_axisbelow(True)
+    return figure, panels
+
+
+if __name__ == "__main__":
+    cells = json.loads(RESULTS.read_text())
+    draw_scores(cells, read_scores(cells))
+    draw_courses(cells, "reward", "share of sampled answers that are right", "study-long-reward.png")
+    draw_courses(cells, "mismatch/abs_logp_mean", "mismatch, nats per token", "study-long-mismatch.png", log=True)

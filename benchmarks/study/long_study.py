@@ -1,0 +1,281 @@
+"""
+One cell of the study of long completions in docs/study.md, in a few minutes on one core: the model of
+`benchmarks/study/chain_sums.py` learns to get chains of 10 to 15 sums right, in answers of 112 to 172 tokens.
+
+    python benchmarks/study/chain_sums.py --output_dir MODEL
+    python benchmarks/study/long_study.py --model MODEL --output_dir DIR --quantize_learner true --objective tbpo --seed 0
+
+Rollouts are made in the process, by the quantized modules. `DIR/scores.json` has what the policy solves at the end.
+"""
+
+import json
+import random
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import chain_sums
+import long_starts
+
+from trl_qarl.quantization import schemes
+from trl_qarl.quantization.schemes import QuantScheme
+
+
+# For this study alone: no engine has a kernel for three bits, rollouts in the process need none.
+THREE_BITS = QuantScheme("w3a16", "int", 3, 128, None, None, "pack-quantized")
+# Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.
+VARIANTS = {
+    "bf16": {"scheme": "bf16"},
+    "w4a16-g32": {"scheme": "w4a16", "group_size": 32},
+    "w4a16-g128": {"scheme": "w4a16", "group_size": 128},
+    "w3a16-g32": {"scheme": "w3a16", "group_size": 32},
+    "w3a16-g128": {"scheme": "w3a16", "group_size": 128},
+    # What others found to help low-bit learners (benchmarks/study/long_variants.yaml).
+    "w3a16-g32-decay0": {"scheme": "w3a16", "group_size": 32, "weight_decay": 0.0},
+    "w3a16-g32-decay1": {"scheme": "w3a16", "group_size": 32, "weight_decay": 0.1},
+    "w3a16-g32-last": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.2\..*"},
+    "w3a16-g32-first": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.0\..*"},
+    # `start` and `low_bit_rate` are this script's own: benchmarks/study/long_starts.py and `speed_up`.
+    "w3a16-g32-rate3": {"scheme": "w3a16", "group_size": 32, "low_bit_rate": 3.0},
+    "w3a16-g32-mse": {"scheme": "w3a16", "group_size": 32, "start": "mse"},
+    "w3a16-g32-gptq": {"scheme": "w3a16", "group_size": 32, "start": "gptq"},
+    "w3a16-g32-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
+    "w4a16-g128-distill": {"scheme": "w4a16", "group_size": 128, "start": "distill"},
+}
+PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
+NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
+# The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study.md says how that was chosen.
+BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
+SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
+
+
+def main() -> None:
+    parser = ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser.add_argument("--model", required=True, help="what chain_sums.py wrote")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--quantize_learner", choices=["true", "false"], default="true")
+    parser.add_argument("--objective", default="tbpo")
+    parser.add_argument("--scheme", choices=list(VARIANTS), default="w4a16-g128")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max_steps", type=int, default=240, help="updates, eight per generation batch")
+    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--band_scale", type=float, default=30.0)
+    parser.add_argument(
+        "--error_share", type=float, default=0.0, help="of completions that get a burst of error tokens"
+    )
+    parser.add_argument(
+        "--errors_known",
+        action="store_true",
+        help="the engine reports the probabilities that the errors were drawn with, instead of the policy's",
+    )
+    parser.add_argument("--num_scored", type=int, default=256, help="held-out problems")
+    args = parser.parse_args()
+    train(args)
+
+
+def train(args: Namespace) -> None:
+    schemes.SCHEMES[THREE_BITS.name] = THREE_BITS
+    grow_cache_in_place()
+    trainer = make_trainer(args)
+    if args.error_share:
+        inject_errors(trainer.model, args.error_share, args.seed, known=args.errors_known)
+    if args.max_steps:
+        trainer.train()
+        # So that a report does not take runs with and without errors for the same.
+        record = args.output_dir / "run.json"
+        errors = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
+        record.write_text(json.dumps(json.loads(record.read_text()) | errors, indent=2))
+        trainer.save_model(args.output_dir / "masters")
+    # The policy is scored without a fault of its engine.
+    vars(trainer.model).pop("generate", None)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    if not args.max_steps and args.scheme == "bf16":
+        plain = {name: VARIANTS[name] for name in PLAIN}
+        problems = chain_sums.make_problems()[1][: args.num_scored]
+        divergences = long_starts.measure_divergence(trainer, plain, problems)
+        (args.output_dir / "divergences.json").write_text(json.dumps(divergences) + "\n")
+    (args.output_dir / "scores.json").write_text(json.dumps(score_policies(trainer, args.num_scored)) + "\n")
+
+
+def make_trainer(args: Namespace):
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trl_qarl import QaRLConfig, QaRLTrainer
+    from trl_qarl.quantization.gemm import has_fast_bf16
+
+    offsets = BANDS if args.objective == "tbpo" else SEQUENCE_CLIP if args.objective.endswith("gspo") else {}
+    options = {
+        "learning_rate": args.learning_rate,
+        **{name: args.band_scale * offset for name, offset in offsets.items()},
+        **VARIANTS[args.scheme],
+    }
+    start, rate = options.pop("start", None), options.pop("low_bit_rate", None)
+    config = QaRLConfig(
+        str(args.output_dir),
+        **options,
+        quantize_learner=args.quantize_learner == "true",
+        objective=args.objective,
+        seed=args.seed,
+        max_steps=max(args.max_steps, 1),
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=NUM_UPDATES_PER_BATCH,
+        optim="adamw_torch_fused",
+        adam_beta2=0.95,
+        num_generations=NUM_GENERATIONS,
+        per_device_train_batch_size=NUM_PROMPTS * NUM_GENERATIONS // NUM_UPDATES_PER_BATCH,
+        steps_per_generation=NUM_UPDATES_PER_BATCH,
+        max_completion_length=chain_sums.MAX_NEW_TOKENS,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=has_fast_bf16(),
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if start == "distill":
+        long_starts.distill(model, options["scheme"], options["group_size"], args.seed, config.bf16)
+    training, _ = chain_sums.make_problems()
+    trainer = QaRLTrainer(
+        model,
+        chain_sums.right_sum,
+        config,
+        Dataset.from_list(training),
+        processing_class=AutoTokenizer.from_pretrained(args.model),
+    )
+    if start in ("mse", "gptq"):
+        long_starts.improve_start(trainer, start)
+    if rate:
+        trainer.create_optimizer()
+        speed_up(trainer.optimizer, trainer.model, rate)
+    return trainer
+
+
+def speed_up(optimizer, model, rate: float) -> None:
+    """Give the master weights of quantized layers `rate` times the learning rate of the others."""
+    from trl_qarl.quantization.swap import quantized_layers
+
+    low_bit = {id(layer.weight) for layer in quantized_layers(model).values()}
+    for group in list(optimizer.param_groups):
+        fast = [parameter for parameter in group["params"] if id(parameter) in low_bit]
+        if fast:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in low_bit]
+            optimizer.add_param_group({**group, "params": fast, "lr": rate * group["lr"]})
+
+
+def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
+    """
+    Held-out problems solved: `greedy` and `sampled` (temperature 1) by the deployed policy, which is the one that made
+    the rollouts. For comparison `unquantized greedy` by the masters as they are, or after a bf16 run, and
+    before training, `w4a16-g32 greedy` and alike by its weights quantized. The model is of no use for training afterwards.
+    """
+    import torch
+
+    from trl_qarl import get_scheme, prepare_model
+    from trl_qarl.quantization.swap import (
+        disable_quantized_forward,
+        engine_precision,
+        quantized_forward,
+        restore_model,
+    )
+
+    model, bf16 = trainer.model, trainer.args.bf16
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    problems = chain_sums.make_problems()[1][:num_scored]
+
+    def solved(temperature: float) -> dict[str, int]:
+        torch.manual_seed(0)
+        with engine_precision(model, dtype):
+            texts = chain_sums.answer_problems(model, trainer.processing_class, problems, temperature, bf16)
+        return {"correct": round(chain_sums.score(texts, problems) * len(problems)), "total": len(problems)}
+
+    with quantized_forward(model):
+        scores = {"greedy": solved(0.0), "sampled": solved(1.0)}
+    if trainer.args.is_quantized:
+        disable_quantized_forward(model)
+        return scores | {"unquantized greedy": solved(0.0)}
+    for name in PLAIN:
+        restore_model(model)
+        prepare_model(model, get_scheme(**VARIANTS[name]), scale_dtype=dtype)
+        scores[f"{name} greedy"] = solved(0.0)
+    return scores
+
+
+def grow_cache_in_place() -> None:
+    """
+    Write new keys and values into room that is there already. transformers' cache copies itself for every token, and
+    attention under autocast then rounds all of its keys to bf16 again, which took nine tenths of the time of a rollout.
+    """
+    import torch
+    from transformers.cache_utils import DynamicLayer
+
+    concatenate = DynamicLayer.update
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if torch.is_grad_enabled():
+            return concatenate(self, key_states, value_states, *args, **kwargs)
+        new = [states.to(value_states.dtype) for states in (key_states, value_states)]
+        past = self.get_seq_length()
+        if not past:
+            self.lazy_initialization(*new)
+            self.room = [new[0][:, :, :0]] * 2
+        length = past + new[0].shape[2]
+        if length > self.room[0].shape[2]:
+            self.room = [torch.cat([room[:, :, :past], states.new_empty(*states.shape[:2], length + 256, states.shape[3])], 2) for room, states in zip(self.room, new, strict=True)]  # fmt: skip
+        for room, states in zip(self.room, new, strict=True):
+            room[:, :, past:length] = states
+        self.keys, self.values = (room[:, :, :length] for room in self.room)
+        return self.keys, self.values
+
+    DynamicLayer.update = update
+
+
+def inject_errors(model, share: float, seed: int, length: int = 8, last_start: int = 90, known: bool = False) -> None:
+    """
+    A faulty engine: in `share` of the completions, `length` tokens from a random place on, at most `last_start`, are
+    drawn uniformly from the characters. The sampling log-probs stay those of the policy, to which such tokens are
+    improbable: the paper's error tokens, tiny under learner and sampler alike. With `known` they are those of the
+    uniform draw, as an honest but noisy engine has them: tiny under the learner alone, a large mismatch.
+    """
+    import torch
+    from transformers import LogitsProcessor
+
+    generate, rng = model.generate, random.Random(seed)
+    first, last = 2, 2 + len(chain_sums.CHARACTERS)
+
+    class Bursts(LogitsProcessor):
+        def __init__(self):
+            self.starts: list[int] | None = None
+            self.step = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if self.starts is None:
+                size = len(input_ids)
+                self.starts = [rng.randrange(last_start) if rng.random() < share else -length for _ in range(size)]
+            faulty = torch.tensor([start <= self.step < start + length for start in self.starts])
+            self.step += 1
+            if not faulty.any():
+                return scores
+            scores = scores.clone()
+            scores[faulty] = float("-inf")
+            scores[faulty, first:last] = 0.0
+            return scores
+
+    def generate_with_errors(*args, logits_processor, **kwargs):
+        # The recorder of sampling log-probs is in the list already: it sees what comes before it.
+        logits_processor.insert(0 if known else len(logits_processor), Bursts())
+        return generate(*args, logits_processor=logits_processor, **kwargs)
+
+    model.generate = generate_with_errors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""
+The tables of docs/study.md, from the directories that `trl-qarl compare` has filled so far, finished cells only.
+
+    python benchmarks/study/long_tables.py --collect outputs/long outputs/long_variants --output benchmarks/study/study.json
+    python benchmarks/study/long_tables.py benchmarks/study/study.json
+    python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study.md
+
+The first keeps what the page and its pictures need of every cell, and other studies that the file has already. The second prints
+Markdown: means over the seeds with 95 % intervals, what the telemetry saw, and which differences exceed the noise between seeds. The
+third renews the tables of the page.
+
+    python benchmarks/study/long_tables.py --bands DIR
+
+prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study.md.
+"""
+
+import itertools
+import json
+import math
+import statistics
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trl_qarl.study.runs import read_run
+from trl_qarl.study.statistics import STUDENT_95, compare_groups
+from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
+
+
+# GSPO's authors report that about 15 % of their tokens, which are whole sequences, are clipped.
+CLIPPED_SHARE = 0.15
+# Table 2 of the paper: the mean of the offsets of GSPO's band.
+PAPER_OFFSET = 3.5e-4
+# Kept for each generation batch, the means over its updates.
+METRICS = (
+    "reward",
+    "entropy",
+    "mismatch/abs_logp_mean",
+    "mismatch/abs_logp_mean/positive",
+    "mismatch/abs_logp_mean/negative",
+    "mismatch/k1/positive",
+    "mismatch/k1/negative",
+    "rollout/error_token_share",
+    "rollout/repetition_share",
+    "completions/clipped_ratio",
+    "completions/mean_length",
+    "tbpo/dropped/total",
+    "quant/code_flip_rate",
+    "grad_norm",
+)
+BEHAVIOUR = (
+    ("mismatch/abs_logp_mean", "mismatch, nats", 1, 2),
+    ("entropy", "entropy, nats", 1, 2),
+    ("rollout/error_token_share", "error tokens, %", 100, 2),
+    ("completions/clipped_ratio", "cut at the limit, %", 100, 2),
+    ("tbpo/dropped/total", "dropped, %", 100, 2),
+)
+# The last two are of `count_tails`.
+MISMATCH = (
+    ("mismatch/abs_logp_mean/negative", "nats, wrong answers", 1, 2),
+    ("mismatch/abs_logp_mean/positive", "nats, right answers", 1, 2),
+    ("mismatch/k1/positive", "signed, right answers", 1, 2),
+    ("tail/high", "learner over e times the sampler, % of tokens", 100, 2),
+    ("tail/low", "learner under 1/e, % of tokens", 100, 2),
+)
+UPDATES_PER_BATCH = 8
+Cell = dict[str, Any]
+MEASURES: dict[str, Callable[[Cell], float]] = {
+    "final reward": lambda cell: 100 * quarter(cell, "reward", 3),
+    "greedy": lambda cell: cell["scores"]["greedy"],
+    "sampled": lambda cell: cell["scores"]["sampled"],
+}
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--bands", action="store_true")
+    parser.add_argument("--collect", action="store_true")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--fill", type=Path)
+    args = parser.parse_args()
+    if args.bands:
+        for directory in args.paths:
+            print(json.dumps(band_scale(directory)))
+    elif args.collect:
+        before = json.loads(args.output.read_text()) if args.output.is_file() else []
+        studies = {directory.name for directory in args.paths}
+        cells = [cell for cell in before if cell["study"] not in studies]
+        cells += [summary for directory in args.paths for summary in collect(directory)]
+        args.output.write_text("[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n")
+    else:
+        (path,) = args.paths
+        cells = json.loads(path.read_text())
+        if args.fill:
+            args.fill.write_text(fill(args.fill.read_text(), cells))
+        else:
+            print("\n\n".join(f"### {study}: {kind}\n\n{table}" for (study, kind), table in tables(cells).items()))
+
+
+def collect(directory: Path) -> list[Cell]:
+    """Settings, held-out scores and course of each finished cell."""
+    cells = []
+    for path in sorted(directory.iterdir()):
+        if not (path / "finished").is_file():
+            continue
+        run = read_run(path)
+        steps = int(run.config["max_steps"])
+        series = {metric: run.values(metric) for metric in METRICS} | count_tails(run.distributions)
+        course = {metric: average_batches(values, steps) for metric, values in series.items() if values}
+        settings = json.loads((path / "cell.json").read_text())["cell"]
+        scores = {name: 100 * score["correct"] / score["total"] for name, score in run.evaluation.items()}
+        cells.append({"study": directory.name, **settings, "scores": scores, "course": course})
+    return cells
+
+
+def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
+    """Means over the updates of each generation batch, to three digits; None where nothing was logged."""
+    batches = []
+    for first in range(1, steps + 1, UPDATES_PER_BATCH):
+        batch = [values[step] for step in range(first, first + UPDATES_PER_BATCH) if step in values]
+        batches.append(float(f"{statistics.fmean(batch):.3g}") if batch else None)
+    return batches
+
+
+def count_tails(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Shares of tokens that are over e times, and under 1/e, as probable to the learner as to the sampler, by update."""
+    totals: dict[int, list[int]] = {}
+    for row in rows:
+        if row["name"] == "token_mismatch_weight":
+            low = sum(count for count, edge in zip(row["counts"], row["edges"][1:], strict=False) if edge < 0.37)
+            high = sum(count for count, edge in zip(row["counts"], row["edges"], strict=False) if edge > 2.71)
+            total = totals.setdefault(row["step"], [0, 0, 0])
+            totals[row["step"]] = [a + b for a, b in zip(total, (low, high, sum(row["counts"])), strict=True)]
+    tails = {"tail/low": 0, "tail/high": 1}
+    return {
+        name: {step: total[place] / total[2] for step, total in totals.items() if total[2]}
+        for name, place in tails.items()
+    }
+
+
+def group_cells(cells: Sequence[Cell]) -> dict[tuple[str, str, str, str], list[Cell]]:
+    """Cells that differ by their seed alone, by study, scheme, kind (bf16, rollout-only, QaRL) and objective."""
+    groups: dict[tuple[str, str, str, str], list[Cell]] = {}
+    for cell in cells:
+        kind = "bf16" if cell["scheme"] == "bf16" else "QaRL" if cell["quantize_learner"] else "rollout-only"
+        groups.setdefault((cell["study"], cell["scheme"], kind, cell["objective"]), []).append(cell)
+    return groups
+
+
+def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
+    """For each study what its groups end at, how they behaved, and how they differ, in Markdown."""
+    found = {}
+    for study in dict.fromkeys(cell["study"] for cell in cells):
+        groups = {name[1:]: members for name, members in sorted(group_cells(cells).items()) if name[0] == study}
+        found[study, "ends"] = ends_table(groups)
+        found[study, "behaviour"] = quarters_table(groups, BEHAVIOUR)
+        found[study, "mismatch"] = quarters_table(groups, MISMATCH)
+        found[study, "differences"] = differences_table(groups)
+        found[study, "changes"] = changes_table(groups)
+    return {name: "\n".join(lines) for name, lines in found.items()}
+
+
+def fill(page: str, cells: Sequence[Cell]) -> str:
+    """`page` with its tables renewed: what is between `<!-- STUDY: KIND -->` and `<!-- end -->`."""
+    for (study, kind), table in tables(cells).items():
+        start = f"<!-- {study}: {kind} -->\n"
+        before, found, rest = page.partition(start)
+        if found:
+            page = before + start + table + "\n" + rest[rest.index("<!-- end -->") :]
+    return page
+
+
+def ends_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+    """Final rewards and held-out scores in percent."""
+    header = ["scheme", "run", "seeds", "final reward", "greedy", "sampled", "masters, greedy"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for (scheme, kind, objective), cells in groups.items():
+        values = [[100 * quarter(cell, "reward", 3) for cell in cells]]
+        for name in ("greedy", "sampled", "unquantized greedy"):
+            values.append([cell["scores"][name] for cell in cells if name in cell["scores"]])
+        lines.append(_row([scheme, f"{kind}, {objective}", str(len(cells)), *map(interval, values)]))
+    schemes = {scheme for scheme, *_ in groups}
+    for (_, kind, objective), cells in groups.items():
+        # Of unquantized runs, what is left after quantizing their weights.
+        names = dict.fromkeys(name for cell in cells for name in cell["scores"] if name.split()[0] in schemes)
+        for name in names:
+            scores = interval([cell["scores"][name] for cell in cells if name in cell["scores"]])
+            run = f"{kind}, {objective}, quantized afterwards"
+            lines.append(_row([name.split()[0], run, str(len(cells)), "-", scores, "-", "-"]))
+    return lines
+
+
+def quarters_table(
+    groups: dict[tuple[str, str, str], list[Cell]], columns: Sequence[tuple[str, str, float, int]]
+) -> list[str]:
+    """Means over the seeds of what was measured in the first and in the last quarter of the updates."""
+    header = ["scheme", "run", *(name for _, name, *_ in columns)]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for (scheme, kind, objective), cells in groups.items():
+        texts = []
+        for metric, _, factor, digits in columns:
+            means = [statistics.fmean(factor * quarter(cell, metric, part) for cell in cells) for part in (0, 3)]
+            texts.append("-" if any(map(math.isnan, means)) else " to ".join(f"{mean:.{digits}g}" for mean in means))
+        lines.append(_row([scheme, f"{kind}, {objective}", *texts]))
+    return lines
+
+
+def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+    """Greedy scores of runs of one scheme, and of bf16, pair by pair, beside the noise that `trl-qarl report` uses."""
+    lines = [_row(["scheme", "run", "against", "difference", "noise", ""]), _row(["---"] * 6)]
+    summaries = {name: _summarize(cells, MEASURES["greedy"]) for name, cells in groups.items()}
+    for scheme in dict.fromkeys(scheme for scheme, *_ in groups if scheme != "bf16"):
+        for a, b in itertools.combinations([name for name in groups if name[0] in (scheme, "bf16")], 2):
+            found = compare_groups(summaries[a], summaries[b])
+            noise = "-" if found["noise"] is None else f"{found['noise']:.0f}"
+            names = [", ".join(name[1:]) for name in (a, b)]
+            lines.append(_row([scheme, *names, f"{found['difference']:+.0f}", noise, found["verdict"]]))
+    return lines
+
+
+def changes_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+    """What each change of a recipe, a scheme named `RECIPE-CHANGE`, gains in points; bold where that exceeds the noise."""
+    header = ["change", "seeds", *(f"{name} (noise)" for name in MEASURES)]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for (scheme, *run), cells in groups.items():
+        recipe, _, change = scheme.rpartition("-")
+        if (recipe, *run) in groups:
+            texts = []
+            for measure in MEASURES.values():
+                found = compare_groups(_summarize(cells, measure), _summarize(groups[recipe, *run], measure))
+                noise = "-" if found["noise"] is None else f"{found['noise']:.0f}"
+                gain = f"{found['difference']:+.0f}"
+                texts.append(f"{f'**{gain}**' if found['verdict'] == 'exceeds' else gain} ({noise})")
+            lines.append(_row([change, str(len(cells)), *texts]))
+    return lines
+
+
+def _summarize(cells: Sequence[Cell], measure: Callable[[Cell], float]) -> dict[str, Any]:
+    seeds = {cell["seed"]: measure(cell) for cell in cells}
+    sd = statistics.stdev(seeds.values()) if len(seeds) > 1 else None
+    return {"mean": statistics.fmean(seeds.values()), "sd": sd, "by_seed": seeds}
+
+
+def quarter(cell: Cell, metric: str, part: int) -> float:
+    """Mean over the batches of a quarter of the run, NaN where nothing was logged."""
+    course = cell["course"].get(metric, [])
+    low, high = (round(len(course) * edge / 4) for edge in (part, part + 1))
+    values = [value for value in course[low:high] if value is not None]
+    return statistics.fmean(values) if values else math.nan
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean by Student's distribution, NaN for a single value."""
+    if len(values) < 2:
+        return math.nan
+    return STUDENT_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def interval(values: Sequence[float]) -> str:
+    """
+    Mean and half width of the 95 % interval of Student's distribution.
+
+    >>> interval([50.0, 52.0, 54.0])
+    '52 ± 5'
+    >>> interval([50.0])
+    '50'
+    """
+    if not values:
+        return "-"
+    width = half_width(values)
+    return f"{statistics.fmean(values):.0f}" + ("" if math.isnan(width) else f" ± {width:.0f}")
+
+
+def _row(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def band_scale(directory: Path) -> dict[str, float]:
+    """
+    The factor of the paper's offsets beyond which `CLIPPED_SHARE` of a run's sequence ratios lie, all its updates
+    together; log-spaced bins of the ratio resolve it to a quarter of a decade, between whose edges it is interpolated.
+    """
+    rows = map(json.loads, (directory / DISTRIBUTIONS_FILE).read_text().splitlines())
+    counts: dict[tuple[float, float], float] = {}
+    for row in rows:
+        if row["name"] == "ratio":
+            edges = row["edges"]
+            for low, high, count in zip(edges, edges[1:], row["counts"], strict=False):
+                distances = sorted(round(abs(math.log(edge)), 9) for edge in (low, high))
+                key = (distances[0], distances[1]) if (low < 1) == (high <= 1) else (0.0, distances[1])
+                counts[key] = counts.get(key, 0) + count
+    left = CLIPPED_SHARE * sum(counts.values())
+    for (near, far), count in sorted(counts.items(), reverse=True):
+        if count >= left:
+            offset = far - (far - near) * left / count
+            return {"offset": offset, "band_scale": offset / PAPER_OFFSET}
+        left -= count
+    raise ValueError(f"{directory} has no distribution of sequence ratios.")
+
+
+if __name__ == "__main__":
+    main()

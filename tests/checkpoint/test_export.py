@@ -1,0 +1,229 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing_utils import make_tiny_model
+from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.cli import main
+from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
+
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+
+
+def tensors_of(folder):
+    tensors = {}
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return tensors
+
+
+def load(tmp_path, arch="llama", **overrides):
+    path = make_tiny_model(tmp_path, arch, **overrides)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma"])
+def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, arch, name):
+    model, tokenizer = load(tmp_path, arch)
+    prepare_model(model, name, scale_dtype=torch.bfloat16)
+    tensors = tensors_of(export_checkpoint(model, tmp_path / "export", tokenizer))
+    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(**group["weights"]),
+        input_activations=group["input_activations"] and QuantizationArgs(**group["input_activations"]),
+    )
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    for fqn, layer in quantized_layers(model).items():
+        local = {key: tensors.pop(f"{fqn}.{key}") for key in layer.checkpoint_tensors()}
+        for key, value in layer.checkpoint_tensors().items():
+            assert local[key].dtype is value.dtype
+            assert torch.equal(local[key].view(torch.uint8), value.view(torch.uint8)), (fqn, key)
+        weight = compressor.decompress(local, scheme)["weight"]
+        assert torch.equal(weight, layer.low_bit_weight().dequantize(weight.dtype))
+    masters = model.state_dict()
+    assert all(torch.equal(value, masters[key].bfloat16()) for key, value in tensors.items())
+    assert ("lm_head.weight" in tensors) == (not model.config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a16", "bf16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path, name, tied):
+    model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
+    prepare_model(model, name)
+    folder = export_checkpoint(model, tmp_path / "export", tokenizer, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        # The same weights in float32: only the order of summation differs.
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
+    model, _ = load(tmp_path, hidden_size=192)
+    prepare_model(model, "w4a16", exclude_modules=["model.layers.1.mlp.down_proj"])
+    folder = export_checkpoint(model, tmp_path / "export")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    sizes = {group["weights"]["group_size"]: group["targets"] for group in config["config_groups"].values()}
+    assert sizes[128] == ["re:.*\\.down_proj$", "re:.*\\.o_proj$"] and "re:.*\\.q_proj$" in sizes[64]
+    assert config["ignore"] == ["model.layers.1.mlp.down_proj", "lm_head"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_low_bit_checkpoint_with_experts_in_high_precision_is_refused(tmp_path, arch):
+    model, _ = load(tmp_path, arch, **EXPERTS[arch])
+    prepare_model(model, "w4a16")
+    with pytest.raises(ValueError, match=r"experts in high precision beside layers in 'w4a16'.*`save_model`"):
+        export_checkpoint(model, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_unquantized_experts_are_written_as_in_the_models_own_checkpoint(tmp_path, arch):
+    model, _ = load(tmp_path, arch, **EXPERTS[arch])
+    prepare_model(model, "bf16")
+    exported = tensors_of(export_checkpoint(model, tmp_path / "export"))
+    original = tensors_of(tmp_path / arch)
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(value, original[name]) for name, value in exported.items())
+
+
+def test_export_after_a_step_writes_the_new_weights(tmp_path):
+    model, _ = load(tmp_path)
+    prepare_model(model, "w4a16")
+    before = tensors_of(export_checkpoint(model, tmp_path / "before"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(torch.randint(4, 200, (2, 12))).logits.square().sum().backward()
+    optimizer.step()
+    after = tensors_of(export_checkpoint(model, tmp_path / "after"))
+    name = "model.layers.0.mlp.up_proj.weight_packed"
+    assert not torch.equal(before[name], after[name])
+    assert torch.equal(after[name], model.model.layers[0].mlp.up_proj.low_bit_weight().qdata)
+
+
+def test_large_models_are_sharded_with_an_index(tmp_path):
+    model, _ = load(tmp_path)
+    prepare_model(model, "w4a16")
+    folder = export_checkpoint(model, tmp_path / "export", max_shard_size="100KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(tensors_of(folder)) and len(set(index.values())) > 1
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_exports_are_overwritten_and_masters_are_not(tmp_path, name):
+    model, _ = load(tmp_path)
+    model.save_pretrained(tmp_path / "masters")
+    prepare_model(model, name)
+    with pytest.raises(ValueError, match="holds other weights"):
+        export_checkpoint(model, tmp_path / "masters")
+    export_checkpoint(model, tmp_path / "export", max_shard_size="100KB")
+    folder = export_checkpoint(model, tmp_path / "export")
+    assert [path.name for path in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    AutoModelForCausalLM.from_pretrained(folder)
+    restore_model(model)
+    model.save_pretrained(folder)
+    prepare_model(model, name)
+    with pytest.raises(ValueError, match="holds other weights"):
+        export_checkpoint(model, folder)
+
+
+def test_the_models_own_config_is_not_changed(tmp_path):
+    model, _ = load(tmp_path)
+    prepare_model(model, "w4a16")
+    export_checkpoint(model, tmp_path / "export")
+    assert getattr(model.config, "quantization_config", None) is None
+    model.save_pretrained(tmp_path / "masters")
+    assert "quantization_config" not in json.loads((tmp_path / "masters" / "config.json").read_text())
+
+
+RECORD = {"scheme": "w4a16", "group_size": 128, "exclude_modules": None, "scale_dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory):
+    """A folder of masters with the record of their run."""
+    folder = Path(make_tiny_model(tmp_path_factory.mktemp("masters")))
+    (folder / "qarl.json").write_text(json.dumps(RECORD))
+    return folder
+
+
+def export_folder(folder, capsys):
+    """Exit code of `trl-qarl export` of `folder` and the lines on stderr that are not a progress bar's."""
+    argv = ["export", "--model_name_or_path", str(folder), "--output_dir", str(folder / "export")]
+    try:
+        code = main(argv)
+    except SystemExit as error:
+        code = error.code
+    lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    return code, [line for line in lines if line and "it/s" not in line and "Loading weights" not in line]
+
+
+def test_the_masters_of_the_next_tests_can_be_exported(masters, tmp_path, capsys):
+    folder = shutil.copytree(masters, tmp_path / "masters")
+    assert export_folder(folder, capsys)[0] == 0
+    assert (folder / "export" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "qarl.json is not JSON"),
+        (b"\xff\xfe", "qarl.json is not JSON"),
+        ("[1]", "qarl.json holds a list, not an object"),
+        (json.dumps({k: v for k, v in RECORD.items() if k != "scale_dtype"}), "qarl.json has no entry 'scale_dtype'"),
+        (json.dumps({"scheme": "w4a16"}), "qarl.json has no entry 'group_size'"),
+        (json.dumps({**RECORD, "scale_dtype": "int3"}), "scale_dtype='int3' is not one of ['bfloat16', "),
+        (json.dumps({**RECORD, "scale_dtype": ["bfloat16"]}), "scale_dtype=['bfloat16'] is not one of"),
+        (json.dumps({**RECORD, "scheme": "w3"}), "scheme='w3' is not one of ['w4a16', "),
+        (json.dumps({**RECORD, "group_size": "128"}), "group_size='128' is not a number or null"),
+        (json.dumps({**RECORD, "group_size": 100}), "group_size=100 is not supported"),
+        (json.dumps({**RECORD, "exclude_modules": [1]}), "exclude_modules=[1] is not a string, a list of strings"),
+    ],
+)
+def test_a_broken_record_is_one_line_and_exit_code_2(masters, tmp_path, capsys, content, message):
+    folder = shutil.copytree(masters, tmp_path / "masters")
+    (folder / "qarl.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, lines = export_folder(folder, capsys)
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith("trl-qarl: error: ") and message in lines[0]
+    assert not (folder / "export").exists()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 50, -1])
+def test_a_cut_off_weight_file_is_one_line_and_exit_code_2(masters, tmp_path, capsys, num_bytes):
+    folder = shutil.copytree(masters, tmp_path / "masters")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:num_bytes])
+    code, lines = export_folder(folder, capsys)
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith(f"trl-qarl: error: A weight file of {folder} is damaged or cut off")
+
+
+@pytest.mark.parametrize("what", ["out", object()], ids=["a folder", "a trainer"])
+def test_what_is_no_model_is_refused_with_the_command_to_use(tmp_path, what):
+    with pytest.raises(TypeError, match=r"got (str|object)\. .*`trainer.export_model\(\)`.*`trl-qarl export"):
+        export_checkpoint(what, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,82 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config
+from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model
+from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers, report_frozen
+
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def exported(folder, scheme="w4a16", **kwargs):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2", tie_word_embeddings=True))
+    report = prepare_model(model, scheme, **kwargs)
+    export_checkpoint(model, folder)
+    return model, report
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_a_loaded_model_computes_what_the_exported_one_does(tmp_path, scheme):
+    model, report = exported(tmp_path, scheme, exclude_modules=["o_proj"])
+    loaded = load_frozen_model(str(tmp_path))
+    assert is_low_bit_checkpoint(str(tmp_path)) and loaded.name_or_path == str(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    described = report_frozen(loaded)
+    assert described.converted == report.converted and described.low_bit_bytes == report.low_bit_bytes
+    assert described.skipped.keys() == report.skipped.keys() and described.master_bytes == 0
+    assert all(layer.is_frozen for layer in quantized_layers(loaded).values())
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    # What was loaded is exported to the same bytes.
+    export_checkpoint(loaded, tmp_path / "again", dtype=torch.float32)
+    first, second = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_masters_are_dropped_and_nothing_else_changes(tmp_path):
+    model, report = exported(tmp_path, scale_dtype=torch.bfloat16)
+    with torch.no_grad():
+        before = model(TOKENS).logits
+    masters = [layer.weight for layer in quantized_layers(model).values()]
+    assert freeze_model(model) == report.master_bytes == sum(weight.nbytes for weight in masters)
+    held = [layer.low_bit_weight() for layer in quantized_layers(model).values()]
+    assert sum(weight.num_bytes for weight in held) == report.low_bit_bytes < report.master_bytes / 7
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, before)
+    assert freeze_model(model) == 0 and report_frozen(model).low_bit_bytes == report.low_bit_bytes
+
+
+def test_a_frozen_model_moves_to_another_dtype_and_is_not_trained(tmp_path):
+    exported(tmp_path, scale_dtype=torch.bfloat16)
+    model = load_frozen_model(str(tmp_path), dtype="auto").to(torch.bfloat16)
+    layer = next(iter(quantized_layers(model).values()))
+    assert layer.is_frozen and layer.weight.dtype is torch.bfloat16 and not layer.weight.requires_grad
+    codes = layer.weight.qdata.clone()
+    model.to(torch.float32)
+    assert torch.equal(layer.weight.qdata, codes) and layer.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"num_bits": 3}, "of none of the schemes"), (None, "lacks 1 tensors")]
+)
+def test_other_checkpoints_are_refused(tmp_path, change, message):
+    exported(tmp_path)
+    if change is None:
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_frozen_model(str(tmp_path))

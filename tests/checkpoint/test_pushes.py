@@ -1,0 +1,383 @@
+"""Pushes of the trainer, by the real client of the Hub to a stand-in for it."""
+
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import threading
+import time
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from testing_utils import make_tiny_model, make_trainer
+from trl_qarl import QaRLConfig
+from trl_qarl.checkpoint.export import is_export
+from trl_qarl.checkpoint.uploads import PushFailed
+from trl_qarl.cli import main
+
+
+SAVING = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "max_steps": 2,
+    "push_to_hub": True,
+    "hub_model_id": "someone/policy",
+}
+
+
+def local_files(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def pushed_files(hub, repo_id="someone/policy", revision="main"):
+    files = hub.files(repo_id, revision)
+    del files[".gitattributes"]
+    return files
+
+
+def masters_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, tmp_path, hub):
+    trainer = make_trainer(tiny_model, tmp_path / "run", max_steps=2, hub_model_id="policy")
+    trainer.train()
+    trainer.push_to_hub(dataset_name="org/data", tags="mine")
+    assert list(hub.repos) == ["someone/policy"]
+    assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
+    assert is_export(tmp_path / "run" / "w4a16")
+    card = pushed_files(hub)["README.md"].decode()
+    for part in (
+        "vllm serve someone/policy",
+        'from_pretrained("someone/policy")',
+        "org/data",
+        "- mine",
+        "- qarl",
+        "- trl",
+    ):
+        assert part in card
+    (reward,) = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    assert f"| reward, last logged | {reward:.4g} |" in card
+    inputs = AutoTokenizer.from_pretrained("someone/policy")("23 + 8 =", return_tensors="pt")
+    pushed = AutoModelForCausalLM.from_pretrained("someone/policy", dtype=torch.float32)
+    assert "GET /someone/policy/resolve/main/model.safetensors" in "\n".join(hub.requests).replace(
+        hub.repos["someone/policy"].branches["main"], "main"
+    )
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "w4a16", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(pushed(**inputs).logits, exported(**inputs).logits)
+
+
+@pytest.mark.parametrize("lora_mode", ["adapter", "merged"])
+def test_lora_is_pushed_as_a_policy_and_as_an_adapter(tiny_model, tmp_path, hub, lora_mode):
+    peft = pytest.importorskip("peft")
+    options = {"max_steps": 1, "hub_model_id": "policy", "lora_mode": lora_mode}
+    lora = peft.LoraConfig(r=20, target_modules=["q_proj"])
+    trainer = make_trainer(tiny_model, tmp_path / "run", peft_config=lora, **options)
+    trainer.train()
+    trainer.push_to_hub()
+    files = pushed_files(hub)
+    assert files == local_files(tmp_path / "run" / "w4a16")
+    card = files["README.md"].decode()
+    if lora_mode == "merged":
+        assert "vllm serve someone/policy" in card and not any("adapter" in path for path in files)
+    else:
+        command = "vllm serve DIR --dtype float32 --enable-lora --max-lora-rank 32 --lora-modules adapter=DIR/adapter"
+        assert (
+            f"hf download someone/policy --local-dir DIR\n{command.replace(' --dtype float32', '')}"
+            in card.replace(" --dtype float32", "")
+        )
+        assert 'PeftModel.from_pretrained(model, "DIR/adapter")' in card
+        assert "adapter/adapter_model.safetensors" in files
+
+    trainer.args.hub_export, trainer.hub_model_id = "adapter", "someone/adapter"
+    trainer.push_to_hub()
+    files = pushed_files(hub, "someone/adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {*files}
+    assert not any(path.startswith("model") for path in files)
+    assert "This is a LoRA adapter" in files["README.md"].decode()
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+def test_strategies_upload_policy_and_checkpoints_where_they_belong(tiny_model, tmp_path, hub, strategy):
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_strategy=strategy, hub_always_push=True, **SAVING)
+    trainer.train()
+    messages = hub.repos["someone/policy"].messages[1:]
+    expected = [] if strategy == "end" else ["Training in progress, step 1", "Training in progress, step 2"]
+    assert messages == expected
+    if strategy != "end":
+        assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
+    folders = {"checkpoint": ["last-checkpoint"], "all_checkpoints": ["checkpoint-1", "checkpoint-2"]}.get(
+        strategy, []
+    )
+    assert ("someone/policy-masters" in hub.repos) == bool(folders)
+    if not folders:
+        return
+    files = pushed_files(hub, "someone/policy-masters")
+    assert {path.partition("/")[0] for path in files} == {*folders}
+    local = local_files(tmp_path / "run" / "checkpoint-2")
+    del local["training_args.bin"]
+    assert {p.partition("/")[2]: c for p, c in files.items() if p.startswith(folders[-1])} == local
+    # A run on another machine goes on from what was uploaded.
+    for path, content in files.items():
+        (tmp_path / "elsewhere" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "elsewhere" / path).write_bytes(content)
+    resumed = make_trainer(tiny_model, tmp_path / "resumed", max_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "elsewhere" / folders[-1]))
+    assert resumed.state.global_step == 3
+
+
+def test_both_uploads_masters_to_a_repository_of_their_own(tiny_model, tmp_path, hub):
+    trainer = make_trainer(
+        tiny_model, tmp_path / "run", hub_export="both", hub_private_repo=True, hub_strategy="checkpoint", **SAVING
+    )
+    assert set(hub.repos) == {"someone/policy", "someone/policy-masters"}
+    assert all(repo.private for repo in hub.repos.values())
+    trainer.train()
+    trainer.push_to_hub()
+    files = pushed_files(hub, "someone/policy-masters")
+    at_top = {path for path in files if "/" not in path}
+    assert {"config.json", "model.safetensors", "qarl.json", "tokenizer.json", "README.md"} <= at_top
+    assert not {"training_args.bin", "metrics.jsonl", "run.json", "worst_completions.jsonl", "optimizer.pt"} & at_top
+    assert {path.partition("/")[0] for path in files if "/" in path} == {"last-checkpoint"}
+    card = files["README.md"].decode()
+    # A policy that was trained in float32, as on processors without bf16 instructions, is served in it.
+    serve = "vllm serve someone/policy" + ("" if trainer.args.bf16 else " --dtype float32")
+    assert "**These are high-precision master weights" in card and f"{serve}\n" in card
+    assert "someone/policy-masters" in pushed_files(hub)["README.md"].decode()
+    pushed = masters_of("someone/policy-masters")
+    assert all(torch.equal(pushed[name], tensor) for name, tensor in trainer.model.state_dict().items())
+
+
+def test_master_uploads_masters_to_the_repository_itself(tiny_model, tmp_path, hub):
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_export="master", hub_strategy="every_save", **SAVING)
+    trainer.train()
+    assert list(hub.repos) == ["someone/policy"]
+    assert not (tmp_path / "run" / "w4a16").exists()
+    files = pushed_files(hub)
+    assert files["model.safetensors"] in (
+        (tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors").read_bytes() for step in (1, 2)
+    )
+    assert "qarl.json" in files
+    assert not any("/" in path or path.startswith(("optimizer", "rng_state", "trainer_state")) for path in files)
+    assert "--model_name_or_path someone/policy " in files["README.md"].decode()
+
+
+def test_push_replaces_the_shards_and_the_adapter_of_what_was_there(tiny_model, tmp_path, hub):
+    from huggingface_hub import HfApi
+
+    names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json", "notes.txt"]
+    (tmp_path / "old").mkdir()
+    for name in names:
+        (tmp_path / "old" / name).write_text(f"old {name}")
+    HfApi().create_repo("policy")
+    HfApi().upload_folder(repo_id="someone/policy", folder_path=tmp_path / "old")
+    make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy").push_to_hub()
+    assert {*names} & {*pushed_files(hub)} == {"notes.txt"}
+
+
+def test_push_goes_to_the_branch_that_is_named(tiny_model, tmp_path, hub):
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy", hub_revision="trial")
+    assert trainer.push_to_hub(blocking=False).result().oid == hub.repos["someone/policy"].branches["trial"]
+    assert pushed_files(hub, revision="trial") == local_files(tmp_path / "run" / "w4a16")
+    assert pushed_files(hub) == {}
+
+
+def fails_at(part, how):
+    return lambda method, path: how if part in f"{method} {path}" else None
+
+
+@pytest.mark.parametrize(
+    ("part", "how", "says"),
+    [
+        ("PUT /lfs/", "drop", "Error while uploading 'model.safetensors'"),
+        ("PUT /lfs/", 500, "500"),
+        ("/commit/", 500, "500"),
+        ("/commit/", 403, "The token may not write there"),
+        ("/api/", 401, "The Hub does not know the token"),
+    ],
+)
+def test_push_that_fails_loses_nothing_and_its_command_repeats_it(tiny_model, tmp_path, hub, part, how, says):
+    from hub_stand_in import environment
+
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy")
+    hub.fault = fails_at(part, how)
+    with pytest.raises(PushFailed, match="Nothing is lost") as failure:
+        trainer.push_to_hub()
+    message = str(failure.value)
+    assert says in message and "hf_writer" not in message
+    assert is_export(tmp_path / "run" / "w4a16")
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert "model.safetensors" not in (pushed_files(hub) if hub.repos else {})
+    hub.fault = lambda method, path: None
+    if how != "drop":
+        trainer.push_to_hub()
+    else:
+        program, *arguments = shlex.split(message.splitlines()[-1])
+        assert program == "hf"
+        program = os.path.join(sysconfig.get_path("scripts"), program)
+        env = {**os.environ, **environment(hub, tmp_path / "home")}
+        done = subprocess.run([program, *arguments], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
+
+
+def test_push_to_a_hub_that_cannot_be_reached_says_which(tiny_model, tmp_path, hub, monkeypatch):
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="someone/policy")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PushFailed, match=r"the Hub is http://127.0.0.1:9[^~]*hf upload someone/policy"):
+        trainer.push_to_hub()
+    assert is_export(tmp_path / "run" / "w4a16")
+
+
+def test_push_that_fails_during_training_is_logged_and_training_goes_on(tiny_model, tmp_path, hub, caplog):
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_always_push=True, **SAVING)
+    hub.fault = fails_at("/commit/", 500)
+    with caplog.at_level(logging.ERROR):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert caplog.text.count("The push to someone/policy failed") == 2
+    hub.fault = lambda method, path: None
+    trainer.save_model()
+    assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
+
+
+def test_upload_in_progress_is_not_written_over(tiny_model, tmp_path, hub):
+    """Nor is a save made to wait for it: that push is left out."""
+    is_going_on, may_end = threading.Event(), threading.Event()
+
+    def wait(method, path):
+        if path.startswith("/lfs/") and not is_going_on.is_set():
+            is_going_on.set()
+            may_end.wait(60)
+
+    hub.fault = wait
+    first = {}
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                assert is_going_on.wait(60)
+                first.update(local_files(tmp_path / "run" / "w4a16"))
+            if state.global_step == 2:
+                assert local_files(tmp_path / "run" / "w4a16") == first
+                may_end.set()
+
+    trainer = make_trainer(tiny_model, tmp_path / "run", callbacks=[Look()], **(SAVING | {"max_steps": 3}))
+    trainer.train()
+    assert len(first) > 3
+
+
+def test_upload_in_progress_is_waited_for_where_every_save_is_pushed(tiny_model, tmp_path, hub):
+    seen = []
+
+    def hold(method, path):
+        if path.startswith("/lfs/") and not seen:
+            seen.append(local_files(tmp_path / "run" / "w4a16"))
+            saved, deadline = tmp_path / "run" / "checkpoint-2" / "trainer_state.json", time.monotonic() + 60
+            while not saved.is_file() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            # Long enough to export the next policy.
+            time.sleep(1)
+            seen.append(local_files(tmp_path / "run" / "w4a16"))
+
+    hub.fault = hold
+    make_trainer(tiny_model, tmp_path / "run", hub_always_push=True, **SAVING).train()
+    assert len(seen) == 2 and seen[0] == seen[1]
+    assert hub.repos["someone/policy"].messages[1:] == [f"Training in progress, step {step}" for step in (1, 2)]
+    assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
+
+
+def test_construction_fails_where_the_repository_cannot_be_made(tiny_model, tmp_path, hub):
+    with pytest.raises(
+        PushFailed, match="(?s)other/policy could not be made.*Nothing else has been done yet"
+    ) as failure:
+        make_trainer(tiny_model, tmp_path / "run", push_to_hub=True, hub_model_id="other/policy")
+    assert "The token may not write there" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            {"hub_export": "int4"},
+            r"hub_export='int4' is unknown\. Choose one of \['low-bit', 'master', 'both', 'adapter'\]",
+        ),
+        ({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is no name of a repository"),
+        ({"hub_model_id": "my model"}, "hub_model_id='my model' is no name of a repository"),
+        ({"hub_model_id": "a" * 92, "hub_export": "both"}, "is no name of a repository"),
+    ],
+)
+def test_bad_options_of_the_hub_are_refused(tmp_path, hub, arguments, says):
+    with pytest.raises(ValueError, match=says):
+        QaRLConfig(str(tmp_path), push_to_hub=True, **arguments)
+    if "a" * 92 not in arguments.values():
+        with pytest.raises(ValueError, match=says):
+            QaRLConfig(str(tmp_path), **arguments)
+    assert not hub.requests
+
+
+def test_push_without_a_token_or_offline_is_refused_before_anything_is_loaded(tmp_path, hub, monkeypatch):
+    QaRLConfig(str(tmp_path / "run"), push_to_hub=True)
+    with pytest.raises(ValueError, match="hub_model_id='my run' is no name"):
+        QaRLConfig(str(tmp_path / "my run"), push_to_hub=True)
+    monkeypatch.delenv("HF_TOKEN")
+    QaRLConfig(str(tmp_path / "run"), push_to_hub=True, hub_token="hf_given")
+    with pytest.raises(ValueError, match="no token for the Hub. Run `hf auth login`"):
+        QaRLConfig(str(tmp_path / "run"), push_to_hub=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set"):
+        QaRLConfig(str(tmp_path / "run"), push_to_hub=True)
+    QaRLConfig(str(tmp_path / "run"), hub_export="both")
+
+
+def test_adapter_is_refused_where_none_is_trained(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="hub_export='adapter' pushes a PEFT adapter, and none is trained"):
+        make_trainer(tiny_model, tmp_path, hub_export="adapter")
+
+
+def test_full_disk_while_exporting_for_a_push_leaves_masters_and_earlier_export(tiny_model, tmp_path, hub):
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounts a small file system")
+    trainer = make_trainer(
+        tiny_model, tmp_path / "run", hub_model_id="policy", hub_private_repo=True, hub_revision="trial"
+    )
+    small = trainer.export_dir = tmp_path / "small" / "w4a16"
+    small.parent.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small.parent)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mount: {mounted.stderr.decode()}")
+    try:
+        trainer.push_to_hub()
+        before = local_files(small)
+        filling = small.parent / "filling"
+        filling.write_bytes(bytes(2**21 - sum(map(len, before.values())) - 2**17))
+        with pytest.raises(PushFailed, match="(?s)No space left.*Nothing is lost.*trl-qarl export") as failure:
+            trainer.push_to_hub()
+        assert f"--model_name_or_path {tmp_path / 'run'} --output_dir {small} --push_to_hub" in str(failure.value)
+        assert str(failure.value).endswith("--hub_model_id someone/policy --hub_private_repo --hub_revision trial")
+        assert local_files(small) == before
+        assert (tmp_path / "run" / "model.safetensors").is_file()
+        filling.unlink()
+        assert main(shlex.split(str(failure.value).splitlines()[-1])[1:]) == 0
+        assert pushed_files(hub, revision="trial") == local_files(small)
+        # The header's metadata is in no order.
+        now, then = (load(files["model.safetensors"]) for files in (local_files(small), before))
+        assert now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
+    finally:
+        subprocess.run(["umount", str(small.parent)], check=True)
+
+
+def test_push_of_experts_that_have_no_export_is_refused_before_training(tmp_path, hub):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    model = make_tiny_model(tmp_path, "qwen3_moe", **experts)
+    with pytest.raises(ValueError, match="hub_export='low-bit': a mixture of experts has no low-bit export"):
+        make_trainer(model, tmp_path / "run", allow_high_precision_experts=True, push_to_hub=True)

@@ -1,0 +1,124 @@
+"""The commands of the documentation that push, against a stand-in for the Hub, and what they refuse."""
+
+import os
+import re
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from test_pushes import fails_at, local_files, pushed_files
+
+from testing_utils import make_trainer
+from trl_qarl.checkpoint.export import is_export
+from trl_qarl.checkpoint.uploads import HUB_EXPORTS, plan
+from trl_qarl.cli import main
+
+
+PAGE = Path(__file__).parents[2] / "docs/publish_and_serve.md"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory):
+    """The output directory of a run of two updates, with masters."""
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    trainer = make_trainer(tiny_model, folder, max_steps=2, bf16=True)
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+@pytest.fixture
+def in_its_parent(trained, monkeypatch):
+    monkeypatch.chdir(trained.parent)
+
+
+def documented(start):
+    """The command of the documentation that begins so, with a user of the stand-in."""
+    (command,) = re.findall(
+        rf"^{start}.*(?: \\\n.*)*", PAGE.read_text().partition("## Push to the Hub")[2], re.MULTILINE
+    )
+    return shlex.split(command.replace("\\\n", "").replace("USER", "someone"))
+
+
+def test_documented_commands_push_an_export(trained, in_its_parent, hub, tmp_path, capsys):
+    from hub_stand_in import environment
+
+    assert main(documented("trl-qarl export")[1:]) == 0
+    assert "Pushed to someone/NAME. To serve it: vllm serve someone/NAME\n" in capsys.readouterr().out
+    files = pushed_files(hub, "someone/NAME")
+    assert files == local_files(trained / "w4a16") and is_export(trained / "w4a16")
+    card = files["README.md"].decode()
+    assert "# NAME\n" in card and "vllm serve someone/NAME\n" in card and "| reward, " in card
+    assert ("reward.png" in files) == ("![reward by training step](reward.png)" in card)
+
+    program, *arguments = documented("hf upload")
+    program = os.path.join(sysconfig.get_path("scripts"), program)
+    hub.repos.clear()
+    env = {**os.environ, **environment(hub, tmp_path / "home")}
+    subprocess.run([program, *arguments], env=env, check=True, capture_output=True, timeout=120)
+    assert pushed_files(hub, "someone/NAME") == files
+
+
+def test_documented_script_pushes(trained, tiny_model, in_its_parent, hub, tmp_path):
+    code = PAGE.read_text().partition("## Push to the Hub")[2].partition("```python\n")[2].partition("```")[0]
+    trainer = make_trainer(tiny_model, tmp_path / "out", max_steps=1)
+    exec(code, {"trainer": trainer})
+    assert pushed_files(hub, "someone/out") == local_files(tmp_path / "out" / "w4a16")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--push_to_hub"], "--push_to_hub needs the repository: give --hub_model_id USER/NAME"),
+        (["--push_to_hub", "--hub_model_id", "a/b/c"], "hub_model_id='a/b/c' is no name of a repository"),
+        (["--hub_model_id", "someone/x"], "--hub_model_id was given without --push_to_hub"),
+        (["--hub_private_repo"], "--hub_private_repo was given without --push_to_hub"),
+        (["--push_to_hub", "--hub_model_id", "other/x"], "The token may not write there"),
+    ],
+)
+def test_export_refuses_a_push_that_cannot_be_before_it_writes(trained, tmp_path, hub, capsys, options, says):
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "--model_name_or_path", str(trained), "--output_dir", str(tmp_path / "x"), *options])
+    assert says in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_export_whose_push_fails_keeps_it_and_ends_with_code_three(trained, tmp_path, hub, capsys):
+    argv = ["export", "--model_name_or_path", str(trained), "--output_dir", str(tmp_path / "x")]
+    argv += ["--push_to_hub", "--hub_model_id", "x", "--hub_private_repo"]
+    hub.fault = fails_at("/commit/", 500)
+    assert main(argv) == 3
+    error = capsys.readouterr().err
+    assert f"hf upload someone/x {tmp_path / 'x'} . --private" in error and is_export(tmp_path / "x")
+    hub.fault = lambda method, path: None
+    assert main(argv) == 0
+    assert pushed_files(hub, "someone/x") == local_files(tmp_path / "x") and hub.repos["someone/x"].private
+
+
+@pytest.mark.parametrize("hub_export", HUB_EXPORTS)
+def test_plan_is_that_of_the_documentation(hub_export):
+    table = PAGE.read_text().partition("### What goes where")[2].partition("\n\nMasters")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")]
+    first, second = next(row[1:] for row in rows if row[0].startswith(f'`"{hub_export}"`'))
+    uploads = plan(hub_export, "USER/NAME", Path("out/w4a16"), Path("out"))
+    kinds = {"the policy": Path("out/w4a16"), "masters": Path("out"), "the PEFT adapter": Path("out")}
+    expected = [("USER/NAME", kinds[first])] + [("USER/NAME-masters", kinds[kind]) for kind in [second] if kind]
+    assert [(upload.repo_id, upload.folder) for upload in uploads] == expected
+
+
+def test_adapter_is_pushed_without_what_else_lies_there(tiny_model, tmp_path, hub):
+    peft = pytest.importorskip("peft")
+    from huggingface_hub import snapshot_download
+    from transformers import AutoModelForCausalLM
+
+    from trl_qarl.checkpoint.uploads import push
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "out")
+    for name in ("training_args.bin", "metrics.jsonl", "optimizer.pt"):
+        (tmp_path / "out" / name).write_text("private")
+    push(plan("adapter", "someone/adapter", tmp_path / "out" / "w4a16", tmp_path / "out"), "Adapter")
+    assert {*pushed_files(hub, "someone/adapter")} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    folder = snapshot_download("someone/adapter")
+    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)

@@ -1,0 +1,140 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_problems, make_tiny_config, spread
+from trl_qarl import QaRLConfig, QaRLTrainer
+from trl_qarl.checks.adapter import (
+    problems_of_adapted_model,
+    problems_of_adapter,
+    problems_of_options,
+    problems_of_start,
+)
+from trl_qarl.checks.refused import REFUSED_BY_LORA
+
+
+peft = pytest.importorskip("peft")
+
+
+def tiny(**lora):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_tiny_config("llama"))
+    return peft.get_peft_model(model, peft.LoraConfig(**({"target_modules": "all-linear"} | lora)))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"use_rslora": True, "r": 4, "lora_alpha": 3, "lora_dropout": 0.1, "task_type": "CAUSAL_LM"},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False, "revision": "main"},
+    ],
+)
+def test_what_lora_can_do_beside_a_low_bit_base_passes(lora):
+    assert [*problems_of_adapter(peft.LoraConfig(**lora))] == []
+
+
+REFUSED = {
+    "use_dora": True,
+    "bias": "lora_only",
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "target_parameters": ["mlp.experts"],
+    "trainable_token_indices": [1],
+    "layer_replication": [(0, 1), (0, 2)],
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_LORA)
+def test_what_it_cannot_is_refused_by_name(name):
+    (problem,) = problems_of_adapter(peft.LoraConfig(**{name: REFUSED[name]}))
+    assert problem.startswith(f"peft_config: {name}={REFUSED[name]!r} is not supported: ")
+    assert problem.endswith(f"{REFUSED_BY_LORA[name]}.")
+
+
+@pytest.mark.parametrize("value", ["pissa", "olora", "eva"])
+def test_an_initialisation_that_needs_or_changes_the_base_is_refused(value):
+    problems = [*problems_of_adapter(peft.LoraConfig(init_lora_weights=value))]
+    assert any(f"init_lora_weights={value!r} is not supported" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: object(), "must be a `peft.LoraConfig`, got object"),
+        (lambda: peft.IA3Config(), "peft_config=IA3Config is not supported: only LoRA is"),
+        (lambda: peft.LoraConfig(task_type="SEQ_CLS"), "not a language model. Use 'CAUSAL_LM'"),
+        (lambda: peft.LoraConfig(use_qalora=True), "use_qalora=True is not supported: what it does on a low-bit base"),
+    ],
+)
+def test_other_adapters_are_refused(config, message):
+    (problem,) = problems_of_adapter(config())
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"lora_mode": "merged", "scheme": "bf16"}, "lora_mode='merged' and scheme='bf16' with a PEFT adapter"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True with a PEFT adapter"),
+        ({"numerics": "engine", "bf16": True}, "numerics='engine' with a PEFT adapter"),
+    ],
+)
+def test_options_that_contradict_an_adapter_are_refused(tmp_path, kwargs, message):
+    args = QaRLConfig(str(tmp_path), use_cpu=True, **kwargs)
+    (problem,) = problems_of_options(args, has_adapter=True)
+    assert problem.startswith(message)
+    assert len([*problems_of_options(args, has_adapter=False)]) == ("lora_mode" in kwargs)
+
+
+def test_a_layer_that_is_not_there_is_named():
+    (problem,) = problems_of_adapted_model(tiny(target_modules=["q_proj", "query"]))
+    assert "target_modules ['query'] match no layer" in problem and "'down_proj'" in problem
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_output_head_and_embedding_are_no_targets(name):
+    problems = [*problems_of_adapted_model(tiny(target_modules=["q_proj", name]))]
+    assert len(problems) == 1 and f"names '{'model.' * (name != 'lm_head')}{name}'" in problems[0]
+
+
+def test_one_adapter_is_trained():
+    model = tiny()
+    assert [*problems_of_adapted_model(model)] == []
+    model.add_adapter("ref", model.peft_config["default"])
+    assert [*problems_of_adapted_model(model)] == [], "TRL's copy of the start"
+    model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
+    (problem,) = problems_of_adapted_model(model)
+    assert "adapters ['default', 'second']" in problem
+
+
+def test_an_adapter_loaded_for_inference_is_refused(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_config(make_tiny_config("llama"))
+    (problem,) = problems_of_adapted_model(peft.PeftModel.from_pretrained(base, tmp_path))
+    assert "`is_trainable=True`" in problem
+
+
+def test_models_that_transformers_adapted_or_quantized_are_refused():
+    model = AutoModelForCausalLM.from_config(make_tiny_config("llama"))
+    assert [*problems_of_start(model, has_adapter=True)] == []
+    model.config.quantization_config = {"quant_method": "compressed-tensors"}
+    (problem,) = problems_of_start(model, has_adapter=True)
+    assert "as a string" in problem and [*problems_of_start(model, has_adapter=False)] == []
+    del model.config.quantization_config
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    (problem,) = problems_of_start(model, has_adapter=False)
+    assert "adapter that transformers has put into it" in problem
+
+
+def test_the_trainer_lists_all_problems_at_once_and_before_it_loads_anything(tmp_path):
+    args = QaRLConfig(str(tmp_path), use_cpu=True, lora_mode="merged")
+    config = peft.LoraConfig(use_dora=True, bias="all")
+    with pytest.raises(ValueError, match=r"(?s)3 problems.*lora_mode.*use_dora=True.*bias='all'|bias='all'.*use_dora"):
+        QaRLTrainer("no/such/model", spread, args, make_problems(), peft_config=config)

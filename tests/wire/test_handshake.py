@@ -1,0 +1,360 @@
+"""The secret between trainer and server: who is let in with it, and what a trainer does with a server that does not know it."""
+
+import asyncio
+import gc
+import json
+import os
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import requests
+
+from trl_qarl.rollout.server_process import ServerProcess, free_port
+from trl_qarl.vllm_plugin.gate import PublicationGate
+from trl_qarl.wire import handshake
+from trl_qarl.wire.handshake import (
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    is_proof,
+    make_token,
+    make_token_file,
+    proof,
+    read_token_file,
+    server_token,
+    take_token,
+)
+from trl_qarl.wire.protocol import SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
+from trl_qarl.wire.transfer_dir import make_transfer_dir
+
+
+def test_a_proof_is_of_one_secret_and_one_message():
+    token = make_token()
+    given = proof(token, "trainer", ["a", "b"], "process 7")
+    assert is_proof(given, token, "trainer", ["a", "b"], "process 7")
+    assert not is_proof(given, make_token(), "trainer", ["a", "b"], "process 7")
+    # The server's proof is no trainer's, and no two messages are one.
+    assert not is_proof(given, token, "server", ["a", "b"], "process 7")
+    assert not is_proof(given, token, "trainer", ["a"], "b", "process 7")
+    for nonsense in (None, "", "é", "\ud800", 7, [given]):
+        assert not is_proof(nonsense, token, "trainer", ["a", "b"], "process 7")
+
+
+def test_a_token_file_is_its_owners_alone_and_kept(tmp_path):
+    path, umask = tmp_path / "token", os.umask(0)
+    try:
+        make_token_file(path)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o600
+    token = read_token_file(path)
+    make_token_file(path)
+    assert read_token_file(path) == token != make_token()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o620])
+def test_a_token_that_others_may_know_is_refused(tmp_path, mode):
+    path = tmp_path / "token"
+    make_token_file(path)
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=f"mode {mode:04o}.*chmod 600"):
+        read_token_file(path)
+
+
+def test_what_is_no_token_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read.*No such file"):
+        read_token_file(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_token_file(tmp_path / "pipe")
+    for content in (b"", b"hunter2\n", b"0" * 65, b"\xff" * 64):
+        path = tmp_path / "token"
+        path.touch(0o600)
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="64 hexadecimal digits|cannot be read"):
+            read_token_file(path)
+
+
+def test_the_server_keeps_its_secret_from_its_children(monkeypatch, tmp_path):
+    monkeypatch.setattr(handshake, "_taken", None)
+    token = make_token()
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    assert take_token() == token
+    assert TOKEN_VARIABLE not in os.environ
+    assert server_token() == token
+
+
+def test_a_server_without_a_secret_does_not_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(handshake, "_taken", None)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match="without the secret.*trl-qarl vllm-serve"):
+        PublicationGate(None)
+    make_token_file(tmp_path / "token")
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
+    assert PublicationGate(None)._token == read_token_file(tmp_path / "token")
+
+
+def test_a_server_that_is_started_here_gets_a_secret_of_its_own(tmp_path):
+    code = f"import os; print(os.environ[{TOKEN_VARIABLE!r}])"
+    processes = []
+    for name in ("a", "b"):
+        argv = ["python", "-c", code, "--port", str(free_port())]
+        processes.append(ServerProcess(argv, {}, tmp_path / name))
+        processes[-1].start()
+        processes[-1]._process.wait(timeout=60)
+        processes[-1].stop()
+        assert (tmp_path / name).read_text().strip() == processes[-1].token
+    assert processes[0].token != processes[1].token
+    assert TOKEN_VARIABLE not in os.environ
+
+
+def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path):
+    pytest.importorskip("vllm")
+    import torch
+    from safetensors.torch import save_file
+
+    from trl_qarl.vllm_plugin.weight_transfer import FileEngine, FileUpdateInfo
+
+    first, another = tmp_path / "first", tmp_path / "another"
+    for directory, value in ((first, 1.0), (another, 2.0)):
+        make_transfer_dir(directory)
+        save_file({"weight": torch.tensor([value])}, directory / "x.safetensors")
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(first))
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=None)
+    engine = FileEngine(None, config, torch.device("cpu"), None)
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(another))
+    received = {}
+    engine.load = received.update
+    engine.receive_weights(FileUpdateInfo("x.safetensors"))
+    assert received["weight"].item() == 1.0
+    # As long as nobody else can write to it.
+    first.chmod(0o777)
+    with pytest.raises(ValueError, match="others may write to it"):
+        engine.receive_weights(FileUpdateInfo("x.safetensors"))
+    first.rename(tmp_path / "moved")
+    first.symlink_to(another)
+    with pytest.raises(ValueError, match="is a link"):
+        engine.receive_weights(FileUpdateInfo("x.safetensors"))
+
+
+async def application(scope, receive, send):
+    """What of vLLM a client asks for when it connects, and the workers' answer."""
+    content = {"data": [{"id": "m"}], "results": [{"backend": "qarl"}]}
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+
+class Server:
+    """A gate behind a real web server, in a thread."""
+
+    def __init__(self, token=None, port=0):
+        uvicorn = pytest.importorskip("uvicorn")
+        config = uvicorn.Config(PublicationGate(application, token), port=port, lifespan="off", log_level="error")
+        self.server, listening = uvicorn.Server(config), config.bind_socket()
+        self.port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=asyncio.run, args=[self.server.serve([listening])])
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+
+    def stop(self):
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join()
+
+
+class Thief:
+    """A process of somebody else that took the port: it answers everything as the server would, but for the secret."""
+
+    def __init__(self, port, directory, token_file, redirects_to=None):
+        self.requests = requests = []
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                requests.append((self.path, {}))
+                self.answer()
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                requests.append((self.path, {"body": body, "headers": dict(self.headers)}))
+                self.answer()
+
+            def answer(self):
+                # What it has seen of the trainer is the best guess it has for a proof.
+                seen = [request["body"]["proof"] for path, request in requests if path == SESSION_PATH]
+                content = {"data": [{"id": "m"}], "instance": "i", "nonce": "0" * 32, "holder": None, "results": [{}]}
+                content |= {"session": "s", "transfer_dir": str(directory), "token_file": str(token_file)}
+                content |= {"proof": (seen or ["0" * 64])[-1]}
+                data = json.dumps(content).encode() + b"\n"
+                is_redirected = redirects_to and self.path.startswith("/qarl/")
+                self.send_response(307 if is_redirected else 200)
+                if is_redirected:
+                    self.send_header("Location", f"{redirects_to}{self.path}")
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05})
+        self.thread.start()
+
+    def stop(self):
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def started():
+    """What is started here and stopped with the test, clients first."""
+    processes = []
+    yield processes
+    for process in reversed(processes):
+        process.close_session() if hasattr(process, "close_session") else process.stop()
+
+
+@pytest.fixture
+def make_client(started):
+    pytest.importorskip("vllm")
+    from trl_qarl.rollout.client import QaRLClient
+
+    def make(*args, **kwargs):
+        client = QaRLClient(*args, **kwargs)
+        started.append(client)
+        return client
+
+    return make
+
+
+def test_trainer_and_server_find_each_other(started, make_client, monkeypatch, tmp_path):
+    token_file, transfer_dir = tmp_path / "token", tmp_path / "transfer"
+    make_token_file(token_file)
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(token_file))
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(transfer_dir))
+    started.append(server := Server(read_token_file(token_file)))
+    # The same user on the same host; with a copy of the file; as the one who started the server.
+    copy = tmp_path / "copy"
+    copy.touch(0o600)
+    copy.write_bytes(token_file.read_bytes())
+    for arguments in ({}, {"token_file": copy}, {"token": read_token_file(copy), "token_file": "/nowhere"}):
+        client = make_client(server.url, **arguments)
+        assert client.transfer_dir == str(transfer_dir)
+        assert client.call_workers("qarl_describe") == [{"backend": "qarl"}]
+        assert not client.has_lost_session()
+        client.close_session()
+        while client.state()["holder"] is not None:
+            time.sleep(0.01)
+
+
+def test_the_session_ends_with_its_client(started):
+    """Such as that of a trainer whose constructor raises: no garbage collector is needed."""
+    pytest.importorskip("vllm")
+    from trl_qarl.rollout.client import QaRLClient
+
+    started.append(server := Server(token := make_token()))
+    gc.collect()
+    gc.disable()
+    try:
+        client = QaRLClient(server.url, token=token)
+        assert client.state()["holder"] is not None
+        del client
+        deadline = time.monotonic() + 10
+        while requests.get(f"{server.url}{STATE_PATH}", timeout=10).json()["holder"] is not None:
+            assert time.monotonic() < deadline, "the session outlives its client"
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client, monkeypatch, tmp_path):
+    monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
+    started.append(server := Server(make_token()))
+    with pytest.raises(ValueError, match="names no file .*vllm-serve --token_file FILE` and set `vllm_token_file`"):
+        make_client(server.url)
+    with pytest.raises(ValueError, match="No such file.*copy the server's token file.*`vllm_token_file`"):
+        make_client(server.url, token_file=tmp_path / "none")
+    make_token_file(tmp_path / "other")
+    with pytest.raises(
+        RuntimeError, match=r"another secret than this trainer, which has it from the file '.*/other'.*Set"
+    ):
+        make_client(server.url, token_file=tmp_path / "other")
+
+
+def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, tmp_path):
+    import torch
+
+    from trl_qarl.rollout.client import ServerLost
+    from trl_qarl.rollout.transports import FileTransport
+
+    token, mine, theirs = make_token(), tmp_path / "mine", tmp_path / "theirs"
+    for directory in (mine, theirs):
+        make_transfer_dir(directory)
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(mine))
+    started.append(server := Server(token))
+    client = make_client(server.url, token=token)
+    transport = FileTransport(client)
+    server.stop()
+    started.append(thief := Thief(server.port, theirs, theirs / "token"))
+    # In the middle of a publication, and of a rollout: nothing reaches it, and nothing it says is believed.
+    for request in (
+        lambda: transport.send([("weight", torch.ones(8))]),
+        lambda: client._post(f"{client.base_url}/v1/completions", json={}),
+        client.weight_version,
+    ):
+        with pytest.raises(ServerLost, match="ended the session"):
+            request()
+    assert thief.requests == []
+    with pytest.raises(ServerLost, match="did not prove that it knows the secret"):
+        client.reconnect(0)
+    assert {path for path, _ in thief.requests} == {"/health", STATE_PATH, SESSION_PATH}
+    assert token not in str(thief.requests)
+    assert client.transfer_dir == str(mine)
+    # At the start of a training.
+    with pytest.raises(RuntimeError, match="did not prove that it knows the secret.*gets no weights.*ss -ltnp"):
+        make_client(server.url, token=token)
+    assert list(theirs.iterdir()) == list(mine.iterdir()) == []
+    # When it has gone and the server is back, so is the trainer.
+    thief.stop()
+    started.remove(thief)
+    started.append(Server(token, server.port))
+    assert client.reconnect(10)
+    assert client.call_workers("qarl_describe")
+
+
+def test_who_redirects_to_the_server_is_not_the_server(started, make_client, tmp_path):
+    token = make_token()
+    started.append(server := Server(token))
+    started.append(thief := Thief(0, tmp_path, tmp_path / "token", redirects_to=server.url))
+    with pytest.raises(RuntimeError, match="opened no session"):
+        make_client(f"http://127.0.0.1:{thief.server.server_port}", token=token)
+
+
+def test_the_trainer_looks_at_the_directory_too(started, make_client, monkeypatch, tmp_path):
+    from trl_qarl.rollout.transports import FileTransport
+
+    token, directory = make_token(), tmp_path / "transfer"
+    make_transfer_dir(directory)
+    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(directory))
+    started.append(server := Server(token))
+    transport = FileTransport(make_client(server.url, token=token))
+    transport.begin()
+    directory.chmod(0o777)
+    with pytest.raises(ValueError, match="others may write to it"):
+        transport.begin()
+    directory.rmdir()
+    make_transfer_dir(tmp_path / "elsewhere")
+    directory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="is a link"):
+        transport.begin()

@@ -1,0 +1,63 @@
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from trl_qarl.wire import transfer_dir
+from trl_qarl.wire.transfer_dir import check_transfer_dir, default_transfer_dir, make_transfer_dir
+
+
+def test_the_transfer_directory_is_its_owners_alone(tmp_path):
+    directory = tmp_path / "transfer"
+    make_transfer_dir(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    make_transfer_dir(directory)
+
+
+@pytest.mark.parametrize(
+    ("shared", "temporary", "needed", "chosen"),
+    [
+        (64, 10_000, 256, "temporary"),  # what a container has
+        (64, 10_000, 32, "shared"),
+        (300, 10_000, 256, "shared"),
+        (257, 10_000, 256, "temporary"),  # no margin
+        (64, 32, 256, "shared"),  # too small both; what fails then says so
+        (32, 64, 256, "temporary"),
+    ],
+)
+def test_the_transfer_directory_is_where_a_chunk_fits(tmp_path, monkeypatch, shared, temporary, needed, chosen):
+    free = {tmp_path / "shared": shared * 2**20, tmp_path / "temporary": temporary * 2**20}
+    monkeypatch.setattr(transfer_dir, "transfer_bases", lambda: list(free))
+    monkeypatch.setattr(transfer_dir.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    assert default_transfer_dir(8000, needed * 2**20).parent == tmp_path / chosen
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_a_directory_that_others_may_write_to_takes_no_weights(tmp_path, mode):
+    directory = tmp_path / "transfer"
+    make_transfer_dir(directory)
+    directory.chmod(mode)
+    for check in (make_transfer_dir, check_transfer_dir):
+        with pytest.raises(
+            ValueError, match=rf"mode {mode:04o}, so others may write to it.*chmod go-w.*--transfer_dir"
+        ):
+            check(directory)
+
+
+def test_a_link_takes_no_weights(tmp_path):
+    make_transfer_dir(tmp_path / "elsewhere")
+    for name, target in (("link", "elsewhere"), ("dangling", "nowhere")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        for check in (make_transfer_dir, check_transfer_dir):
+            with pytest.raises(ValueError, match="is a link or no directory"):
+                check(tmp_path / name)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_somebody_elses_directory_takes_no_weights(tmp_path, monkeypatch):
+    make_transfer_dir(tmp_path / "transfer")
+    somebody = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: somebody)
+    for check in (make_transfer_dir, check_transfer_dir):
+        with pytest.raises(ValueError, match="belongs to user"):
+            check(tmp_path / "transfer")

@@ -1,0 +1,1 @@
+"""The policy on disk and on the Hub."""

@@ -1,0 +1,207 @@
+"""
+Write the current low-bit policy as a compressed-tensors checkpoint, which transformers and vLLM load.
+
+Format: https://github.com/vllm-project/compressed-tensors. The tensors are those the learner's forward uses, bit for bit;
+everything that is not quantized is written in the dtype in which the engine runs the model.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..quantization.names import base_model, is_adapted
+from ..quantization.schemes import SCHEMES
+from ..quantization.swap import quantized_layers
+from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
+from .layout import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
+from .serving import ADAPTER_FOLDER
+
+
+__all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is_export"]
+
+# Tells an export, which may be written over, from masters, whatever the scheme.
+_EXPORT_METADATA = {"exported_by": "trl_qarl"}
+_PARTIAL = ".partial"
+
+
+def export_checkpoint(
+    model: PreTrainedModel,
+    output_dir: str | Path,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int = "5GB",
+    card: dict[str, Any] | None = None,
+) -> Path:
+    """
+    Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
+    configuration, tokenizer or processor, and a README.md that says how to serve it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is
+            written as an ordinary checkpoint. Of a `PeftModel` the base is written, and its adapter to the folder `adapter`
+            inside, as PEFT does, unless the low-bit weights hold it already (`lora_mode="merged"`).
+        output_dir (`str` or `Path`):
+            Folder to write; made if missing.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+            Saved beside the weights.
+        dtype (`torch.dtype`, *optional*):
+            Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales of prepared layers
+            are rounded, else to the model's.
+        max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
+            Largest size of one shard.
+        card (`dict`, *optional*):
+            What README.md says beside: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
+
+    Returns:
+        The folder. An earlier export in it is replaced once the new one is complete; its card's scores stay if they are
+        of the same policy.
+
+    Raises:
+        TypeError: if `model` is no model.
+        ValueError: if `output_dir` holds another model's weights, or if the model has quantized layers beside experts in
+            high precision.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"`model` must be a model prepared by `prepare_model`, such as `trainer.model`, got {type(model).__name__}. A trainer "
+            "writes its policy by `trainer.export_model()`, and masters on disk become an export by `trl-qarl export "
+            "--model_name_or_path DIR --output_dir OUT`."
+        )
+    output_dir = Path(output_dir)
+    is_merged = any(layer.holds_adapter for layer in quantized_layers(model).values())
+    adapted, model = (model if is_adapted(model) and not is_merged else None), base_model(model)
+    if adapted is model:
+        raise ValueError(
+            "The model has an adapter, which only PEFT can save. Pass the `PeftModel` that it is part of."
+        )
+    if getattr(model, "is_loaded_in_4bit", False):
+        raise ValueError(
+            "The base is bitsandbytes' in 4 bits, which has no export here: `save_model` writes the adapter, and PEFT loads it on "
+            "the same base."
+        )
+    layers, formats = quantized_layers(model), quantized_formats(model)
+    if dtype is None:
+        dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
+    scheme = next(iter(formats.values()))[0] if formats else SCHEMES["bf16"]
+    if formats and has_stacked_experts(model):
+        raise ValueError(
+            f"{type(model).__name__} has experts in high precision beside layers in {scheme.name!r}. Under one name "
+            "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
+            "with `save_model`, or train with scheme='bf16'."
+        )
+    check_export_dir(output_dir)
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    if formats:
+        config.quantization_config = quantization_config(model)
+    metadata = {"format": "pt", **_EXPORT_METADATA}
+    is_replaced = is_export(output_dir)
+    with _written_as_a_whole(output_dir) as folder:
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        tensors = checkpoint_state_dict(model, dtype)
+        save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
+        if adapted is not None:
+            # TRL may have added a copy of where training started.
+            adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"])
+        about = {"facts": TrainingFacts(), "title": output_dir.name, "name_or_path": model.name_or_path}
+        about |= {name: value for name, value in (card or {}).items() if value is not None}
+        if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
+            about["evaluated"] = output_dir
+        save_export_card(folder, scheme=scheme.name, dtype=str(dtype).removeprefix("torch."), **about)
+        if is_replaced:
+            # An earlier one's adapter belongs to another base.
+            shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)
+    return output_dir
+
+
+@contextmanager
+def _written_as_a_whole(folder: Path) -> Iterator[Path]:
+    """A folder inside `folder`, whose files move there at the end: what fails on the way leaves an earlier export as it is."""
+    partial = folder / _PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        # The number of shards may have changed, and there may be no rewards.
+        for path in (*folder.glob("*.safetensors*"), folder / PLOT_FILE):
+            path.unlink(missing_ok=True)
+        for path in partial.iterdir():
+            if path.is_dir():
+                shutil.rmtree(folder / path.name, ignore_errors=True)
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_same_policy(folder: Path, other: Path) -> bool:
+    """Whether two exports have the same weights and the same adapter, if any, and are configured alike."""
+    patterns = ("*.safetensors", "config.json", f"{ADAPTER_FOLDER}/adapter_*")
+    ours, theirs = (
+        {path.relative_to(f): _content(path) for pattern in patterns for path in f.glob(pattern)}
+        for f in (folder, other)
+    )
+    return ours == theirs
+
+
+def _content(path: Path) -> Any:
+    """JSON, or header and digest of a safetensors file, in no order of names, as libraries write them in any."""
+    with path.open("rb") as file:
+        if path.suffix == ".json":
+            described = json.load(file)
+            return {name: sorted(v, key=str) if isinstance(v, list) else v for name, v in described.items()}
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return header, hashlib.file_digest(file, "sha256").digest()
+
+
+def check_export_dir(folder: str | Path) -> None:
+    """Raises `ValueError` for a folder that holds weights other than an earlier export."""
+    if any(Path(folder).glob("*.safetensors")) and not is_export(Path(folder)):
+        raise ValueError(
+            f"{str(folder)!r} holds other weights, perhaps the masters. Export to an empty folder; the masters are "
+            "what training resumes from."
+        )
+
+
+def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """
+    Every tensor of the low-bit policy under its checkpoint name, on the CPU.
+
+    Low-bit weights give [`LowBitTensor.checkpoint_tensors`], other floating tensors are cast to `dtype`. Of tensors
+    that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
+    """
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    if not has_stacked_experts(model):
+        return tensors
+    # One matrix per expert and projection, as `save_pretrained` writes them; these are views.
+    return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, tensors).items()}
+
+
+def is_export(folder: Path) -> bool:
+    """Whether the weights in a folder were written by [`export_checkpoint`], and none of them by anything else."""
+    # A later `save_pretrained` may leave either file behind, so all that are there must say so.
+    found = []
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if weights.is_file():
+        with safe_open(weights, "pt") as file:
+            found.append(file.metadata() or {})
+    if index.is_file():
+        found.append(json.loads(index.read_text())["metadata"])
+    return bool(found) and all(_EXPORT_METADATA.items() <= metadata.items() for metadata in found)

@@ -1,0 +1,103 @@
+"""
+The low-bit policy as compressed-tensors names and lays it out: what engine, disk and hub read.
+
+Format: https://github.com/vllm-project/compressed-tensors.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..quantization.linear import QuantizedLinear
+from ..quantization.names import base_modules, base_state_dict
+from ..quantization.schemes import QuantScheme
+from ..quantization.selection import stacked_experts
+from ..quantization.swap import quantized_layers
+from ..quantization.tensors import LowBitTensor
+
+
+__all__ = [
+    "has_stacked_experts",
+    "iter_checkpoint_tensors",
+    "quantization_config",
+    "quantized_formats",
+]
+
+
+def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of [`checkpoint_state_dict`] one at a time, on the model's device, layer by layer."""
+    layers = quantized_layers(model)
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in base_state_dict(model).items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf == "weight" and prefix in layers:
+            tensor = layers[prefix].low_bit_weight()
+        if isinstance(tensor, LowBitTensor):
+            for key, value in tensor.checkpoint_tensors().items():
+                yield f"{prefix}.{key}", value.detach()
+            continue
+        identity = (tensor.data_ptr(), tensor.shape)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach()
+
+
+def quantization_config(model: nn.Module) -> dict[str, Any]:
+    """
+    The `quantization_config` entry of the model's `config.json`, as compressed-tensors defines it.
+
+    One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular
+    expression.
+    """
+    formats = quantized_formats(model)
+    by_format: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for name, (scheme, group_size) in formats.items():
+        by_format[scheme.name, group_size].append(name)
+    groups = {}
+    for index, ((_, group_size), names) in enumerate(by_format.items()):
+        scheme, _ = formats[names[0]]
+        groups[f"group_{index}"] = {
+            "targets": ["Linear"] if len(by_format) == 1 else _targets(names, formats),
+            "weights": scheme.weight_args(group_size),
+            "input_activations": scheme.activation_args,
+            "output_activations": None,
+            "format": scheme.format,
+        }
+    checkpoint_formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": checkpoint_formats.pop() if len(checkpoint_formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [n for n, m in base_modules(model) if isinstance(m, nn.Linear) and n not in formats],
+        "kv_cache_scheme": None,
+    }
+
+
+def quantized_formats(model: nn.Module) -> dict[str, tuple[QuantScheme, int | None]]:
+    """Scheme and group size of every prepared or converted layer of `model`, by its name."""
+    formats = {}
+    for name, module in base_modules(model):
+        source = module if isinstance(module, QuantizedLinear) else getattr(module, "weight", None)
+        if isinstance(source, (QuantizedLinear, LowBitTensor)):
+            formats[name] = source.scheme, source.group_size
+    return formats
+
+
+def _targets(names: list[str], layers: Iterable[str]) -> list[str]:
+    # A last component that occurs in this group alone stands for all layers of that name.
+    chosen = set(names)
+    leaves = {name.rpartition(".")[2] for name in names}
+    shared = {name.rpartition(".")[2] for name in layers if name not in chosen}
+    whole = [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(leaves - shared)]
+    return whole + [name for name in names if name.rpartition(".")[2] in shared]
+
+
+def has_stacked_experts(model: nn.Module) -> bool:
+    """Whether a mixture-of-experts model keeps the matrices of all experts in one tensor, as transformers 5 does."""
+    return bool(stacked_experts(model))

@@ -1,0 +1,146 @@
+"""
+A low-bit checkpoint as a model whose quantized layers hold codes and scales alone, without any high-precision copy.
+
+Format: https://github.com/vllm-project/compressed-tensors, as [`~trl_qarl.checkpoint.export.export_checkpoint`] writes it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from ..quantization.linear import QuantizedLinear
+from ..quantization.quantize import unpack_int8
+from ..quantization.schemes import SCHEMES, QuantScheme
+from ..quantization.tensors import LowBitTensor
+
+
+__all__ = ["is_low_bit_checkpoint", "load_frozen_model"]
+
+
+def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
+    """Whether a folder, or a model on the Hub, is a compressed-tensors checkpoint."""
+    path = cached_file(
+        name_or_path, "config.json", revision=revision or "main", _raise_exceptions_for_missing_entries=False
+    )
+    if path is None:
+        return False
+    described = json.loads(Path(path).read_text()).get("quantization_config") or {}
+    return described.get("quant_method") == "compressed-tensors"
+
+
+def load_frozen_model(
+    name_or_path: str,
+    dtype: torch.dtype | str | None = "float32",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """
+    Load a low-bit checkpoint as [`~trl_qarl.quantization.swap.prepare_model`] and
+    [`~trl_qarl.quantization.swap.freeze_model`] leave the model that it was exported from.
+
+    Args:
+        name_or_path (`str`):
+            Folder or name on the Hub.
+        dtype (`torch.dtype` or `str`, *optional*, defaults to `"float32"`):
+            Dtype of everything that is not quantized; `"auto"` for that of the checkpoint.
+        revision, trust_remote_code, attn_implementation:
+            As `from_pretrained` takes them.
+
+    Raises:
+        ValueError: if the checkpoint was quantized with none of this package's schemes, or lacks tensors.
+    """
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(name_or_path, revision=revision))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    scheme = _scheme(config.quantization_config, name_or_path)
+    del config.quantization_config
+    dtype = config.dtype if dtype in ("auto", None) else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    cls = getattr(transformers, (config.architectures or [""])[0], None)
+    # Buffers that no checkpoint holds are computed.
+    with init_empty_weights(include_buffers=False):
+        if cls is None:
+            options["trust_remote_code"] = trust_remote_code
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        else:
+            model = cls._from_config(config, dtype=dtype, **options)
+    _fill(model, folder, scheme, dtype)
+    model.tie_weights()
+    missing = [name for name, p in model.named_parameters() if p.is_meta]
+    if missing:
+        raise ValueError(f"{name_or_path} lacks {len(missing)} tensors, such as {missing[0]!r}. Export it again.")
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config._name_or_path = model.name_or_path = str(name_or_path)
+    return model.requires_grad_(False).eval()
+
+
+def _scheme(described: dict[str, Any], source: str) -> QuantScheme:
+    """The scheme of a checkpoint's `quantization_config`; the group size of each layer follows from its scales."""
+    found = {_scheme_of_group(group) for group in described["config_groups"].values()}
+    if len(found) != 1 or None in found:
+        raise ValueError(
+            f"{source} is a compressed-tensors checkpoint of none of the schemes {[*SCHEMES][:-1]}: its groups are "
+            f"{described['config_groups']}. Start from the high-precision checkpoint."
+        )
+    return SCHEMES[found.pop()]
+
+
+def _scheme_of_group(group: dict[str, Any]) -> str | None:
+    def fits(theirs, ours):
+        if not ours or not theirs:
+            return bool(ours) == bool(theirs)
+        return all(theirs.get(name) == value for name, value in ours.items())
+
+    weights = group["weights"]
+    for scheme in SCHEMES.values():
+        size = weights.get("group_size") if scheme.group_size is not None else None
+        if (
+            scheme.is_quantized
+            and fits(weights, scheme.weight_args(size))
+            and fits(group.get("input_activations"), scheme.activation_args)
+            and (scheme.group_size is None or size in scheme.group_sizes)
+        ):
+            return scheme.name
+    return None
+
+
+def _fill(model: PreTrainedModel, folder: Path, scheme: QuantScheme, dtype: torch.dtype) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    scales = {name.removesuffix(".weight_scale"): t for name, t in tensors.items() if name.endswith(".weight_scale")}
+    low_bit = {
+        name: {leaf: tensors.pop(f"{name}.{leaf}", None) for leaf in ("weight", "weight_packed", "weight_shape")}
+        for name in scales
+    }
+    dense = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(".weight_scale")
+    }
+    unexpected = model.load_state_dict(dense, strict=False, assign=True).unexpected_keys
+    if unexpected:
+        raise ValueError(f"{folder} holds tensors that {type(model).__name__} does not have: {unexpected[:3]}.")
+    for name, scale in scales.items():
+        layer = QuantizedLinear.from_linear(model.get_submodule(name), scheme, scale.dtype)
+        layer.weight = nn.Parameter(LowBitTensor(_codes(low_bit[name], scheme), scale, scheme, dtype), False)
+        layer.group_size = layer.low_bit_weight().group_size
+
+
+def _codes(tensors: dict[str, torch.Tensor], scheme: QuantScheme) -> torch.Tensor:
+    if scheme.format != "pack-quantized":
+        return tensors["weight"]
+    packed = tensors["weight_packed"]
+    return packed if scheme.num_bits == 4 else unpack_int8(packed)

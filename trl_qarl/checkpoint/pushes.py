@@ -1,0 +1,172 @@
+"""What the trainer adds to TRL's model cards and to transformers' pushes: the policy that was trained is the low-bit one."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.hub import PushInProgress
+from trl import GRPOTrainer
+from typing_extensions import override
+
+from ..quantization.names import is_peft_model
+from ..quantization.swap import SwapReport
+from . import uploads as hub
+from .cards import TrainingFacts, adapter_card, masters_card
+from .export import export_checkpoint
+
+
+__all__ = ["HubTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class HubTrainer(GRPOTrainer):
+    """[`~trl.GRPOTrainer`] whose pushes upload what `hub_export` names."""
+
+    args: Any
+    export_dir: Path
+    swap_report: SwapReport
+    _scale_dtype: torch.dtype
+    # What a card was told last: cards that later saves write are told nothing.
+    _card_arguments: dict[str, Any] = {}
+
+    def _scheme_record(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @override
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """
+        Says that these are masters or an adapter, and how to get the policy that was trained. Cards that are written
+        later say what this one was given.
+        """
+        self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
+        if self.is_world_process_zero():
+            self._weights_card().save(Path(self.args.output_dir) / "README.md")
+
+    def _remember(self, **given) -> None:
+        self._card_arguments = self._card_arguments | {name: value for name, value in given.items() if value}
+
+    def _weights_card(self):
+        title = self._card_arguments.get("model_name") or Path(self.args.output_dir).name
+        policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
+        facts = self._training_facts()
+        make_card = adapter_card if is_peft_model(self.model) else masters_card
+        return make_card(title, self.model.name_or_path, masters, facts, policy)
+
+    def _training_facts(self) -> TrainingFacts:
+        args, tags = self.args, self._card_arguments.get("tags", ())
+        tags = [tags] if isinstance(tags, str) else tags
+        settings = {"objective": args.objective, **self._scheme_record(), "temperature": args.temperature}
+        return TrainingFacts(
+            {name: value for name, value in settings.items() if value is not None},
+            self.state.log_history,
+            str(self.swap_report),
+            self._card_arguments.get("dataset_name"),
+            frozenset({*tags, *self._tag_names, *(getattr(self.model, "model_tags", None) or ())}),
+        )
+
+    def export_model(
+        self,
+        output_dir: str | Path | None = None,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> Path:
+        """
+        Write the low-bit policy as [`export_checkpoint`] does, with a card that has the results of the training.
+
+        Args:
+            output_dir (`str` or `Path`, *optional*):
+                Folder to write. Defaults to `export_dir`.
+            model_name (`str`, *optional*):
+                Title of the card.
+            dataset_name (`str`, *optional*):
+                Hub id of the training set.
+            tags (`str` or `list[str]`, *optional*):
+                Tags on the Hub.
+
+        Returns:
+            The folder.
+        """
+        self._remember(dataset_name=dataset_name, tags=tags)
+        folder = Path(output_dir or self.export_dir)
+        policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
+        card = {"facts": self._training_facts(), "title": model_name, "hub_model_id": policy, "masters": masters}
+        return export_checkpoint(self.model, folder, self.processing_class, self._scale_dtype, card=card)
+
+    @override
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Makes the repositories of `hub_export`, and says what to do where that fails."""
+        if self.is_world_process_zero():
+            args = self.args
+            self.hub_model_id = hub.create_repositories(
+                args.hub_export, hub.repository_name(args), token or args.hub_token, args.hub_private_repo
+            )
+            self.push_in_progress = None
+
+    @override
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs,
+    ):
+        """
+        Uploads what `hub_export` names. Masters and low-bit policy are on disk before the Hub is asked for anything, and
+        [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `kwargs` are those of `create_model_card`.
+        """
+        args, token = self.args, token or self.args.hub_token
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        self._finish_current_push()
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        if self.hub_model_id is None:
+            self.hub_model_id = hub.full_name(hub.repository_name(args), token)
+        hub.cache_card(self.model.name_or_path, token)
+        self.create_model_card(**{"model_name": self.hub_model_id.rpartition("/")[2], **kwargs})
+        revision = revision or args.hub_revision
+        uploads = self._write_for_hub(Path(args.output_dir), revision, **kwargs)
+        push_arguments = (uploads, commit_message, token, args.hub_private_repo, revision)
+        if blocking:
+            return hub.push(*push_arguments)
+        job = hub.push_in_background(*push_arguments)
+        self.push_in_progress = PushInProgress([job])
+        return job
+
+    def _write_for_hub(self, masters: Path, revision: str | None, **kwargs) -> list[hub.Upload]:
+        """Exports the policy if it is pushed; `masters` is where masters are saved."""
+        args = self.args
+        if hub.exports_policy(args.hub_export):
+            with hub.written_to(self.export_dir, masters, self.hub_model_id, args.hub_private_repo, revision):
+                self.export_model(**{"model_name": self.hub_model_id.rpartition("/")[2], **kwargs})
+        return hub.plan(args.hub_export, self.hub_model_id, self.export_dir, masters)
+
+    @override
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Uploads what `hub_export` names, in the background. What fails is logged, and training goes on."""
+        args, folder = self.args, Path(checkpoint_folder)
+        if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+            return
+        if not (self.push_in_progress is None or self.push_in_progress.is_done() or args.hub_always_push):
+            return
+        # It reads the folder that is written next.
+        self._finish_current_push()
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        try:
+            uploads = self._write_for_hub(folder, args.hub_revision)
+        except hub.PushFailed as error:
+            logger.error("%s", error)
+            return
+        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
+            uploads.append(hub.checkpoint_upload(args.hub_export, self.hub_model_id, folder, name))
+        message = f"Training in progress, step {self.state.global_step}"
+        job = hub.push_in_background(uploads, message, args.hub_token, args.hub_private_repo, args.hub_revision)
+        self.push_in_progress = PushInProgress([job])

@@ -1,0 +1,335 @@
+"""
+What a push to the Hub uploads, into which repository, and how to repeat one that failed.
+
+| `hub_export` | `NAME` | `NAME-masters` |
+|---|---|---|
+| `"low-bit"` | the low-bit policy | checkpoints, for the `hub_strategy` that uploads them |
+| `"both"` | the low-bit policy | masters, and checkpoints as above |
+| `"master"` | masters, and checkpoints as above | - |
+| `"adapter"` | the adapter, and checkpoints as above | - |
+
+Masters have a repository of their own because `from_pretrained` and `vllm serve` take a name: a folder beside the policy
+could not be served, and whoever downloads the policy would download the masters with it.
+"""
+
+import logging
+import os
+import shlex
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitInfo, HfApi, constants, get_token, hf_hub_download
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+
+from .._version import __version__
+from .marker import COMPLETE_FILE
+
+
+__all__ = [
+    "HUB_EXPORTS",
+    "PushFailed",
+    "Upload",
+    "cache_card",
+    "checkpoint_upload",
+    "create_repositories",
+    "exports_policy",
+    "full_name",
+    "names",
+    "plan",
+    "policy_upload",
+    "problem_of_access",
+    "problem_of_name",
+    "push",
+    "push_in_background",
+    "repositories",
+    "repository_name",
+    "written_to",
+]
+
+logger = logging.getLogger(__name__)
+
+HUB_EXPORTS = ("low-bit", "master", "both", "adapter")
+
+_CHECKPOINT_STATE = (
+    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_state_*", "trainer_state.json"),
+    COMPLETE_FILE,
+)
+# `training_args.bin` holds the token where one was given as an option; completions and logs stay with whoever trained.
+_PRIVATE = ("training_args.bin", "*.jsonl", "run.json", "*.log", "completions/*", ".*", "_*")
+# A model that was in the repository before may have had more shards, or an adapter, which `from_pretrained` would load.
+_STALE = ("model*.safetensors", "model.safetensors.index.json", "adapter_*")
+
+
+class PushFailed(OSError):
+    """An upload did not complete. The message says what is on disk and how to repeat it."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """
+    One folder that goes into one repository.
+
+    Attributes:
+        repo_id (`str`):
+            The repository.
+        folder (`Path`):
+            What is uploaded.
+        path_in_repo (`str`, *optional*):
+            Folder of the repository it goes to. Defaults to the top.
+        exclude (`tuple[str, ...]`, *optional*):
+            Patterns of files that are not uploaded.
+        delete (`tuple[str, ...]`, *optional*):
+            Patterns of files of the repository that are deleted unless they are uploaded.
+    """
+
+    repo_id: str
+    folder: Path
+    path_in_repo: str = ""
+    exclude: tuple[str, ...] = ()
+    delete: tuple[str, ...] = ()
+
+    def command(self, private: bool | None = None, revision: str | None = None) -> str:
+        """Shell command that does the same."""
+        argv = ["hf", "upload", self.repo_id, os.fspath(self.folder), self.path_in_repo or "."]
+        argv += ["--private"] * bool(private) + (["--revision", revision] if revision else [])
+        for option, patterns in (("--exclude", self.exclude), ("--delete", self.delete)):
+            for pattern in patterns:
+                argv += [option, pattern]
+        return shlex.join(argv)
+
+
+def exports_policy(hub_export: str) -> bool:
+    """Return whether the low-bit policy is pushed."""
+    return hub_export in ("low-bit", "both")
+
+
+def repositories(hub_export: str, name: str) -> tuple[str, str]:
+    """Return the repository of what is loaded by name, and of masters and checkpoints."""
+    return name, f"{name}-masters" if exports_policy(hub_export) else name
+
+
+def repository_name(config) -> str:
+    """
+    Return the repository that a configuration names, by default after its output directory.
+
+    Raises:
+        ValueError: if it is no name of a repository.
+    """
+    name = config.hub_model_id or Path(config.output_dir).absolute().name
+    problem = problem_of_name(name, config.hub_export)
+    if problem:
+        raise ValueError(problem)
+    return name
+
+
+def names(hub_export: str, name: str | None) -> tuple[str | None, str | None]:
+    """
+    Return the repositories that have the low-bit policy and the masters, `None` where none has them or nothing is
+    pushed.
+    """
+    if name is None:
+        return None, None
+    repo_id, masters_id = repositories(hub_export, name)
+    return repo_id if exports_policy(hub_export) else None, None if hub_export == "low-bit" else masters_id
+
+
+def plan(
+    hub_export: str,
+    name: str,
+    policy: Path,
+    masters: Path,
+) -> list[Upload]:
+    """
+    Return what is uploaded.
+
+    Args:
+        hub_export (`str`):
+            One of [`HUB_EXPORTS`].
+        name (`str`):
+            The repository, with its namespace.
+        policy (`Path`):
+            Folder of the low-bit policy.
+        masters (`Path`):
+            Folder of masters or adapter: output directory or checkpoint.
+    """
+    repo_id, masters_id = repositories(hub_export, name)
+    uploads = []
+    if exports_policy(hub_export):
+        uploads.append(policy_upload(repo_id, policy))
+    if hub_export != "low-bit":
+        exclude = (*_PRIVATE, *_CHECKPOINT_STATE, "checkpoint-*")
+        if policy.is_relative_to(masters):
+            exclude += (f"{policy.relative_to(masters)}/*",)
+        delete = _STALE if hub_export != "adapter" else _STALE[:2]
+        uploads.append(Upload(masters_id, masters, exclude=exclude, delete=delete))
+    return uploads
+
+
+def policy_upload(repo_id: str, policy: Path) -> Upload:
+    """Return the low-bit policy, at the top of its repository."""
+    return Upload(repo_id, policy, exclude=(".*",), delete=_STALE)
+
+
+def checkpoint_upload(hub_export: str, name: str, checkpoint: Path, folder: str) -> Upload:
+    """Return a checkpoint, whole, so that training can go on from it; `folder` is its place in the repository."""
+    return Upload(repositories(hub_export, name)[1], checkpoint, folder, exclude=_PRIVATE, delete=("*",))
+
+
+def push(
+    uploads: list[Upload],
+    message: str,
+    token: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+) -> CommitInfo:
+    """
+    Upload folders, each into its repository, which is made if it is missing.
+
+    Returns:
+        The first folder's commit.
+
+    Raises:
+        PushFailed: naming what is left to upload and the commands that do it.
+    """
+    api, commits = _api(), []
+    for index, upload in enumerate(uploads):
+        try:
+            repo_id = api.create_repo(upload.repo_id, token=token, private=private, exist_ok=True).repo_id
+            if revision not in (None, constants.DEFAULT_REVISION):
+                api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+            commits.append(
+                api.upload_folder(
+                    repo_id=repo_id,
+                    folder_path=upload.folder,
+                    path_in_repo=upload.path_in_repo,
+                    commit_message=message,
+                    token=token,
+                    revision=revision,
+                    ignore_patterns=[*upload.exclude],
+                    delete_patterns=[*upload.delete] or None,
+                )
+            )
+        except Exception as error:  # httpx, hf_xet and huggingface_hub have no common class
+            commands = "\n".join(f"  {left.command(private, revision)}" for left in uploads[index:])
+            raise PushFailed(
+                f"The push to {upload.repo_id} failed: {_describe(error)}\n"
+                f"Nothing is lost: everything is saved in {upload.folder}. To repeat the push, which sends what is missing:"
+                f"\n{commands}"
+            ) from error
+    return commits[0]
+
+
+def push_in_background(*args, **kwargs) -> Future:
+    """Run [`push`] in another thread; training goes on, and a failure is logged."""
+    job = _api().run_as_future(push, *args, **kwargs)
+    job.add_done_callback(_log_failure)
+    return job
+
+
+@contextmanager
+def written_to(
+    policy: Path, masters: Path, name: str, private: bool | None = None, revision: str | None = None
+) -> Iterator[None]:
+    """Turn what happens while the policy is written, such as a full disk, into [`PushFailed`]."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        argv = ["trl-qarl", "export", "--model_name_or_path", masters, "--output_dir", policy, "--push_to_hub"]
+        argv += ["--hub_model_id", name] + ["--hub_private_repo"] * bool(private)
+        command = shlex.join(map(str, argv + (["--hub_revision", revision] if revision else [])))
+        raise PushFailed(
+            f"Nothing was pushed to {name}: the low-bit policy could not be written to {policy}: {error}\nNothing is lost: "
+            f"the masters are saved in {masters}. Make room, or choose another folder, and repeat:\n  {command}"
+        ) from error
+
+
+def create_repositories(hub_export: str, name: str, token: str | None, private: bool | None) -> str:
+    """
+    Make the repositories of a push if they are missing.
+
+    Returns:
+        The first one's name with its namespace.
+
+    Raises:
+        PushFailed: if one cannot be made.
+    """
+    found = []
+    for repo_id in dict.fromkeys(repositories(hub_export, name)[: 1 if hub_export == "low-bit" else 2]):
+        try:
+            found.append(_api().create_repo(repo_id, token=token, private=private, exist_ok=True).repo_id)
+        except Exception as error:
+            raise PushFailed(
+                f"push_to_hub was given, but the repository {repo_id} could not be made: {_describe(error)}\nNothing else has "
+                "been done yet. Leave out `push_to_hub` to go on without the Hub, and push the result later."
+            ) from error
+    return found[0]
+
+
+def full_name(name: str, token: str | None) -> str:
+    """Return `name` with the user's namespace, or as it is where the Hub does not say whose the token is: the push will."""
+    if "/" in name:
+        return name
+    try:
+        return f"{_api().whoami(token)['name']}/{name}"
+    except Exception:
+        return name
+
+
+def cache_card(name_or_path: str | None, token: str | None = None) -> None:
+    """Download a base model's card, whose licence goes into ours. It may have none, and may not be on the Hub."""
+    if name_or_path and not Path(name_or_path).exists():
+        try:
+            hf_hub_download(name_or_path, constants.REPOCARD_NAME, token=token)
+        except Exception as error:
+            logger.debug("No card of %s: %s", name_or_path, error)
+
+
+def _log_failure(job: Future) -> None:
+    error = None if job.cancelled() else job.exception()
+    if error is not None:
+        logger.error("%s", error)
+
+
+def problem_of_name(name: str, hub_export: str) -> str | None:
+    """Return what is wrong with the name of a repository."""
+    try:
+        for repo_id in repositories(hub_export, name):
+            validate_repo_id(repo_id)
+    except HFValidationError as error:
+        return (
+            f"hub_model_id={name!r} is no name of a repository: {str(error).rstrip('.')}. Give `hub_model_id` as 'USER/NAME', "
+            "or as 'NAME' for your own."
+        )
+    return None
+
+
+def problem_of_access(token: str | None) -> str | None:
+    """Return why nothing can be pushed, as far as this machine knows."""
+    if constants.is_offline_mode():
+        return "push_to_hub was given, but HF_HUB_OFFLINE is set. Unset it, or leave out `push_to_hub` and push later."
+    if token is None and get_token() is None:
+        return "push_to_hub was given, but there is no token for the Hub. Run `hf auth login`, set HF_TOKEN, or give `hub_token`."
+    return None
+
+
+def _api() -> HfApi:
+    return HfApi(library_name="trl-qarl", library_version=__version__)
+
+
+def _describe(error: Exception) -> str:
+    # What uploads in threads names the file, and its cause what happened.
+    causes = [error, error.__cause__] if type(error) is RuntimeError and error.__cause__ else [error]
+    text = " ".join(" ".join(str(cause).split()) or type(cause).__name__ for cause in causes)
+    status = getattr(getattr(causes[-1], "response", None), "status_code", None)
+    if status == 401:
+        return f"{text} The Hub does not know the token. Run `hf auth login`, or set HF_TOKEN to one that can write."
+    if status == 403:
+        return f"{text} The token may not write there. Take one that can, or another `hub_model_id`."
+    if status is None and not isinstance(causes[-1], OfflineModeIsEnabled | ValueError):
+        return f"{text} (the Hub is {constants.ENDPOINT})"
+    return text

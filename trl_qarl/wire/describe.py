@@ -1,0 +1,139 @@
+"""Models, tokenizers and quantization configurations in words that learner and engine compare."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+__all__ = [
+    "CANARY_TOKENS",
+    "config_differences",
+    "describe_model",
+    "describe_tokenizer",
+    "model_differences",
+    "sample_token_ids",
+]
+
+
+def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """
+    What differs between two `quantization_config` entries in a way that changes numbers, as `"setting: ours, theirs"`.
+
+    Args:
+        ours (`Mapping[str, Any]`):
+            The learner's, from [`~trl_qarl.checkpoint.layout.quantization_config`]; empty for an unquantized model.
+        theirs (`Mapping[str, Any]`):
+            The engine's.
+    """
+    lines = []
+    for name in ("quant_method", "format"):
+        if ours.get(name) != theirs.get(name):
+            lines.append(f"{name}: learner {ours.get(name)!r}, engine {theirs.get(name)!r}")
+    our_groups, their_groups = (list(config.get("config_groups", {}).values()) for config in (ours, theirs))
+    if len(our_groups) != len(their_groups):
+        lines.append(f"config_groups: learner {len(our_groups)}, engine {len(their_groups)}")
+    for our_group, their_group in zip(our_groups, their_groups, strict=False):
+        if sorted(our_group["targets"]) != sorted(their_group["targets"]):
+            lines.append(f"targets: learner {our_group['targets']}, engine {their_group['targets']}")
+        for part in ("weights", "input_activations"):
+            lines += _args_differences(part, our_group.get(part) or {}, their_group.get(part) or {})
+    if set(ours.get("ignore", [])) != set(theirs.get("ignore", [])):
+        lines.append(
+            f"exclude list: learner {sorted(ours.get('ignore', []))}, engine {sorted(theirs.get('ignore', []))}"
+        )
+    return lines
+
+
+def _args_differences(part: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    names = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
+    return [
+        f"{part}.{name}: learner {ours.get(name)!r}, engine {theirs.get(name)!r}"
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+CANARY_TOKENS = 16
+"""Tokens that learner and engine score after each publication."""
+
+# Words, digits, spaces, punctuation and scripts that tokenizers take apart in different ways.
+_SAMPLE_TEXT = (
+    "The sum of 1234 and 5678.9 is 6912.9, so x**2 <= 10  holds.\n\tdef f(x): return {'a': [x, -x]}\n"
+    "Größe, naïve, 東京は晴れ, Привет, مرحبا, 🙂"
+)
+
+# Neither changes what a forward computes: names, where the model came from, training, generation, and what is compared elsewhere.
+_NOT_NUMERIC = frozenset(
+    [
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "quantization_config",
+        "return_dict",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+
+
+def describe_model(config) -> dict[str, Any]:
+    """
+    What of a text model's configuration decides the numbers that it computes, as JSON has it.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the text model (`get_text_config()`).
+    """
+    settings = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in _NOT_NUMERIC and not name.startswith("_") and "dropout" not in name
+    }
+    return json.loads(json.dumps(settings, default=str))
+
+
+def describe_tokenizer(tokenizer) -> dict[str, Any]:
+    """Size of the vocabulary, end-of-sequence token, and a hash of the encoding of a fixed text."""
+    ids = sample_token_ids(tokenizer)
+    return {
+        "vocabulary size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "encoding of a fixed text": hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
+    }
+
+
+def sample_token_ids(tokenizer) -> list[int]:
+    """Token ids of a fixed text, without special tokens."""
+    return list(tokenizer.encode(_SAMPLE_TEXT, add_special_tokens=False))
+
+
+def model_differences(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """
+    What differs between two descriptions of a model or a tokenizer, as `"kind.setting: ours, theirs"`.
+
+    A setting that one side does not have is left out: versions of transformers differ in which ones they write.
+    """
+    return [
+        f"{kind}.{name}: learner {ours[name]!r}, engine {theirs[name]!r}"
+        for name in sorted(ours.keys() & theirs.keys())
+        if _without_nothing(ours[name]) != _without_nothing(theirs[name])
+    ]
+
+
+def _without_nothing(value: Any) -> Any:
+    """Nested settings without those that are `None`, which is the same as not being there."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_nothing(part) for name, part in value.items() if part is not None}

@@ -146,22 +146,27 @@ def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: fl
 
 def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, max_model_len: int | None):
     """Return a sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the engine."""
+    import torch
     from vllm import SamplingParams
 
     from ..rollout.engines import load_engine
 
     llm = load_engine(path, **({"max_model_len": max_model_len} if max_model_len else {}))
     tokenizer = llm.get_tokenizer()
+    on_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
 
     def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        # A seed per prompt: equal prompts differ, and a run repeats itself.
+        # A seed per prompt: equal prompts differ, and a run repeats itself. On a CPU vLLM dies of one where a prompt is prefilled
+        # in pieces ("CPU Generator does not use offset"); there its worker draws from this process' generator.
+        if on_cpu:
+            torch.manual_seed(seed)
         parameters = [
             SamplingParams(
                 temperature=temperature,
                 top_p=top_p,
                 max_tokens=max_new_tokens,
-                seed=seed * len(prompts) + index,
+                seed=None if on_cpu else seed * len(prompts) + index,
                 stop=list(stop),
             )
             for index in range(len(prompts))

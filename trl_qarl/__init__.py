@@ -7,8 +7,8 @@ Public names are loaded on first use, so that `import trl_qarl` and `trl-qarl --
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ._version import __version__
 
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "QaRLConfig",

@@ -203,7 +203,7 @@ class QaRLTrainer(HubTrainer):
         self.add_callback(self.recorder)
         self.add_callback(RunLog(args, self.recorder, described))
         self.add_callback(Advisor(args.to_dict()))
-        show_rows(self)
+        show_rows(self.callback_handler)
         if args.sync_ref_model:
             # After TRL's callback that writes to it.
             self.add_callback(_RefreshReference(self.ref_model))

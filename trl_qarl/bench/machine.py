@@ -2,8 +2,10 @@
 
 import platform
 import re
-from importlib.metadata import version
 from pathlib import Path
+
+from .._version import __version__
+from ..packages import installed
 
 
 __all__ = ["describe_machine"]
@@ -12,8 +14,6 @@ __all__ = ["describe_machine"]
 def describe_machine() -> str:
     import torch
 
-    from .. import __version__
-
     if torch.cuda.is_available():
         hardware = torch.cuda.get_device_name()
     else:
@@ -21,5 +21,5 @@ def describe_machine() -> str:
         match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
         name = match[1] if match else platform.processor() or platform.machine()
         hardware = f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    versions = [f"{package} {version(package)}" for package in ("torch", "transformers", "compressed-tensors")]
-    return f"{hardware}; {', '.join(versions)}, trl-qarl {__version__}"
+    versions = installed("torch", "transformers", "compressed-tensors") | {"trl-qarl": __version__}
+    return f"{hardware}; {', '.join(map(' '.join, versions.items()))}"

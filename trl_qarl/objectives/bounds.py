@@ -11,15 +11,19 @@ Bounds = tuple[float | None, float | None]
 
 
 def histogram_bounds(config: Any) -> list[tuple[str, str, Bounds]]:
-    """Quantity, sign of the advantage and bounds of each histogram: tokens, and for objectives of sequence ratios sequences."""
+    """
+    Return quantity, sign of the advantage and bounds of each histogram: tokens, and for objectives of sequence ratios
+    sequences.
+    """
     bounds = token_bounds(config) | (sequence_bounds(config) or {})
     return [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
 
 
 def sequence_bounds(config: Any) -> dict[str, dict[str, Bounds]] | None:
     """
-    Bounds that the objective of a [`QaRLConfig`] sets to the sequence-level `"ratio"` and `"mismatch_weight"`, for
-    `"positive"` and `"negative"` advantages; `None` for a side without bound, and for an objective of token ratios.
+    Return the bounds that the objective of a [`QaRLConfig`] sets to the sequence-level `"ratio"` and
+    `"mismatch_weight"`, for `"positive"` and `"negative"` advantages; `None` for a side without bound, and for an
+    objective of token ratios.
     """
     if config.objective == "tbpo":
         cap = (1 / config.mismatch_cap, config.mismatch_cap)
@@ -54,9 +58,9 @@ def sequence_bounds(config: Any) -> dict[str, dict[str, Bounds]] | None:
 
 def token_bounds(config: Any) -> dict[str, dict[str, Bounds]]:
     """
-    Bounds that the objective of a [`QaRLConfig`] sets to each token's `"token_ratio"` and `"token_mismatch_weight"`, for
-    `"positive"` and `"negative"` advantages; `None` for a side without bound, which is every side for an objective of sequence
-    ratios.
+    Return the bounds that the objective of a [`QaRLConfig`] sets to each token's `"token_ratio"` and
+    `"token_mismatch_weight"`, for `"positive"` and `"negative"` advantages; `None` for a side without bound, which is
+    every side for an objective of sequence ratios.
     """
     positive: Bounds = (None, None)
     negative: Bounds = (None, None)

@@ -7,6 +7,8 @@ Public names are loaded on first use, so that `import trl_qarl` and `trl-qarl --
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .quiet import quiet_torchao
+
 
 __version__ = "0.1.0.dev0"
 
@@ -50,6 +52,10 @@ if TYPE_CHECKING:
     from .quantization.schemes import QuantScheme, get_scheme
     from .quantization.swap import QaRLWeightConfig, SwapReport, convert_model, prepare_model, restore_model
     from .rollout.engines import load_engine
+
+
+# Before anything imports transformers, which imports torchao.
+quiet_torchao()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from importlib import import_module
 
 import pytest
 import torch
@@ -30,22 +29,6 @@ def same(a, b):
         and torch.equal(a.scale, b.scale)
         and (a.scheme, a.shape, a.dtype) == (b.scheme, b.shape, b.dtype)
     )
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("torchao.utils", "TorchAOBaseTensor"),
-        ("torchao.core.config", "AOBaseConfig"),
-        ("torchao.quantization", "quantize_"),
-        ("torchao.quantization", "FqnToConfig"),
-        ("torchao.quantization.transform_module", "register_quantize_module_handler"),
-        ("torchao.kernel", "int_scaled_matmul"),
-        ("torchao.optim", "AdamW8bit"),
-    ],
-)
-def test_torchao_has_what_we_use_of_it(module, name):
-    assert hasattr(import_module(module), name), f"torchao moved {module}.{name}"
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

@@ -146,13 +146,18 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
         marks.append(time.perf_counter())
         batch, mask = pad([(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs], model.device)
+        # On a GPU, where batches and vocabularies are large, the logits of all sequences at once would not fit.
+        size = 8 if model.device.type == "cuda" else len(batch)
+        micro_batches = list(zip(batch.split(size), mask.split(size), strict=True))
         with torch.no_grad(), autocast(model, dtype):
-            model(batch, attention_mask=mask)
+            for ids, present in micro_batches:
+                model(ids, attention_mask=present)
         synchronize()
         marks.append(time.perf_counter())
-        with autocast(model, dtype):
-            logits = model(batch, attention_mask=mask).logits
-        torch.log_softmax(logits.float(), -1)[..., 0].mean().backward()
+        for ids, present in micro_batches:
+            with autocast(model, dtype):
+                logits = model(ids, attention_mask=present).logits
+            torch.log_softmax(logits.float(), -1)[..., 0].mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         synchronize()

@@ -43,13 +43,9 @@ def test_unknown_name_raises_attribute_error():
 
 def test_type_checking_imports_match_the_lazy_ones():
     tree = ast.parse((ROOT / "trl_qarl" / "__init__.py").read_text())
-    imported = {
-        alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level == 1
-        for alias in node.names
-        if node.module != "_version"
-    }
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    imported = {alias.name: node.module for node in block.body for alias in node.names}
     assert imported == trl_qarl._MODULES
     assert set(trl_qarl.__all__) == {*imported, "__version__"}
 

@@ -95,7 +95,7 @@ class QaRLConfig(GRPOConfig):
         numerics (`str`, *optional*):
             How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels for
             every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with AVX512,
-            bf16, vLLM 0.31; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it has never run). Rollouts without
+            bf16, vLLM; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it has never run). Rollouts without
             vLLM do not need it to be installed. `"fast"`: as transformers does, with rounding of its own. By default
             `"engine"` for rollouts in vLLM on a CPU where all of that is given, else `"fast"`; the log says which, and
             why.

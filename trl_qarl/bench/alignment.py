@@ -32,16 +32,21 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
         dtype, floor = getattr(torch, dtype_name), None
         for scheme in schemes:
             model = load_learner(path, scheme, dtype)
+            # On a GPU the engine has to be another one for its arithmetic to be repeated.
+            is_repeated = model.device.type == "cuda" and getattr(args, "numerics", "fast") == "engine"
             with (
-                open_server(model, dtype)
-                if args.rollout == "server"
-                else open_engine(model, dtype, max_num_seqs=len(TOPICS))
-            ) as (sampler, publisher, *_):
+                engine_numerics(model, dtype) if is_repeated else nullcontext(),
+                (
+                    open_server(model, dtype)
+                    if args.rollout == "server"
+                    else open_engine(model, dtype, max_num_seqs=len(TOPICS))
+                ) as (sampler, publisher, *_),
+            ):
                 publisher.publish("0")
                 samples = _sample(sampler, path, args.tokens)
                 engine_kernels = publisher.transport.describe()["kernels"]
             learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
-            if _can_use_engine_numerics(model, dtype):
+            if is_repeated or _can_use_engine_numerics(model, dtype):
                 learners.append(f"{learners[-1]}, engine numerics")
             measured = {}
             for learner in reversed(learners):

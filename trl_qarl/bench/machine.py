@@ -8,7 +8,30 @@ from .._version import __version__
 from ..packages import installed
 
 
-__all__ = ["describe_machine"]
+__all__ = ["describe_machine", "forget_peak", "peak_bytes", "synchronize"]
+
+
+def synchronize() -> None:
+    """Wait for what the accelerator was told to do, if there is one."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def forget_peak() -> None:
+    """Begin a measurement of [`peak_bytes`]."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int | None:
+    """Most bytes of the GPU's memory that PyTorch held in this process since [`forget_peak`]; `None` without a GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def describe_machine() -> str:

@@ -54,6 +54,7 @@ _GENERATING_PATHS = frozenset(
         "/v1/rerank",
         "/v1/responses",
         "/v1/score",
+        "/v1/systemone",
         "/v2/embed",
         "/v2/rerank",
     ]

@@ -174,7 +174,11 @@ class QaRLTrainer(HubTrainer):
             and self._exact == "require"
             and self.accelerator.is_main_process
         ):
-            check_arithmetic(self.vllm_generation.engine, on_gpu=self.accelerator.device.type == "cuda")
+            check_arithmetic(
+                self.vllm_generation.engine,
+                on_gpu=self.accelerator.device.type == "cuda",
+                adapter_rank=lora_arguments(self.model).get("max_lora_rank"),
+            )
         if rollout_func is not None:
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)

@@ -16,7 +16,7 @@ from .ops import token_log_probs
 __all__ = ["check_arithmetic", "describe_difference", "first_difference", "largest_difference"]
 
 
-def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False) -> None:
+def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_rank: int | None = None) -> None:
     """
     Raise unless the engine of that description computes with the kernels that this process has.
 
@@ -26,6 +26,8 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False) -> None:
             [`trl_qarl.numerics.cuda`] under `"arithmetic"`.
         on_gpu (`bool`, *optional*, defaults to `False`):
             Whether the learner is on a GPU.
+        adapter_rank (`int`, *optional*):
+            Rank to which the learner fills up adapters beside its layers.
 
     Raises:
         ValueError: naming both values of everything that differs.
@@ -33,6 +35,8 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False) -> None:
     # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
     ours = cuda.describe_arithmetic() if on_gpu else kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     theirs = engine.get("arithmetic") or {}
+    if adapter_rank is not None:
+        ours, theirs = ours | {"max_lora_rank": adapter_rank}, theirs | {"max_lora_rank": engine["lora"]["max_rank"]}
     lines = [
         f"{name}: learner {ours[name]}, engine {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]
     ]

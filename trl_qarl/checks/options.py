@@ -86,9 +86,9 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
             "the learner would compute with other weights than the engine. Leave it out",
         ),
         (
-            not config.is_quantized or config.scheme in kernels.SCHEMES,
+            not config.is_quantized or kernels.covers(get_scheme(config.scheme)),
             f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *kernels.SCHEMES]} have",
+            f"its product has not been compared with the engine's; those of {['bf16', *kernels.covered_schemes()]} have",
         ),
         (
             not config.cast_lm_head_to_fp32,

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
-from ..quantization.schemes import QuantScheme
+from ..quantization.schemes import E4M3, QuantScheme
 from ..quantization.swap import SwapReport, prepare_model
 
 
@@ -132,7 +132,7 @@ def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None
         findings.append(
             Finding("warning", "this GPU has no bf16 arithmetic", "train in float32, or on capability 8.0 or newer")
         )
-    is_float = scheme is None or scheme.activation_type == "float"
+    is_float = scheme is None or scheme.activation == E4M3
     if is_float and capability < (8, 9):
         findings.append(
             Finding(

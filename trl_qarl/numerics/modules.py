@@ -21,6 +21,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import QuantizedLinear, weight_version
+from ..quantization.schemes import INT4_PACKED
 from . import cpu as kernels
 from . import cuda, ops
 
@@ -106,7 +107,7 @@ class _QuantizedLinear(EngineModule):
         if kernels.is_on_gpu(rows):
             y, seen, self.kernel_name = cuda.low_bit_linear(rows, low_bit, bias)
             return y, seen
-        if self.scheme.name != "w4a16":
+        if self.scheme.container != INT4_PACKED:
             return super()._product(rows, low_bit, bias)
         if not kernels.has_engine_kernels():
             y, seen, self.kernel_name = low_bit_linear(rows, low_bit, bias, row_invariant=True)

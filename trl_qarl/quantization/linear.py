@@ -168,7 +168,7 @@ class QuantizedLinear(nn.Linear):
         with torch.inference_mode(False):
             low_bit = self.quantize(weight)
             if self._low_bit is not None:
-                self.num_flipped_codes = count_code_flips(self._low_bit.qdata, low_bit.qdata)
+                self.num_flipped_codes = count_code_flips(self._low_bit.qdata, low_bit.qdata, self.scheme.container)
                 if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):
                     low_bit = self._low_bit
         self._low_bit, self._low_bit_version = low_bit, version

@@ -355,4 +355,4 @@ def _check_not_quantized(model: nn.Module) -> None:
 def _low_bit_bytes(layer: QuantizedLinear) -> int:
     scales = layer.in_features // (layer.group_size or layer.in_features) * layer.out_features
     scale_dtype = layer.scale_dtype if layer.scheme.scale_dtype is None else getattr(torch, layer.scheme.scale_dtype)
-    return layer.weight.numel() * layer.scheme.num_bits // 8 + scales * scale_dtype.itemsize
+    return layer.weight.numel() * layer.scheme.container.num_bits // 8 + scales * scale_dtype.itemsize

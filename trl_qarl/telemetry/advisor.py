@@ -114,7 +114,7 @@ def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     if settings.get("numerics") == "engine":
         return 0.0, 0.0
     scheme = SCHEMES.get(str(settings.get("scheme")))
-    return (0.3, 0.6) if scheme is not None and scheme.activation_type is not None else (0.06, 0.3)
+    return (0.3, 0.6) if scheme is not None and scheme.activation is not None else (0.06, 0.3)
 
 
 def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:

@@ -178,7 +178,7 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
         layers = quantized_layers(self.model)
         restore_model(self.model)
         result = original(self, *args, **kwargs)
-        scheme = self.swap_report.scheme
+        (scheme,) = self.swap_report.plan.schemes
         for layer in layers.values():
             trl_qarl.quantization.linear.QuantizedLinear.from_linear(layer, scheme, torch.float32)
         return result

@@ -23,6 +23,14 @@ pytestmark = [
 PROMPTS = [[4, 90, 11, 57, 200, 31], [7, 8, 9]]
 CASES = {
     "three bits in INT4": ({"scheme": "w3a16", "group_size": 64}, {14: "w3a16"}),
+    # Of two layers the first stays in bf16.
+    "INT4 MLPs, INT8 attention": (
+        {
+            "scheme": {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"},
+            "high_precision_first": 1,
+        },
+        {3: "w4a16", 4: "w8a8"},
+    ),
 }
 
 

@@ -66,6 +66,8 @@ def options_of_train() -> dict[str, Option] | None:
         for name, arguments in field_calls(path, (classes,) if isinstance(classes, str) else classes):
             # A subclass comes before its base.
             options.setdefault(name, Option(_choices(arguments)))
+    # Or a mapping, which is JSON on a command line.
+    options["scheme"] = Option(tuple(SCHEMES))
     path = _find(LAUNCHER)
     if path is None:
         return None
@@ -100,7 +102,7 @@ def _choices(arguments: Mapping[str | None, ast.expr]) -> tuple[str, ...] | None
     metadata = arguments.get("metadata")
     for key, value in zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ():
         if isinstance(key, ast.Constant) and key.value == "choices":
-            known = {"list(SCHEMES)": SCHEMES, "list(OBJECTIVES)": OBJECTIVES}
+            known = {"list(OBJECTIVES)": OBJECTIVES}
             try:
                 return tuple(map(str, known.get(ast.unparse(value)) or ast.literal_eval(value)))
             except ValueError:
@@ -202,7 +204,7 @@ def _abbreviates(name: str, options: Mapping[str, Option]) -> bool:
 
 
 def _check_value(given: str, value: str, option: Option) -> Iterator[str]:
-    if option.choices is not None and value not in option.choices:
+    if option.choices is not None and value not in option.choices and not value.startswith("{"):
         hint = _suggest(value.lower(), option.choices, "", 0.6)
         yield f"`{given}` is none of {', '.join(option.choices)}.{hint}"
 

@@ -286,7 +286,7 @@ def product_reference(layer, x, grad):
 
     weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     seen, grad = x.detach().double(), grad.double()
-    if layer.scheme.activation_type is not None:
+    if layer.scheme.activation is not None:
         seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
     return seen @ weight.t() + layer.bias.detach().double(), grad @ weight, grad.t() @ seen, grad.sum(0)
 

@@ -44,7 +44,6 @@ from .objectives.tbpo import reduce_metrics
 from .objectives.token_losses import OWN_LOSSES, own_loss
 from .qarl_config import QaRLConfig
 from .quantization.names import is_peft_model
-from .quantization.schemes import get_scheme
 from .quantization.swap import (
     disable_quantized_forward,
     prepare_model,
@@ -87,7 +86,7 @@ class QaRLTrainer(HubTrainer):
     Attributes:
         export_dir (`Path`):
             Where the low-bit policy is written to before it is pushed: by default a folder of the output directory that is
-            named after the scheme.
+            named after the scheme, or schemes.
         swap_report ([`SwapReport`]):
             Which layers were quantized, how, and which were not.
         numerics (`str`):
@@ -146,7 +145,7 @@ class QaRLTrainer(HubTrainer):
             model = load_start(model, peft_config, args.model_init_kwargs)
         factory = use_generation_factory(self._make_generation) if args.use_vllm else nullcontext()
         self._preset = PRESETS.get(args.objective)
-        self.export_dir = Path(args.output_dir, args.scheme)
+        self.export_dir = Path(args.output_dir, args.plan.name)
         self._calls_tools = False
         self._is_making_batch = False
         self._is_saving = False
@@ -191,9 +190,7 @@ class QaRLTrainer(HubTrainer):
                 head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
         if self.ref_model is not None and args.quantize_learner:
             # The learner starts as the low-bit model, so that is what it is kept close to.
-            prepare_model(
-                self.accelerator.unwrap_model(self.ref_model), self.swap_report.scheme, **self._swap_arguments
-            )
+            prepare_model(self.accelerator.unwrap_model(self.ref_model), self.swap_report.plan, **self._swap_arguments)
         if self.ref_model is not None:
             self._attach_numerics(self.accelerator.unwrap_model(self.ref_model))
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
@@ -227,12 +224,11 @@ class QaRLTrainer(HubTrainer):
             "exclude_modules": args.exclude_modules,
             "scale_dtype": self._scale_dtype,
         }
-        scheme = get_scheme(args.scheme, args.group_size)
         if has_adapter:
             keep_masters = not args.quantize_learner
             self.swap_report = prepare_base(
                 self.model,
-                scheme,
+                args.plan,
                 keep_masters=keep_masters,
                 is_merged=args.lora_mode == "merged",
                 **self._swap_arguments,
@@ -241,7 +237,7 @@ class QaRLTrainer(HubTrainer):
             if self._adapter_folder is not None:
                 check_record(self._adapter_folder, self._scheme_record())
         else:
-            self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
+            self.swap_report = prepare_model(self.model, args.plan, **self._swap_arguments)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
         self.numerics, reason = choose_numerics(self.model, args, self._scale_dtype, self.accelerator.num_processes)
@@ -573,7 +569,7 @@ class QaRLTrainer(HubTrainer):
         return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self._scheme_record())
 
     def _scheme_record(self) -> dict[str, Any]:
-        record = resume.scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
+        record = resume.scheme_record(self.args, self.swap_report.plan, self._scale_dtype)
         if is_peft_model(self.model):
             record |= {"lora_mode": self.args.lora_mode, "base": self._base}
         return record

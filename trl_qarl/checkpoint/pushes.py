@@ -13,7 +13,7 @@ from typing_extensions import override
 from ..quantization.names import is_peft_model
 from ..quantization.swap import SwapReport
 from . import uploads as hub
-from .cards import TrainingFacts, adapter_card, masters_card
+from .cards import TrainingFacts, adapter_card, described_settings, masters_card
 from .export import export_checkpoint
 
 
@@ -61,6 +61,7 @@ class HubTrainer(GRPOTrainer):
         args, tags = self.args, self._card_arguments.get("tags", ())
         tags = [tags] if isinstance(tags, str) else tags
         settings = {"objective": args.objective, **self._scheme_record(), "temperature": args.temperature}
+        settings |= described_settings(self.swap_report.plan)
         return TrainingFacts(
             {name: value for name, value in settings.items() if value is not None},
             self.state.log_history,

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
 from ..numerics import cpu as kernels
 from ..numerics import cuda
-from ..quantization.schemes import get_scheme
+from ..quantization.schemes import QuantScheme
 from .objective import default
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
@@ -46,15 +47,16 @@ EXACT = ("require", "warn")
 
 def check_scheme(config) -> Iterator[str]:
     try:
-        get_scheme(config.scheme, config.group_size)
+        plan = config.plan
     except ValueError as error:
         yield str(error)
-    if config.scheme == "bf16" and not config.quantize_learner:
+        return
+    if not plan.is_quantized and not config.quantize_learner:
         yield (
-            "quantize_learner=False with scheme='bf16': there is no low-bit weight for the rollout to run. Choose a "
+            f"quantize_learner=False with scheme={config.scheme!r}: there is no low-bit weight for the rollout to run. Choose a "
             "quantized scheme, or leave out `quantize_learner`."
         )
-    if config.exclude_modules and config.scheme == "bf16":
+    if config.exclude_modules and not plan.is_quantized:
         yield f"exclude_modules={config.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
 
 
@@ -86,9 +88,9 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
             "the learner would compute with other weights than the engine. Leave it out",
         ),
         (
-            not config.is_quantized or config.scheme in kernels.SCHEMES,
+            all(map(kernels.covers, _schemes(config))),
             f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *kernels.SCHEMES]} have",
+            f"its product has not been compared with the engine's; those of {['bf16', *kernels.covered_schemes()]} have",
         ),
         (
             not config.cast_lm_head_to_fp32,
@@ -114,6 +116,13 @@ def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
     ):
         if not is_met:
             yield option, reason
+
+
+def _schemes(config) -> tuple[QuantScheme, ...]:
+    """Quantized schemes of a configuration; none where it is wrong, which [`check_scheme`] says."""
+    with suppress(ValueError):
+        return config.plan.schemes
+    return ()
 
 
 def check_adapters(config) -> Iterator[str]:

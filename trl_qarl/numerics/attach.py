@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model, base_modules
+from ..quantization.schemes import E4M3_CODES, INT4_PACKED
 from . import cpu as kernels
 from . import cuda, ops
 from .modules import (
@@ -183,18 +184,18 @@ def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
             f"{path!r} has a `forward` of its own on the instance, as accelerate's `device_map` sets one",
         )
         if isinstance(module, QuantizedLinear):
-            scheme = module.scheme.name
+            scheme = module.scheme
             yield (
-                scheme in kernels.SCHEMES,
-                f"{path!r} has scheme {scheme!r}, which is none of {list(kernels.SCHEMES)}",
+                kernels.covers(scheme),
+                f"{path!r} has scheme {scheme.name!r}, which is none of {kernels.covered_schemes()}",
             )
             yield (
-                not on_gpu or scheme != "fp8" or torch.cuda.get_device_capability() >= (8, 9),
-                f"{path!r} has scheme 'fp8', which vLLM runs with 16-bit activations below compute capability 8.9",
+                not on_gpu or scheme.container != E4M3_CODES or torch.cuda.get_device_capability() >= (8, 9),
+                f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
             )
             shape = tuple(module.weight.shape)
             yield (
-                scheme != "w4a16" or not is_engine or not any(size % 32 for size in shape),
+                scheme.container != INT4_PACKED or not is_engine or not any(size % 32 for size in shape),
                 f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",
             )
 

@@ -240,7 +240,7 @@ class QaRLTrainer(HubTrainer):
             self.swap_report = prepare_model(self.model, args.plan, **self._swap_arguments)
         if not args.quantize_learner:
             disable_quantized_forward(self.model)
-        self.numerics, reason = choose_numerics(self.model, args, self._scale_dtype, self.accelerator.num_processes)
+        self.numerics, reason = choose_numerics(self.model, args, self._scale_dtype)
         self._exact = args.exact or ("warn" if args.numerics is None else "require")
         self._attach_numerics(self.model)
         logger.info("numerics=%r: %s", self.numerics, reason)

@@ -121,19 +121,17 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         )
 
 
-def choose_numerics(model: nn.Module, args: Any, dtype: torch.dtype, num_processes: int) -> tuple[str, str]:
+def choose_numerics(model: nn.Module, args: Any, dtype: torch.dtype) -> tuple[str, str]:
     """
     `args.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
 
-    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be gained
-    or nobody has looked: without vLLM, and on several processes.
+    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be gained or
+    nobody has looked: without vLLM, and on a GPU.
     """
     if args.numerics is not None:
         return args.numerics, "as configured"
     if not args.use_vllm:
         return "fast", "rollouts are the learner's own"
-    if num_processes > 1:
-        return "fast", "engine numerics have not been compared on several processes"
     if not args.use_cpu:
         return (
             "fast",

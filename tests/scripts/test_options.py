@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 import pytest
 
 from trl_qarl.cli import main
+from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.scripts import bench, options, train, vllm_serve
 from trl_qarl.scripts.options import Option, check, check_yaml, options_of, options_of_train, spell
 
@@ -25,8 +26,13 @@ def test_options_read_from_sources_are_those_of_the_parsers():
     assert found.keys() - names <= {*options.OTHERS}
     # `no_` is the second form of a boolean option, which `check` knows without a list.
     assert {name for name in names - found.keys() if not (name.startswith("no_") and name[3:] in found)} == set()
-    for name in ("scheme", "objective", "dtype"):
+    for name in ("objective", "dtype"):
         assert found[name].choices == options_of(parser, [])[name].choices
+    # A mapping is none of the names.
+    assert found["scheme"].choices == (*SCHEMES,)
+    check(["--scheme", '{"_default": "w4a16"}'], found)
+    with pytest.raises(ValueError, match="`--scheme w4a61` is none of .*Did you mean `w4a16`"):
+        check(["--scheme", "w4a61"], found)
 
 
 def test_nothing_is_refused_where_a_source_has_moved(monkeypatch):

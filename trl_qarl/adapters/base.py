@@ -16,7 +16,8 @@ from trl.trainer.utils import create_model_from_path
 from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model, base_modules
-from ..quantization.plan import QuantPlan
+from ..quantization.plan import QuantPlan, get_plan
+from ..quantization.schemes import QuantScheme
 from ..quantization.selection import reasons_to_skip
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen
 from ..quantization.tensors import LowBitTensor
@@ -96,15 +97,16 @@ def _as_linear(config: "PeftConfig") -> "PeftConfig":
 
 
 def prepare_base(
-    model: nn.Module, plan: QuantPlan, *, keep_masters: bool, is_merged: bool = False, **arguments
+    model: nn.Module, scheme: QuantPlan | QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
     """
     Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop the masters that are not
     needed, unless they are to be kept or are gone already.
 
     Raises:
-        ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint does not have the schemes of `plan`.
+        ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint has other schemes.
     """
+    plan = get_plan(scheme)
     layers = quantized_layers(model)
     if any(layer.is_frozen for layer in layers.values()):
         if is_merged:
@@ -222,7 +224,7 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
     differing = [
         f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
         for name in names
-        if theirs.get(name) != record.get(name)
+        if json.dumps(theirs.get(name)) != json.dumps(record.get(name))
     ]
     if differing:
         raise ValueError(

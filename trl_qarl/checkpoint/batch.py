@@ -87,7 +87,8 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
         return resume_from_checkpoint
     theirs = json.loads((folder / SCHEME_FILE).read_text())
-    if theirs != record:
+    # As text: patterns of layers apply in the order in which they are written.
+    if any(json.dumps(theirs.get(name)) != json.dumps(record.get(name)) for name in theirs.keys() | record.keys()):
         raise ValueError(
             f"The checkpoint {folder} was trained with {theirs}, this run uses {record}. Resume with the same settings, "
             "or start a new run from its masters by passing it as the model."

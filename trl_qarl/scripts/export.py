@@ -240,13 +240,13 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         "group_size": args.group_size,
         "exclude_modules": args.exclude_modules,
         "scale_dtype": args.dtype,
-        **{name: getattr(args, name) or None for name in EDGES},
+        **{name: getattr(args, name) for name in EDGES if getattr(args, name)},
     }
     if record is None:
         if args.scheme is None:
             raise ValueError(f"{source} does not say how it was trained (no qarl.json). Give `--scheme`.")
         return {**given, "scale_dtype": args.dtype or "bfloat16"}
-    if isinstance(args.scheme, dict) and get_plan(args.scheme, args.group_size).written == record["scheme"]:
+    if isinstance(args.scheme, dict) and get_plan(args.scheme, args.group_size) == get_plan(record["scheme"]):
         # The same in other words.
         given |= {"scheme": None, "group_size": None}
     for name, value in given.items():

@@ -252,7 +252,6 @@ class QaRLTrainer(HubTrainer):
                 model,
                 self._scale_dtype,
                 self.args.temperature,
-                allow_longer=self._exact == "warn",
                 adapter_rank=lora_arguments(model).get("max_lora_rank"),
             )
 

@@ -61,7 +61,6 @@ def attach_engine_numerics(
     model: nn.Module,
     dtype: torch.dtype = torch.bfloat16,
     temperature: float = 1.0,
-    allow_longer: bool = False,
     adapter_rank: int | None = None,
 ) -> None:
     """
@@ -79,9 +78,6 @@ def attach_engine_numerics(
             Dtype in which the engine runs the model.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, for calls with `fused_lm_head=True`.
-        allow_longer (`bool`, *optional*, defaults to `False`):
-            Whether sequences may be longer than [`~trl_qarl.numerics.cpu.max_exact_length`], whose attention the engine
-            rounds otherwise in decoding. By default they raise.
         adapter_rank (`int`, *optional*):
             Rank to which the engine fills up adapters beside the layers with zeros, on which the last bit depends. Defaults to
             their own.
@@ -100,7 +96,7 @@ def attach_engine_numerics(
         if isinstance(module, QuantizedLinear):
             module.product = engine_product
         elif operation := ENGINE_OPERATIONS.get(type(module)):
-            module.forward = operation(module, dtype, device, allow_longer)
+            module.forward = operation(module, dtype, device)
     for _, layer in _adapters_beside(model):
         layer.forward = LoraOperation(layer, dtype, device, adapter_rank)
     # Who wraps the model's forward later, as accelerate does, hides it.
@@ -228,7 +224,7 @@ class _ModelForward(EngineOperation):
     """The model's forward, but for calls that ask for log-probs (TRL's `add_fused_lm_head`), which get the engine's."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str, temperature: float):
-        super().__init__(model, dtype, device, allow_longer=True)
+        super().__init__(model, dtype, device)
         self.temperature = temperature
         # TRL or accelerate may have set one on the instance.
         self.original = vars(model).get("forward")

@@ -44,8 +44,8 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
         raise ValueError(
             "numerics='engine': the engine's arithmetic is not the learner's:\n  "
             + "\n  ".join(lines)
-            + "\nStart the server with `trl-qarl vllm-serve --numerics engine`, with the same release of vLLM on the same kind of "
-            "processor, or use numerics='fast' or exact='warn'."
+            + "\nStart the server with `trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same "
+            "kind of processor, or use numerics='fast' or exact='warn'."
         )
 
 

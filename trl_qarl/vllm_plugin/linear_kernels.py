@@ -1,7 +1,7 @@
 """Linear kernels for vLLM that compute as the learner does, for CPUs and GPUs."""
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
@@ -39,9 +39,12 @@ def put_first(platform: PlatformEnum, **kernels: type) -> None:
             table[platform].insert(0, table[platform].pop())
 
 
-def is_our_engine(*backends: str) -> bool:
-    """Whether the engine that is being built has its weights from here, through one of `backends` (by default, files)."""
-    config = get_current_vllm_config_or_none()
+def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
+    """
+    Whether the engine of `config`, by default that which is being built, has its weights from here, through one of `backends` (by
+    default, files).
+    """
+    config = config or get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config
     return transfer is not None and transfer.backend in (backends or (FILE_BACKEND,))
 

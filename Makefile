@@ -16,7 +16,7 @@ quickstart:  ## train a small pretrained model with QaRL; ARGS="--help" lists th
 
 test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 	.ci/setup .venv-test $(TEST_EXTRAS)
-	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu" $(ARGS)
+	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu" --durations=25 --durations-min=5 $(ARGS)
 
 lint:  ## style and types, as CI checks them
 	.ci/setup .venv-test $(TEST_EXTRAS)

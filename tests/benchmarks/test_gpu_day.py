@@ -13,7 +13,7 @@ from trl_qarl.cli import main
 from trl_qarl.scripts import bench
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pieces = runpy.run_path(str(ROOT / "benchmarks/gpu.py"))
 
 

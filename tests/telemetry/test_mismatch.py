@@ -2,15 +2,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-from trl_qarl.quantization.swap import prepare_model, quantized_layers
-from trl_qarl.telemetry.codes import (
-    code_flip_rate,
-    sampled_masters,
-    sqnr,
-    update_to_step,
-)
 from trl_qarl.telemetry.mismatch import (
     mismatch_metrics,
     mismatch_sums,
@@ -20,7 +12,6 @@ from trl_qarl.telemetry.mismatch import (
     weight_metrics,
 )
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
-from trl_qarl.telemetry.text import has_loop, is_garbled, worst_examples, worst_span
 
 
 def naive(old, sampling, mask):
@@ -101,93 +92,6 @@ def test_histograms_equal_a_naive_count(seed):
                     bins[inside[0] if inside else 0 if value < 0 else -1] += 1
             expected.append(bins)
     assert ratio_histograms(log_ratios, advantages, counted).tolist() == expected
-
-
-def test_edges_of_histograms_separate_the_bounds_of_the_paper():
-    assert sorted(HISTOGRAM_EDGES) == HISTOGRAM_EDGES and len(set(HISTOGRAM_EDGES)) == 50
-    bins = {sum(edge <= bound for edge in HISTOGRAM_EDGES) for bound in (1 - 3e-4, 1.0, 1 + 3e-4, 1 + 7e-4, 0.5, 2.0)}
-    assert len(bins) == 6
-
-
-def test_code_flip_rate_counts_the_last_update():
-    net = nn.Sequential(nn.Linear(128, 32), nn.Linear(32, 32))
-    prepare_model(net, "w8a8")
-    layers = quantized_layers(net).values()
-    assert math.isnan(code_flip_rate(layers))
-    codes = net[0].low_bit_weight().qdata.clone()
-    with torch.no_grad():
-        net[0].weight[0] *= -1
-    flipped = (net[0].low_bit_weight().qdata != codes).sum().item()
-    with torch.no_grad():
-        net[1].weight.add_(0)
-    assert code_flip_rate(layers) == pytest.approx(flipped / (128 * 32 + 32 * 32)) and flipped > 100
-
-
-def test_sqnr_in_decibel():
-    net = nn.Sequential(nn.Linear(128, 32), nn.Linear(32, 32))
-    prepare_model(net, "w4a16")
-    layers = quantized_layers(net)
-    signal = sum(layer.weight.detach().double().square().sum() for layer in layers.values())
-    noise = sum(
-        (layer.weight.detach().double() - layer.low_bit_weight().dequantize(torch.float64)).square().sum()
-        for layer in layers.values()
-    )
-    assert sqnr(layers)["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
-
-
-def test_sqnr_of_each_family_of_layers():
-    net = nn.ModuleDict(
-        {f"layer{i}": nn.ModuleDict({"up": nn.Linear(128, 8), "down": nn.Linear(128, 8)}) for i in "ab"}
-    )
-    prepare_model(net, "w4a16")
-    layers = quantized_layers(net)
-    ratios = sqnr(layers)
-    assert set(ratios) == {"quant/sqnr", "quant/sqnr/up", "quant/sqnr/down"}
-    ups = {name: layer for name, layer in layers.items() if name.endswith("up")}
-    assert len(ups) == 2 and sqnr(ups)["quant/sqnr"] == ratios["quant/sqnr/up"] != ratios["quant/sqnr/down"]
-
-
-@pytest.mark.parametrize(
-    ("scores", "span"),
-    [
-        ([0.0, 1.0, 4.0, 1.1, 0.9, 3.0], (2, 4)),
-        ([5.0], (0, 1)),
-        ([2.0, 3.0, 2.0], (0, 3)),
-        ([math.nan, 4.0, math.nan, 3.0], (1, 2)),
-    ],
-)
-def test_worst_span_is_the_run_around_the_largest_score(scores, span):
-    assert worst_span(scores) == span
-
-
-def test_worst_examples_mark_the_offending_span():
-    sampling = torch.tensor([[-1.0, -1.0, -1.0, -9.0], [-1.0, -1.0, -0.5, -0.5]])
-    old = torch.tensor([[-1.1, -1.0, -1.0, -9.0], [-1.0, -4.0, -0.5, -99.0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    completions = [[97, 98, 99, 100], [101, 102, 103]]
-    prompts = [[65], [66]]
-    advantages = torch.tensor([0.5, -0.5])
-
-    def find(**changes):
-        arguments = {"sampling_per_token_logps": sampling, "mask": mask} | changes
-        return worst_examples(
-            old,
-            **arguments,
-            advantages=advantages,
-            prompt_ids=prompts,
-            completion_ids=completions,
-            decode=lambda ids: bytes(ids).decode(),
-        )
-
-    mismatch, improbable = find()
-    assert mismatch == {"kind": "mismatch", "nats": 3.0, "advantage": -0.5, "prompt": "B", "completion": "e⟦f⟧g"}
-    assert improbable == {"kind": "improbable", "nats": 9.0, "advantage": 0.5, "prompt": "A", "completion": "abc⟦d⟧"}
-    assert find(mask=torch.zeros_like(mask)) == []
-    diverged = torch.full_like(old, math.nan)
-    assert worst_examples(diverged, sampling, mask, advantages, prompts, completions, bytes) == []
-    unknown = sampling.clone()
-    unknown[1] = math.nan
-    assert [example["prompt"] for example in find(sampling_per_token_logps=unknown)] == ["A", "A"]
 
 
 def naive_splits(old, sampling, advantages, mask):
@@ -271,87 +175,3 @@ def test_an_error_token_is_improbable_under_both_policies():
     old, sampling = torch.tensor([[1e-4, 1e-4, 0.5]]).log(), torch.tensor([[1e-4, 0.5, 1e-4]]).log()
     metrics = split_metrics(*split_sums(old, sampling, torch.ones(1), torch.ones(1, 3)))
     assert metrics["rollout/error_token_share"] == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([], False),
-        ([7] * 15, False),
-        ([7] * 16, True),
-        ([1, 2, 3] + [7] * 16 + [4, 5], True),
-        (list(range(100)), False),
-        ([1, 2, 3, 4] * 4, True),
-        ([1, 2, 3, 4] * 3, False),
-        ([9, 9, 8] + [1, 2, 3, 4, 5] * 4, True),
-        ([9, 9, 8] + [1, 2, 3, 4, 5] * 3 + [1, 2, 3, 4, 6], False),
-        (list(range(64)) * 4, True),
-        (list(range(65)) * 4, False),
-        ([i // 2 for i in range(200)], False),
-    ],
-)
-def test_loops_are_blocks_that_repeat_in_a_row(ids, expected):
-    assert has_loop(ids) is expected
-
-
-def naive_has_loop(ids):
-    return any(
-        all(ids[i] == ids[i + period] for i in range(start, start + length - period))
-        for period in range(1, 65)
-        for length in [max(4 * period, 16)]
-        for start in range(len(ids) - length + 1)
-    )
-
-
-def test_loops_equal_a_naive_search():
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for length in range(10, 70):
-        ids = torch.randint(0, 2, (length,), generator=generator).tolist()
-        block = ids[: length % 7 + 1]
-        ids += block * (length % 6)
-        found.append(has_loop(ids))
-        assert found[-1] == naive_has_loop(ids)
-    assert 5 < sum(found) < 55
-
-
-def test_garbled_text_has_bytes_that_are_no_character_before_its_end():
-    assert is_garbled("a\ufffdb") and not is_garbled("ab") and not is_garbled("") and not is_garbled("ab\ufffd\ufffd")
-
-
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "w8a16", "fp8"])
-def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(256, 40), nn.Linear(128, 24))
-    prepare_model(net, scheme)
-    layers = quantized_layers(net)
-    before = sampled_masters(layers)
-    assert [len(rows) for rows in before.values()] == [20, 24]
-    old = {name: layer.weight.detach().clone() for name, layer in layers.items()}
-    with torch.no_grad():
-        for layer in layers.values():
-            layer.weight.add_(1e-4 * torch.randn_like(layer.weight))
-    moved, count = 0.0, 0
-    for name, layer in layers.items():
-        scale = layer.low_bit_weight().scale
-        codes = layer.low_bit_weight().dequantize(torch.float32).double()
-        group = layer.in_features // scale.shape[1]
-        for i in range(0, layer.out_features, 2 if layer.out_features == 40 else 1):
-            for j in range(layer.in_features):
-                s = scale[i, j // group].item()
-                step = s
-                if scheme == "fp8":
-                    # Normal numbers have three bits after the point, below 2^-6 the distance stays.
-                    code = abs(codes[i, j].item()) / s
-                    step = s * 2.0 ** (max(math.floor(math.log2(code)) if code else -6, -6) - 3)
-                moved += abs(layer.weight[i, j].item() - old[name][i, j].item()) / step
-                count += 1
-    assert update_to_step(before, layers) == pytest.approx(moved / count, rel=1e-3)
-
-
-def test_update_of_nothing_is_zero_steps_and_no_layers_are_nan():
-    net = nn.Sequential(nn.Linear(128, 32))
-    prepare_model(net, "w4a16")
-    layers = quantized_layers(net)
-    assert update_to_step(sampled_masters(layers), layers) == 0
-    assert math.isnan(update_to_step({}, {}))

@@ -1,10 +1,11 @@
-"""Writes the tables of options.md from `trl_qarl/checks/refused.py`: `python docs/tables.py`."""
+"""Writes the tables of options.md from `trl_qarl/checks/refused.py` and `objectives/tbpo.py`: `python docs/tables.py`."""
 
 import re
 import textwrap
 from pathlib import Path
 
 from trl_qarl.checks import refused
+from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
 
 
 PAGE = Path(__file__).with_name("options.md")
@@ -16,7 +17,7 @@ def fill(page: str) -> str:
     parts = {
         "every objective": _table(refused.REFUSED | model_init),
         "lora": _table(refused.REFUSED_BY_LORA),
-        "tbpo": _table(refused.REFUSED_BY_TBPO),
+        "tbpo": _table(REFUSED_BY_TBPO),
         "generation_kwargs": _names(refused.GENERATION_KWARGS_THAT_RESHAPE),
         "generation_kwargs with vLLM": _names(refused.VLLM_SAMPLING_KWARGS),
     }

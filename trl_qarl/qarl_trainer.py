@@ -31,14 +31,11 @@ from .checks.arguments import (
     without_warning_of_ignored_kwargs,
 )
 from .checks.options import raise_problems
-from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
+from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
 from .muon import create_muon_adamw
 from .numerics.attach import attach_engine_numerics
 from .numerics.exact import check_arithmetic, describe_difference, largest_difference
-from .objectives.presets import PRESETS
-from .objectives.ratios import preset_weight, weigh_advantages
-from .objectives.tbpo import reduce_metrics
-from .objectives.token_losses import OWN_LOSSES, own_loss
+from .objectives.registry import get_objective
 from .qarl_config import QaRLConfig
 from .quantization.names import is_peft_model
 from .quantization.schemes import get_scheme
@@ -141,10 +138,9 @@ class QaRLTrainer(HubTrainer):
         if is_name:
             model = load_start(model, peft_config, args.model_init_kwargs)
         factory = use_generation_factory(self._make_generation) if args.use_vllm else nullcontext()
-        self._preset = PRESETS.get(args.objective)
+        self._objective = get_objective(args.objective)
         self.export_dir = Path(args.output_dir, args.scheme)
         self._calls_tools = False
-        self._is_making_batch = False
         with factory, without_warning_of_ignored_kwargs(are_used=is_name):
             super().__init__(
                 model=model,
@@ -324,27 +320,24 @@ class QaRLTrainer(HubTrainer):
         """Adds the learner's log-probs where TRL leaves them out and measures mismatch and quantization error."""
         with self.recorder.time("scoring"):
             try:
-                self._is_making_batch = True
                 output = super()._generate_and_score_completions(inputs)
             except EngineLost:
                 self._save_before_leaving()
                 raise
-            finally:
-                self._is_making_batch = False
-            self._complete(output)
+            batch = self._complete(output)
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
-            self.recorder.observe_rollout(output, publication, is_scored=not self._is_scored_by_sampler)
+            self.recorder.observe_rollout(output, batch, publication, is_scored=not self._is_scored_by_sampler)
             if self.numerics == "engine":
-                self._check_exact(output)
+                self._check_exact(output, batch)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
             self.recorder.probe(output, self.state.global_step, engine)
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
 
-    def _complete(self, output: dict[str, Any]) -> None:
+    def _complete(self, output: dict[str, Any]) -> Batch:
         """Adds to a generation batch what TRL leaves out."""
         if "sampling_per_token_logps" not in output:
             raise ValueError(
@@ -358,21 +351,21 @@ class QaRLTrainer(HubTrainer):
             batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
             with torch.no_grad():
                 output["old_per_token_logps"], _, _ = self._score(self.model, output, batch_size=batch_size)
-        if self._preset is not None:
-            logps = output["old_per_token_logps"], output["sampling_per_token_logps"]
-            weight = preset_weight(self.args, *logps, loss_mask(output))
-            if weight is not None:
-                output["importance_sampling_ratio"] = weight
+        batch = Batch.of(output)
+        weight = self._objective.weight(self.args, batch)
+        if weight is not None:
+            output["importance_sampling_ratio"] = weight
+        return batch
 
     @property
     def _is_scored_by_sampler(self) -> bool:
-        """Whether nothing needs the learner's log-probs of a rollout, of which `bypass` saves the forward."""
-        return self.args.objective == "bypass" and self.beta == 0.0 and self.numerics == "fast"
+        """Whether nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
+        return not self._objective.needs_scores and self.beta == 0.0 and self.numerics == "fast"
 
-    def _check_exact(self, output: dict[str, Any]) -> None:
+    def _check_exact(self, output: dict[str, Any], batch: Batch) -> None:
         """Raises, or warns, where a sampled token's log-prob is not the learner's, bit for bit."""
-        mask = loss_mask(output)
-        largest, *_ = largest_difference(output["old_per_token_logps"], output["sampling_per_token_logps"], mask)
+        mask = batch.mask
+        largest, *_ = largest_difference(*batch.rollout)
         overall = self.accelerator.gather(torch.tensor([largest], device=self.accelerator.device)).max().item()
         if overall == 0.0 or self._exact == "known":
             return
@@ -445,31 +438,21 @@ class QaRLTrainer(HubTrainer):
     @override
     def _compute_loss(self, model, inputs):
         """
-        A loss of our own for `"tbpo"`, `"dppo-tv"` and `"acr"`; KL to the reference and MoE auxiliary loss as in TRL. The
-        other objectives are TRL's losses, for some with other advantages.
+        The loss of the objective: TRL's of what the objective makes of the batch, or one that TRL does not have, with KL to the
+        reference and MoE auxiliary loss as in TRL.
         """
-        if self.args.objective not in OWN_LOSSES:
-            weighed = inputs
-            if self._preset is not None:
-                is_weighed_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
-                ratio = None if is_weighed_by_trl else inputs.get("importance_sampling_ratio")
-                advantages = weigh_advantages(inputs["advantages"], ratio, self._preset.is_positive_only)
-                weighed = inputs | {"advantages": advantages}
-            if self.args.objective == "bypass":
-                sampling = inputs["sampling_per_token_logps"]
-                weighed["old_per_token_logps"] = sampling.nan_to_num(0.0)
-                weighed["advantages"] = inputs["advantages"].unsqueeze(1) * ~sampling.isnan()
-            loss = super()._compute_loss(model, weighed)
-            self.recorder.observe_update(self._forward_logps, inputs)
+        if not self._objective.has_own_loss:
+            loss = super()._compute_loss(model, self._objective.for_trl(self.args, inputs))
+            self.recorder.observe_update(Batch.of(inputs, self._forward_logps))
             return loss
-        mask = loss_mask(inputs)
         per_token_logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        self.recorder.observe_update(per_token_logps, inputs)
-        loss, kl_ratio, per_sequence = own_loss(self.args, per_token_logps, inputs, mask)
-        gathered = {name: self.accelerator.gather(values) for name, values in per_sequence.items()}
-        metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **reduce_metrics(gathered)}
+        batch = Batch.of(inputs, per_token_logps)
+        self.recorder.observe_update(batch)
+        loss, kl_ratio, per_sequence = self._objective.loss(self.args, batch)
+        mask = batch.mask
+        metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **self.recorder.reduce(per_sequence)}
         if self.beta != 0.0:
             log_ratio = inputs["ref_per_token_logps"] - per_token_logps
             per_token_kl = torch.exp(log_ratio) - log_ratio - 1
@@ -490,7 +473,8 @@ class QaRLTrainer(HubTrainer):
         Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for what is
         measured beside TRL's losses, which do not return them.
         """
-        if self._is_making_batch and self._is_scored_by_sampler:
+        # TRL scores a rollout without entropies, and every loss asks for them.
+        if self._is_scored_by_sampler and not kwargs.get("compute_entropy"):
             return None, None, None
         forward = count_positions(model) if takes_positions(self.accelerator.unwrap_model(model)) else model
         output = super()._get_per_token_logps_and_entropies(forward, *args, **kwargs)

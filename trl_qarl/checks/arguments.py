@@ -18,6 +18,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from ..adapters.tensors import is_adapter_folder, saved_adapter_config
 from ..checkpoint.uploads import exports_policy
 from ..numerics.attach import check_engine_numerics
+from ..objectives.registry import get_objective
 from ..quantization.names import is_adapted, is_peft_model
 from ..quantization.selection import stacked_experts
 from .adapter import (
@@ -89,7 +90,7 @@ def check_launch(accelerator, is_sharded: bool) -> None:
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switches off what TRL's `disable_dropout` leaves on, and has TBPO ask for it where a model drops anything."""
+    """Switch off what TRL's `disable_dropout` leaves on, and have objectives ask for it that need one policy throughout."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
@@ -102,22 +103,24 @@ def check_dropout(model: nn.Module, args: Any) -> None:
     if args.disable_dropout:
         _switch_off(model, active)
         return
-    if args.objective == "tbpo":
+    needs_one_policy = get_objective(args.objective).needs_one_policy
+    if needs_one_policy:
         # Where TRL's examples have it, unlike a model that drops activations, which is rare.
         of_adapter = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
         for rate in set(of_adapter.values()):
             logger.warning(
-                "lora_dropout=%g is switched off: under objective='tbpo' rollout, scoring and loss must see the same policy. "
+                "lora_dropout=%g is switched off: under objective=%r rollout, scoring and loss must see the same policy. "
                 "Use lora_dropout=0, or another objective.",
                 rate,
+                args.objective,
             )
         _switch_off(model, of_adapter)
         active = {place: rate for place, rate in active.items() if place not in of_adapter}
-    if active and args.objective == "tbpo":
+    if active and needs_one_policy:
         (name, key), value = next(iter(active.items()))
         raise ValueError(
             f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
-            "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
+            f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
         )
 
 

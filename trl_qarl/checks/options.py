@@ -10,8 +10,8 @@ import torch
 from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
 from ..numerics import cpu as kernels
 from ..numerics import cuda
+from ..objectives.options import default
 from ..quantization.schemes import get_scheme
-from .objective import default
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
     LORA_MODES,
@@ -262,14 +262,17 @@ def raise_problems(problems: list[str]) -> None:
         raise ValueError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
 
 
-def raise_problems_of_config(problems: list[str], not_of_tbpo: list[tuple[str, str]], objective: str) -> None:
-    if len(not_of_tbpo) == 1:
-        option, why = not_of_tbpo[0]
-        problems = [*problems, f"{option} is not honoured by objective='tbpo': {why}."]
-    elif not_of_tbpo:
-        lines = [f"{len(not_of_tbpo)} options do not apply to objective='tbpo':"]
-        lines += [f"- {option}: {why}." for option, why in not_of_tbpo]
-        lines += [f"objective={objective!r} takes them as TRL does."]
+def raise_problems_of_config(
+    problems: list[str], objective: str, refused: list[tuple[str, str]], alternative: str
+) -> None:
+    """Raise one `ValueError` for all `problems` and options that are `refused` by `objective` and taken by `alternative`."""
+    if len(refused) == 1:
+        option, why = refused[0]
+        problems = [*problems, f"{option} is not honoured by objective={objective!r}: {why}."]
+    elif refused:
+        lines = [f"{len(refused)} options do not apply to objective={objective!r}:"]
+        lines += [f"- {option}: {why}." for option, why in refused]
+        lines += [f"objective={alternative!r} takes them as TRL does."]
         if problems:
             lines += ["Apart from them:", *(f"- {problem}" for problem in problems)]
         raise ValueError("\n".join(lines))

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..objectives.presets import OBJECTIVES
+from ..objectives.registry import OBJECTIVES
 from ..quantization.schemes import SCHEMES
 
 

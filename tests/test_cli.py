@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -8,6 +9,7 @@ from importlib.metadata import distributions, version
 from importlib.util import find_spec
 
 import pytest
+import torch
 import yaml
 
 from testing_utils import make_tiny_dataset, make_tiny_model
@@ -318,6 +320,17 @@ def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp
     assert json.loads((run / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
     masters = load_file(run / "model.safetensors")
     assert masters.keys() == first.keys()
+
+    # As a launcher that always resumes: what is left is the export.
+    shutil.rmtree(run / "w4a16")
+    capsys.readouterr()
+    run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert (
+        f"exported to {run / 'w4a16'}" in capsys.readouterr().out and (run / "w4a16" / "model.safetensors").is_file()
+    )
+    again = load_file(run / "model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in masters.items())
+    assert not (run / "checkpoint-4").exists()
 
     with pytest.raises(SystemExit, match="2"):
         main(["export", "--model_name_or_path", str(run), "--output_dir", str(out), "--scheme", "fp8"])

@@ -1,6 +1,7 @@
 """[`QaRLTrainer`]: the order of calls of quantization-aware reinforcement learning on quantized rollouts."""
 
 import logging
+import os
 import shutil
 from collections.abc import Sized
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from typing_extensions import override
 from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
 from .adapters.tensors import describe_adapter, is_adapter_folder
 from .checkpoint import batch as resume
+from .checkpoint import marker
 from .checkpoint.pushes import HubTrainer
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import (
@@ -45,6 +47,7 @@ from .quantization.swap import (
     quantized_forward,
     quantized_layers,
 )
+from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
@@ -141,6 +144,8 @@ class QaRLTrainer(HubTrainer):
         self._objective = get_objective(args.objective)
         self.export_dir = Path(args.output_dir, args.scheme)
         self._calls_tools = False
+        self._is_saving = False
+        self._last_checkpoint: Path | None = None
         with factory, without_warning_of_ignored_kwargs(are_used=is_name):
             super().__init__(
                 model=model,
@@ -166,7 +171,8 @@ class QaRLTrainer(HubTrainer):
         ):
             check_arithmetic(self.vllm_generation.engine, on_gpu=self.accelerator.device.type == "cuda")
         if rollout_func is not None:
-            self.rollout_func = all_or_none(self.accelerator)(rollout_func)
+            checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
+            self.rollout_func = all_or_none(self.accelerator)(checked)
         if not args.use_vllm:
             self._prepare_policy()
             self.generation_config = OwnGenerationConfig(**self.generation_config.to_dict())
@@ -395,17 +401,28 @@ class QaRLTrainer(HubTrainer):
         self._last_loaded_step = self.state.global_step
 
     def _save_before_leaving(self) -> None:
-        """Saves what was trained, unless it is saved: nobody must find a complete checkpoint half overwritten."""
+        """
+        Saves what was trained, unless this run has saved it: a complete checkpoint is not put at risk. That it could not be
+        saved is logged, as what the training ended of is another error.
+        """
         if self.state.global_step == 0:
             return
         folder = self._checkpoint_folder(trial=None)
         # The main process decides, as it is the one that completes the folder.
-        is_saved = [resume.is_complete(folder)]
+        is_saved = [folder.resolve() == self._last_checkpoint and marker.is_complete(folder)]
         broadcast_object_list(is_saved, from_process=0)
         if is_saved[0]:
             logger.warning("%s is complete and stays as it is.", folder)
         else:
-            self._save_checkpoint(self.model, trial=None)
+            try:
+                self._save_checkpoint(self.model, trial=None)
+            except Exception as error:
+                logger.error(
+                    "%s could not be saved (%s: %s). A resumed run goes on from the last complete checkpoint.",
+                    folder,
+                    type(error).__name__,
+                    error,
+                )
         # A launcher ends the other processes as soon as one has failed.
         self.accelerator.wait_for_everyone()
 
@@ -484,13 +501,16 @@ class QaRLTrainer(HubTrainer):
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
-        With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely. A vLLM server that
+        With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; where that is of the
+        last update, the run is loaded and ends. A vLLM server that
         was started here ends with training, however that ends, SIGTERM included. The next rollout publishes whatever the
         step count says, as `load_best_model_at_end` may have changed the weights.
         """
         restore_sigterm = exit_on_sigterm() if self.use_vllm and self.is_world_process_zero() else None
         try:
-            return super().train(resume_from_checkpoint=self.find_checkpoint(resume_from_checkpoint), **kwargs)
+            checkpoint = self.find_checkpoint(resume_from_checkpoint)
+            self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
+            return super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:
             if self.use_vllm:
                 self._last_loaded_step = -1
@@ -498,12 +518,32 @@ class QaRLTrainer(HubTrainer):
             if restore_sigterm is not None:
                 restore_sigterm()
 
+    @override
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ) -> tuple[int, int]:
+        """Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more."""
+        position = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is None or self.state.global_step < max_steps:
+            return position
+        if self.is_world_process_zero():
+            logger.warning(
+                "%s is of update %d, and the run ends at %d: nothing is left to train. Raise `max_steps` or "
+                "`num_train_epochs` to go on.",
+                resume_from_checkpoint,
+                self.state.global_step,
+                max_steps,
+            )
+        return num_train_epochs, 0
+
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
         Checkpoint folder to resume from, `None` for a new run.
 
         Raises:
-            ValueError: if there is no such checkpoint, or if it was trained with another scheme or learner.
+            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme or learner.
         """
         return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self._scheme_record())
 
@@ -527,14 +567,55 @@ class QaRLTrainer(HubTrainer):
 
     @override
     def _save_checkpoint(self, model, trial):
-        """Also saves the generation batch in progress, so that a resumed run goes on with the same completions."""
+        """
+        Also saves the generation batch in progress, so that a resumed run goes on with the same completions. Once everything of
+        all processes is on disk, the folder is marked as complete; only then is it uploaded, and older ones deleted. A failure of
+        one process is raised by all.
+        """
         if self.args.push_to_hub and self.args.save_total_limit:
             # It may be reading the checkpoint that is deleted next.
             self._finish_current_push()
-        # Before the rest, whose last file marks a complete checkpoint.
         folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
-        resume.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
-        super()._save_checkpoint(model, trial)
+        with all_or_none(self.accelerator):
+            if self.args.should_save:
+                marker.begin(folder)
+        self._is_saving = True
+        try:
+            with all_or_none(self.accelerator), resume.hold_back_rotation() as rotate:
+                super()._save_checkpoint(model, trial)
+                resume.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
+                marker.sync(folder)
+        finally:
+            self._is_saving = False
+        with all_or_none(self.accelerator):
+            if self.args.should_save:
+                marker.complete(folder)
+        self._last_checkpoint = folder.resolve()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(os.fspath(folder))
+        rotate()
+
+    def _shared_while_saving(self):
+        """Where processes meet within a checkpoint, a failure of one before must reach the others."""
+        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
+
+    @override
+    def create_model_card(self, *args, **kwargs) -> None:
+        """As the parent's; within a checkpoint, a failure of one process is raised by all."""
+        with self._shared_while_saving():
+            super().create_model_card(*args, **kwargs)
+
+    @override
+    def save_model(self, *args, **kwargs) -> None:
+        """As the parent's; within a checkpoint, a failure of one process is raised by all."""
+        with self._shared_while_saving():
+            super().save_model(*args, **kwargs)
+
+    @override
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As the parent's, once the checkpoint is complete."""
+        if not self._is_saving:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint):

@@ -43,7 +43,13 @@ class Engine:
         tokens = [[17 + i + j for j in range(4)] for i in range(n * len(prompts))]
         if sampling_params is None:
             logprobs = [[[None if is_broken else logprob]] * 4 for _ in tokens]
-            return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": logprobs}
+            sampled = [[[token] for token in ids] for ids in tokens]
+            return {
+                "prompt_ids": prompts,
+                "completion_ids": tokens,
+                "logprobs": logprobs,
+                "logprob_token_ids": sampled,
+            }
         logprob = SimpleNamespace(logprob=logprob, rank=1)
         return [
             SimpleNamespace(

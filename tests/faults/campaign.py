@@ -32,6 +32,7 @@ from pathlib import Path
 
 import requests
 
+from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
 
@@ -121,7 +122,7 @@ def digest(model) -> str:
 class TrainerProcess:
     """A trainer in a process of its own, forked from this one; `scenario` says what happens to it, if anything."""
 
-    def __init__(self, supervisor: "Supervisor", scenario: dict, output: Path, resume: bool, rank: int = 0):
+    def __init__(self, supervisor: "Supervisor", scenario: dict, output: Path, resume: bool | str, rank: int = 0):
         self.supervisor, self.scenario, self.output = supervisor, scenario, output
         self.resume, self.rank = resume, rank
         self.result_file = supervisor.folder / f"result-{time.monotonic_ns()}.json"
@@ -175,6 +176,8 @@ class TrainerProcess:
         shm, tmp = self.supervisor.shm, self.supervisor.tmp
         tempfile.tempdir = str(tmp)
         transfer_dir.transfer_bases = lambda: [shm]
+        if "tear" in self.scenario and self.rank == self.scenario.get("rank", 0):
+            self._tear(self.scenario["tear"])
         if self.scenario.get("ranks") == 2:
             os.environ |= {
                 "RANK": str(self.rank),
@@ -187,9 +190,10 @@ class TrainerProcess:
     def _train(self) -> dict:
         scenario, trainer, result = self.scenario, None, {}
         # With no checkpoint but the one that a lost engine leaves.
-        saves = self.resume or scenario["expect"] != "EngineLost" or scenario.get("at") == "save"
+        saves = self.resume or "EngineLost" not in scenario["expect"] or scenario.get("at") == "save"
         options = {"save_strategy": "steps", "save_steps": 1} if saves else {"save_strategy": "no"}
         options["per_device_train_batch_size"] = 4 // scenario.get("ranks", 1)
+        options["lr_scheduler_type"] = scenario.get("schedule", "linear")
         options["vllm_server_timeout"] = 1.0 if scenario.get("server") == "apart" else 10.0
         is_child = scenario.get("server", "child") == "child"
         try:
@@ -204,11 +208,12 @@ class TrainerProcess:
         return result | {"step": trainer.state.global_step if trainer else None}
 
     def _on_event(self, event: str, state) -> None:
-        """What the scenario has in store for the second step, once."""
+        """What the scenario has in store for the second step, or another, once."""
         # A step is counted before its end.
         step = state.global_step - (event in ("step_end", "save"))
         mark = self.supervisor.folder / "acted"
-        is_time = event == self.scenario.get("at") and step == 1 and self.rank == self.scenario.get("rank", 0)
+        is_step = step == self.scenario.get("step", 1)
+        is_time = event == self.scenario.get("at") and is_step and self.rank == self.scenario.get("rank", 0)
         if not is_time or self.resume or mark.exists():
             return
         mark.touch()
@@ -220,6 +225,43 @@ class TrainerProcess:
 
     def _kill_trainer(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _kill_server_and_leave_no_room(self) -> None:
+        self._kill_server()
+        limit_files()
+
+    def _tear(self, moment: str) -> None:
+        """Kills this process, or leaves it no room, while it saves its second step."""
+        from transformers import TrainerState
+
+        from trl_qarl import QaRLTrainer
+        from trl_qarl.checkpoint import batch, marker
+
+        owner, name = {
+            "before the batch": (batch, "save_batch"),
+            "before the optimizer": (QaRLTrainer, "_save_optimizer_and_scheduler"),
+            "half a model": (QaRLTrainer, "_save"),
+            "no room": (QaRLTrainer, "_save"),
+            "after the marker": (marker, "complete"),
+        }.get(moment, (TrainerState, "save_to_json"))
+        write, mark = getattr(owner, name), self.supervisor.folder / "acted"
+
+        def torn(*args, **kwargs):
+            path = next(Path(argument) for argument in args if isinstance(argument, str | Path))
+            if "checkpoint-2" not in path.parts or mark.exists():
+                return write(*args, **kwargs)
+            mark.touch()
+            if moment == "no room":
+                limit_files()
+            if not moment.startswith("before"):
+                write(*args, **kwargs)
+            if moment == "half a model":
+                path /= "model.safetensors"
+            if moment.startswith(("half", "empty")):
+                os.truncate(path, path.stat().st_size // 2 if moment.startswith("half") else 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, torn)
 
     def _raise(self) -> None:
         raise ZeroDivisionError("The scenario says so.")
@@ -269,7 +311,12 @@ class Supervisor:
             if "deaths" in scenario:
                 (self.folder / "deaths").write_text(str(scenario["deaths"]))
             self.start_apart()
-            results = self.train(scenario, resume=False)
+            resume: bool | str = False
+            if scenario.get("overwrites"):
+                self.train({"expect": "ends", "at": "save", "action": "kill trainer"}, resume=False)
+                (self.folder / "acted").unlink()
+                resume = str(self.output / "checkpoint-1")
+            results = self.train(scenario, resume=resume)
             ended.append(results[0]["ended"])
             self.check_first(results)
             self.check_fired()
@@ -278,6 +325,10 @@ class Supervisor:
                 results = self.train(scenario, resume=last_checkpoint(self.output) is not None)
                 ended.append(results[0]["ended"])
             self.check_last(results)
+            for _ in range(scenario.get("again", 0)):
+                results = self.train(scenario, resume=True)
+                ended.append(results[0]["ended"])
+                self.check_last(results)
             self.stop_apart()
             self.check_nothing_left()
         shutil.rmtree(self.shm, ignore_errors=True)
@@ -302,7 +353,7 @@ class Supervisor:
             faults.append(fault | {"call": call})
         return faults
 
-    def train(self, scenario: dict, resume: bool) -> list[dict]:
+    def train(self, scenario: dict, resume: bool | str) -> list[dict]:
         """Runs the trainer, or both, to the end."""
         ranks = range(scenario.get("ranks", 1))
         if self.output.exists() and not resume:
@@ -320,6 +371,8 @@ class Supervisor:
             ended, step = result["ended"], result["step"]
             if expect in ("completes", "EngineLost"):
                 is_fine = ended == expect
+            elif expect == "EngineLost without room":
+                is_fine = ended == "EngineLost" and last_checkpoint(self.output) is None
             elif expect == "starts or refuses":
                 is_fine = ended == "completes" or (ended != "hangs" and not step)
             else:
@@ -327,7 +380,7 @@ class Supervisor:
             if not is_fine:
                 self.problems.append(f"expected: {expect}; got: {result}")
             last = last_checkpoint(self.output)
-            if ended == "EngineLost" and last != (step or None):
+            if expect == ended == "EngineLost" and last != (step or None):
                 self.problems.append(f"EngineLost after step {step}, but the last complete checkpoint is of {last}")
 
     def check_fired(self) -> None:
@@ -335,7 +388,7 @@ class Supervisor:
             self.problems.append("the disk was full without consequences")
         num_fired = len(list(self.folder.glob("fired-*")))
         if num_fired < len(self.scenario.get("faults", [])) or (
-            "at" in self.scenario and not (self.folder / "acted").exists()
+            {"at", "tear"} & self.scenario.keys() and not (self.folder / "acted").exists()
         ):
             self.problems.append(f"only {num_fired} of the faults happened")
 
@@ -345,6 +398,8 @@ class Supervisor:
                 self.problems.append(f"the run did not complete afterwards: {result}")
             elif self.undisturbed and result["digest"] != self.undisturbed["digest"]:
                 self.problems.append("the final weights are not those of the undisturbed run")
+            elif (result["step"], last_checkpoint(self.output)) not in ((NUM_STEPS, NUM_STEPS), (NUM_STEPS, None)):
+                self.problems.append(f"after {result['step']} steps of {NUM_STEPS}")
 
     def check_nothing_left(self) -> None:
         """A process that was told to end may need a moment."""
@@ -467,9 +522,19 @@ def free_bytes(directory: Path) -> int:
 
 
 def last_checkpoint(output: Path) -> int | None:
-    """Step of the last checkpoint that says that it is complete."""
-    steps = [int(path.parent.name.rpartition("-")[2]) for path in output.glob("checkpoint-*/trainer_state.json")]
+    """Step of the last complete checkpoint."""
+    steps = [int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*") if is_complete(path)]
     return max(steps, default=None)
+
+
+def limit_files() -> None:
+    """No file of this process, nor of those that it starts, gets as large as the model from here on."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
+def kind_of(scenario: dict) -> tuple:
+    """Runs of one kind reach the same weights."""
+    return scenario.get("ranks", 1), scenario.get("schedule", "linear")
 
 
 def fork(function) -> int:
@@ -518,14 +583,14 @@ def main(root: Path, at_once: int) -> None:
 
     make_model = fork(lambda: make_tiny_model(root, "qwen2"))
     assert os.waitpid(make_model, 0)[1] == 0
-    undisturbed: dict[int, dict] = {}
+    undisturbed: dict[tuple, dict] = {}
     for line in sys.stdin:
         waiting, running = json.loads(line), {}
         while waiting or running:
             while waiting and len(running) < at_once:
                 scenario = waiting.pop(0)
                 report = root / f"report-{time.monotonic_ns()}.json"
-                known = undisturbed.get(scenario.get("ranks", 1))
+                known = undisturbed.get(kind_of(scenario))
                 running[fork(lambda: run(scenario, known, report))] = scenario, report  # noqa: B023
                 if known is None:
                     # The first scenario of its kind is the one that the others are compared with.
@@ -538,7 +603,7 @@ def main(root: Path, at_once: int) -> None:
                 report = {"name": scenario["name"], "problems": ["its supervisor failed"]}
             if not undisturbed:
                 prepare(root)
-            undisturbed.setdefault(scenario.get("ranks", 1), report)
+            undisturbed.setdefault(kind_of(scenario), report)
             answers.write(json.dumps(report) + "\n")
     os._exit(0)
 

@@ -8,6 +8,11 @@ A scenario is a dictionary:
 | `name` | unique |
 | `faults` | what the server does, see [`stand_in`] |
 | `at`, `action` | an event of the trainer's second step, and what happens there, see [`campaign`] |
+| `step` | which step instead, counted from 0 |
+| `tear` | a moment of the second step's save at which the trainer is killed, see [`TEARS`] |
+| `overwrites` | whether that save is of a folder that holds a complete checkpoint |
+| `again` | how often the run is resumed after its end |
+| `schedule` | of the learning rate, `"linear"` unless told |
 | `deaths` | how often the server dies while it starts again |
 | `server` | `"child"` of the trainer, the default, or `"apart"`; `"back"` is apart, and started again when it ends |
 | `ranks` | 2 for two processes |
@@ -15,6 +20,8 @@ A scenario is a dictionary:
 """
 
 import random
+
+from stand_in import ANSWERS
 
 
 ENDPOINTS = (
@@ -40,6 +47,7 @@ MOMENTS = ("first", "middle", "last")
 EXPECTATIONS = {
     "completes": "as if nothing had happened",
     "EngineLost": "with a complete checkpoint of the last step",
+    "EngineLost without room": "the checkpoint cannot be written; still that error",
     "starts or refuses": "completes, or ends before the first step",
     "ends": "completes, or ends at any time and in any way",
 }
@@ -53,6 +61,19 @@ def requests(kind: str) -> list[dict]:
         for moment in MOMENTS if endpoint in ENDPOINTS else MOMENTS[:1]:
             fault = {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}
             scenarios.append({"name": f"{kind} {endpoint} {moment}", "faults": [fault], "expect": expect})
+    return scenarios
+
+
+def answers() -> list[dict]:
+    """Completions that are valid HTTP and make no sense: once, in the second step, and some of them each time."""
+    scenarios = []
+    for answer in ANSWERS:
+        # Each publication asks for log-probs of a fixed text before completions are asked for.
+        faults = [{"endpoint": "/v1/completions", "call": 4, "kind": "answer", "answer": answer}]
+        scenarios.append({"name": answer, "faults": faults, "expect": "completes"})
+        if answer in ("one completion fewer", "token 99999", "log-prob NaN", "log-prob -inf", "no completions"):
+            again = [faults[0] | {"call": 2}] * 3
+            scenarios.append({"name": f"{answer}, always", "faults": faults + again, "expect": "EngineLost"})
     return scenarios
 
 
@@ -145,6 +166,47 @@ def signals(target: str, num_requests: int = 50, num_start: int = 8) -> list[dic
     return scenarios
 
 
+TEARS = (
+    "half a model",
+    "before the optimizer",
+    "empty state",
+    "half state",
+    "after the state",
+    "before the batch",
+    "after the marker",
+    "no room",
+)
+"""Of `trainer_state.json` nothing, half or everything is written."""
+
+
+def torn_checkpoints() -> list[dict]:
+    """The trainer is killed, or has no room, while it saves: a new folder, or over a complete checkpoint."""
+    scenarios = [
+        {
+            "name": f"{tear}{' over a complete one' * overwrites}",
+            "tear": tear,
+            "overwrites": overwrites,
+            "expect": "ends",
+        }
+        for tear in TEARS
+        for overwrites in (False, True)
+    ]
+    lost = {"at": "step_end", "action": "kill server and leave no room", "deaths": 100}
+    return [*scenarios, {"name": "no room when the engine is lost", "expect": "EngineLost without room", **lost}]
+
+
+def resumed_ends(schedule: str) -> list[dict]:
+    """A run is resumed after its last update, as launchers do that always resume; killed before it could end, or not."""
+    common = {"schedule": schedule, "again": 2}
+    killed = {"at": "save", "action": "kill trainer", "expect": "ends"}
+    return [
+        {"name": f"{schedule}, undisturbed", "schedule": schedule, "expect": "completes"},
+        {"name": f"{schedule}, completed", "expect": "completes", **common},
+        {"name": f"{schedule}, killed in the middle", **killed, **common},
+        {"name": f"{schedule}, killed after its last save", **killed, **common, "step": 2},
+    ]
+
+
 def two_trainers() -> list[dict]:
     """A second trainer, or a stranger without a session, comes to the server of a trainer at work."""
     return [
@@ -186,16 +248,24 @@ def two_ranks() -> list[dict]:
             scenarios.append(
                 {"name": name, "ranks": 2, "at": "reward", "action": action, "rank": rank, "expect": "ends"}
             )
+    lost = {"at": "step_end", "action": "kill server and leave no room", "deaths": 100}
+    scenarios.append({"name": "two ranks, no room when lost", "ranks": 2, "expect": "EngineLost without room", **lost})
+    for rank, tear in ((0, "half a model"), (0, "no room"), (1, "before the batch")):
+        name = f"two ranks, {tear} on rank {rank}"
+        scenarios.append({"name": name, "ranks": 2, "tear": tear, "rank": rank, "expect": "ends"})
     return scenarios
 
 
 FAMILIES = {
     **{f"requests, {kind}": requests(kind) for kind in KINDS},
+    "answers": answers(),
     "recovery": recovery(),
     "restarts": restarts(),
     "moments": moments(),
     "apart": apart(),
     "full disk": full_disk(),
+    "torn checkpoints": torn_checkpoints(),
+    **{f"resumed ends, {schedule}": resumed_ends(schedule) for schedule in ("linear", "constant")},
     "signals to the trainer": signals("trainer"),
     "signals to the server": signals("server"),
     "two trainers": two_trainers(),

@@ -12,7 +12,8 @@ calls, and which may hold `faults.json`, a list of such as
 
 On the third request to that endpoint the server fails: before the request has an effect, or `late`, after it. The next fault of
 the list waits until this one has happened. `"endpoint": "*"` counts all requests, and a worker's method is an endpoint of its
-own. Standard library only, so that it starts at once.
+own. A fault of kind `"answer"` is an answer to `/v1/completions` that is valid and makes no sense, which [`ANSWERS`] makes of the
+right one. Standard library only, so that it starts at once.
 """
 
 import asyncio
@@ -31,6 +32,86 @@ import time
 from pathlib import Path
 
 from trl_qarl.vllm_plugin.gate import PublicationGate
+
+
+def change_token(token):
+    """A change of the third token of the second completion, and of what its log-prob says that it is of."""
+
+    def change(choices):
+        choice, logprobs = choices[1], choices[1]["logprobs"]
+        choice["token_ids"][2] = token
+        logprobs["tokens"][2] = f"token_id:{token}"
+        logprobs["top_logprobs"][2] = {f"token_id:{token}": logprobs["token_logprobs"][2]}
+
+    return change
+
+
+def change_logprob(value):
+    """A change of the log-prob of the third token of the second completion."""
+
+    def change(choices):
+        logprobs = choices[1]["logprobs"]
+        logprobs["token_logprobs"][2] = value
+        logprobs["top_logprobs"][2] = {logprobs["tokens"][2]: value}
+
+    return change
+
+
+def shorten(choice, length: int, also_tokens: bool):
+    names = ("tokens", "token_logprobs", "top_logprobs")
+    choice["logprobs"] |= {name: choice["logprobs"][name][:length] for name in names}
+    if also_tokens:
+        choice["token_ids"] = choice["token_ids"][:length]
+
+
+def repeat_tokens(choices):
+    """200 more tokens, with their log-probs."""
+    choice = choices[1]
+    for row in (choice["token_ids"], *(choice["logprobs"][name] for name in choice["logprobs"])):
+        row.extend(row[-1:] * 200)
+
+
+def name_other_tokens(choices):
+    logprobs = choices[1]["logprobs"]
+    logprobs["tokens"] = [
+        f"token_id:{(int(token.removeprefix('token_id:')) + 1) % 260}" for token in logprobs["tokens"]
+    ]
+    values = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    logprobs["top_logprobs"] = [{token: value} for token, value in values]
+
+
+def name_another_prompt(choices):
+    choices[0]["prompt_token_ids"] = choices[0]["prompt_token_ids"][::-1] + [5]
+
+
+def drop_logprobs(choices):
+    for choice in choices:
+        choice["logprobs"] = None
+
+
+ANSWERS = {
+    "one completion fewer": lambda choices: choices.pop(),
+    "one completion more": lambda choices: choices.append(choices[-1]),
+    "no completions": lambda choices: choices.clear(),
+    "token 99999": change_token(99999),
+    "token 260, the first outside the vocabulary": change_token(260),
+    "token -7": change_token(-7),
+    "token '12'": change_token("12"),
+    "token 12.5": change_token(12.5),
+    "no tokens": lambda choices: shorten(choices[1], 0, also_tokens=True),
+    "200 tokens more": repeat_tokens,
+    "no log-probs": drop_logprobs,
+    "log-prob null": change_logprob(None),
+    "log-prob NaN": change_logprob(float("nan")),
+    "log-prob inf": change_logprob(float("inf")),
+    "log-prob -inf": change_logprob(float("-inf")),
+    "log-prob -9999, as vLLM writes -inf": change_logprob(-9999.0),
+    "log-prob 3": change_logprob(3.0),
+    "one log-prob fewer": lambda choices: shorten(choices[1], -1, also_tokens=False),
+    "log-probs of other tokens": name_other_tokens,
+    "another prompt's ids": name_another_prompt,
+}
+"""What changes the choices of an answer, in place, so that it makes no sense."""
 
 
 class Faults:
@@ -257,6 +338,10 @@ class Connection:
                 raise ConnectionError
             more = message.get("more_body", False)
             content = message.get("body", b"")
+            if fault is not None and fault["kind"] == "answer":
+                answer = json.loads(content)
+                ANSWERS[fault["answer"]](answer["choices"])
+                content = json.dumps(answer).encode()
             if not is_chunked:
                 length = "Transfer-Encoding: chunked" if more else f"Content-Length: {len(content)}"
                 self.writer.write(
@@ -302,6 +387,9 @@ class Connection:
             )
             self.writer.transport.abort()
             return True
+        if kind == "answer":
+            # Not now, but when the right one is there.
+            return False
         if kind == "signal":
             threading.Thread(target=send_signal, args=(fault,), daemon=True).start()
             return False

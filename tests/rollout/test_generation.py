@@ -1,5 +1,6 @@
 """Generation with a server that fails, its side played by an object: what a training survives, and what is saved."""
 
+import errno
 import hashlib
 import json
 import random
@@ -33,6 +34,7 @@ class Server:
         self.is_alive, self.version, self.held = True, None, None
         self.num_starts = self.num_requests = 0
         self.failures = {}
+        self.spoils = []
 
     def ask(self, what):
         self.num_requests += 1
@@ -52,7 +54,16 @@ class Server:
         # Completions depend on the weights and prompts alone, as those of a seeded engine.
         draw = random.Random(f"{self.held} {prompts}")
         tokens = [[draw.randrange(5, 250) for _ in range(max_tokens)] for _ in range(n * len(prompts))]
-        return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": [[[-5.5]] * len(ids) for ids in tokens]}
+        answer = {
+            "prompt_ids": prompts,
+            "completion_ids": tokens,
+            "logprobs": [[[-5.5] for _ in ids] for ids in tokens],
+            "logprob_token_ids": [[[token] for token in ids] for ids in tokens],
+        }
+        spoil = self.spoils.pop(0) if self.spoils else None
+        if spoil is not None:
+            spoil(answer)
+        return answer
 
     def image_features(self, images):
         self.ask("images")
@@ -122,6 +133,14 @@ def make_trainer(tmp_path, monkeypatch):
         return trainer, trainer.vllm_generation.vllm_client
 
     return make
+
+
+class SaveNothingAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = control.should_save and state.global_step <= self.step
 
 
 def weights(trainer):
@@ -217,7 +236,11 @@ def test_what_fails_a_few_times_costs_nothing(make_trainer, undisturbed, failure
         ({"generate": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
         ({"version": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
         ({"generate": [None, None] + [ServerLost("status 400: too long")] * 9}, "failed 4 times.*400: too long"),
-        ({"generate": [None, None, KeyError("choices")]}, "Generating with vLLM failed: KeyError: 'choices'"),
+        (
+            {"generate": [None, None] + [KeyError("choices")] * 9},
+            "Generating with vLLM failed 4 times.*cannot be read: KeyError: 'choices'",
+        ),
+        ({"generate": [None, None, MemoryError("full")]}, "Generating with vLLM failed: MemoryError: full"),
         ({"publish": [None, None, KeyError("name")]}, "Publishing to vLLM failed: KeyError: 'name'"),
         (
             {"publish": [None, None, ServerLost("reset")], "describe": [ValueError("not started for this learner")]},
@@ -236,6 +259,47 @@ def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(make_traine
     resumed, _ = make_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
+
+
+def not_a_number(answer):
+    answer["logprobs"][1][2][0] = None
+
+
+def outside_the_vocabulary(answer):
+    answer["completion_ids"][3][0] = 260
+
+
+@pytest.mark.parametrize("spoil", [not_a_number, outside_the_vocabulary])
+def test_an_answer_that_makes_no_sense_is_asked_for_again(make_trainer, undisturbed, spoil):
+    trainer, server = make_trainer()
+    server.spoils = [None, spoil, spoil, spoil]
+    trainer.train()
+    assert server.spoils == [] and torch.equal(weights(trainer), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (not_a_number, "failed 4 times.*completion 1 of 4, token 2 of 4: NaN as the log-prob.*The engine runs"),
+        (outside_the_vocabulary, "failed 4 times.*completion 3 of 4, token 0 of 4: 260 is no token id.*from 0 to 259"),
+    ],
+)
+def test_an_answer_that_never_makes_sense_ends_with_a_checkpoint(make_trainer, undisturbed, spoil, message):
+    trainer, server = make_trainer()
+    server.spoils = [None, None, *[spoil] * 4]
+    with pytest.raises(EngineLost, match=message):
+        trainer.train()
+    checkpoint(trainer, 2)
+    resumed, _ = make_trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
+
+
+def test_what_a_rollout_func_asks_the_client_for_is_its_own(make_trainer):
+    trainer, server = make_trainer()
+    trainer.vllm_generation.sync_weights()
+    answer = trainer.vllm_generation.vllm_client.generate(["some text"], 2, 50)
+    assert [len(ids) for ids in answer["completion_ids"]] == [50, 50]
 
 
 def test_pictures_the_server_fails_on_for_good_are_a_lost_engine(make_trainer):
@@ -302,3 +366,30 @@ def test_a_request_without_an_end_is_refused(tmp_path, name, value):
 def test_time_outs_are_well_below_those_of_the_other_processes(tmp_path):
     config = QaRLConfig(str(tmp_path), use_vllm=True, use_cpu=True)
     assert config.vllm_request_timeout < config.vllm_generation_timeout <= config.ddp_timeout == 1800
+
+
+def test_a_lost_engine_is_the_error_also_where_its_checkpoint_cannot_be_written(make_trainer, undisturbed, caplog):
+    trainer, server = make_trainer(save_strategy="steps", save_steps=1)
+    server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
+    # Nothing of step 2 is saved but what is saved before leaving.
+    trainer.add_callback(SaveNothingAfter(1))
+
+    def no_room(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer._save_optimizer_and_scheduler = lambda folder: no_room() if trainer.state.global_step == 2 else None
+    with pytest.raises(EngineLost, match="failed 4 times.*code -9"):
+        trainer.train()
+    assert "checkpoint-2 could not be saved (OSError: [Errno 28] No space left on device)" in caplog.text
+
+
+def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(make_trainer, undisturbed):
+    earlier, _ = make_trainer(save_strategy="steps", save_steps=2, learning_rate=0.1)
+    earlier.train()
+    trainer, server = make_trainer()
+    server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
+    with pytest.raises(EngineLost):
+        trainer.train()
+    resumed, _ = make_trainer()
+    resumed.train(resume_from_checkpoint=str(checkpoint(trainer, 2)))
+    assert torch.equal(weights(resumed), undisturbed)

@@ -7,7 +7,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from testing_utils import logged, make_vllm_trainer, push_export
 from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.quantization.swap import quantized_forward
+from trl_qarl.resume import is_complete
 from trl_qarl.rollout.deep_audit import deep_audit
+from trl_qarl.rollout.failures import EngineLost
 
 
 colocated = [pytest.mark.vllm, pytest.mark.slow]
@@ -181,18 +183,22 @@ class TestColocated:
         assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
         assert len(logged(trainer, "publish/tensors")) == 1
 
-    def test_log_probs_that_are_not_numbers_raise(self, tmp_path, monkeypatch):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1)
+    def test_completions_that_make_no_sense_end_with_a_checkpoint(self, tmp_path, monkeypatch):
+        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate")
         generate = VLLMGeneration.generate
 
         def broken(*args, **kwargs):
             prompts, completions, logprobs, ids = generate(*args, **kwargs)
-            logprobs[1][0][0] = None  # TRL's mark of NaN
+            if trainer.state.global_step == 2:
+                logprobs[1][0][0] = None  # TRL's mark of NaN
             return prompts, completions, logprobs, ids
 
         monkeypatch.setattr(VLLMGeneration, "generate", broken)
-        with pytest.raises(FloatingPointError, match="NaN as the log-prob of 1 of"):
+        with pytest.raises(
+            EngineLost, match="completion 1 of 8, token 0 of .*: NaN as the log-prob.* engine runs .* on cpu"
+        ):
             trainer.train()
+        assert is_complete(f"{trainer.args.output_dir}/checkpoint-2")
 
     def test_weights_changed_by_somebody_else_raise(self, tmp_path):
         trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1)

@@ -38,7 +38,7 @@ for step in range(first, 5):
         file.write(json.dumps({"step": step, "time": time.time(), "reward": seed + step / 4}) + "\\n")
     checkpoint = out / f"checkpoint-{step}"
     checkpoint.mkdir(exist_ok=True)
-    (checkpoint / "trainer_state.json").write_text("{}")
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     if wanted == "kill" and step == 2:
         os.kill(os.getpid(), 9)
     if wanted == "wait" and step == 2:

@@ -1,20 +1,25 @@
-"""What a checkpoint adds to TRL's: which scheme it was trained for, and the generation batch in progress."""
+"""What a checkpoint adds to TRL's: which scheme it was trained for, and the generation batch in progress; the last complete one."""
 
 import json
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .marker import is_complete
 
 
 __all__ = [
     "SCHEME_FILE",
     "batch_shape",
     "find_checkpoint",
-    "is_complete",
+    "hold_back_rotation",
     "load_batch",
     "save_batch",
     "scheme_record",
@@ -25,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 SCHEME_FILE = "qarl.json"
 _BATCH_FILE = "rollout_state_{rank}.pt"
-_TRAINER_STATE_FILE = "trainer_state.json"
 
 # accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of several
 # processes on a CPU could be resumed. Called after torch's own.
@@ -63,7 +67,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
             This run's [`scheme_record`].
 
     Raises:
-        ValueError: if there is no such checkpoint, or if it was trained with another `record`.
+        ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another `record`.
     """
     if not resume_from_checkpoint:
         return None
@@ -72,6 +76,11 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
     folder = Path(resume_from_checkpoint)
     if not folder.is_dir():
         raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
+    if not is_complete(folder):
+        raise ValueError(
+            f"The checkpoint {folder} is incomplete: it was not written to its end. Resume from another one, or with "
+            "`resume_from_checkpoint=True` from the last complete one of `output_dir`."
+        )
     if not (folder / SCHEME_FILE).is_file():
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
         return resume_from_checkpoint
@@ -84,21 +93,35 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
     return resume_from_checkpoint
 
 
-def is_complete(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint was written to its end: TRL writes this file last."""
-    return (Path(checkpoint) / _TRAINER_STATE_FILE).is_file()
-
-
 def _last_complete_checkpoint(output_dir: str) -> str:
     folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     steps = sorted((int(f.name.rpartition("-")[2]), f) for f in folders if f.name.rpartition("-")[2].isdigit())
     for _, folder in reversed(steps):
         if is_complete(folder):
             return os.fspath(folder)
-        logger.warning("%s is incomplete (no %s) and is skipped.", folder, _TRAINER_STATE_FILE)
+        logger.warning("%s is incomplete and is skipped.", folder)
     raise ValueError(
         f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
     )
+
+
+@contextmanager
+def hold_back_rotation() -> Iterator[Callable[[], None]]:
+    """
+    While open, transformers deletes no older checkpoint; it would before ours is complete, and a crash between the two would
+    leave none. Yields what makes up for it.
+    """
+    original, held_back = trainer.rotate_checkpoints, []
+
+    def rotate() -> None:
+        for kwargs in held_back:
+            original(**kwargs)
+
+    trainer.rotate_checkpoints = lambda **kwargs: held_back.append(kwargs)
+    try:
+        yield rotate
+    finally:
+        trainer.rotate_checkpoints = original
 
 
 def batch_shape(args, num_processes: int, train_batch_size: int) -> dict[str, int]:

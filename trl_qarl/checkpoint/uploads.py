@@ -27,6 +27,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from .. import __version__
+from .marker import COMPLETE_FILE
 
 
 __all__ = [
@@ -54,7 +55,10 @@ logger = logging.getLogger(__name__)
 
 HUB_EXPORTS = ("low-bit", "master", "both", "adapter")
 
-_CHECKPOINT_STATE = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_state_*", "trainer_state.json")
+_CHECKPOINT_STATE = (
+    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_state_*", "trainer_state.json"),
+    COMPLETE_FILE,
+)
 # `training_args.bin` holds the token where one was given as an option; completions and logs stay with whoever trained.
 _PRIVATE = ("training_args.bin", "*.jsonl", "run.json", "*.log", "completions/*", ".*", "_*")
 # A model that was in the repository before may have had more shards, or an adapter, which `from_pretrained` would load.

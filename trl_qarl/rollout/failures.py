@@ -58,6 +58,6 @@ def as_lost(error: Exception, doing: str) -> EngineLost:
 
 def _for_others(error: Exception) -> Exception:
     """What the other processes raise; not every error can be pickled."""
-    if isinstance(error, (EngineLost, FloatingPointError)):
-        return type(error)(str(error))
+    if isinstance(error, EngineLost):
+        return EngineLost(str(error))
     return RuntimeError(f"Another process failed with {type(error).__name__}: {error}")

@@ -20,6 +20,7 @@ from trl.trainer.utils import ensure_master_addr_port
 from typing_extensions import override
 
 from ..wire.protocol import NCCL_BACKEND, PublishError
+from .answers import BadAnswer, check_answer, vocabulary_size
 from .client import QaRLClient, ServerLost
 from .engines import make_engine
 from .failures import EngineLost, all_or_none, as_lost
@@ -37,6 +38,8 @@ MAX_ATTEMPTS = 4
 
 BACKOFF_SECONDS = 2.0
 """Waited before the second attempt, twice as long before each further one."""
+
+_ANSWER = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
 
 
 @contextmanager
@@ -103,6 +106,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.engine: dict[str, Any] = {}
         self._published_parameters: list[tuple[int, int]] | None = None
         self._lost_images: EngineLost | None = None
+        # A `rollout_func` may ask TRL's client for text, or for other log-probs; what it returns is checked.
+        self._is_generating = False
         super().__init__(*args, **kwargs)
 
     @override
@@ -223,25 +228,33 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def generate(self, prompts, images, num_generations, profiler=None):
         """
-        As the parent's; log-probs that are not numbers raise, as they show an engine that computes nonsense, and so do
-        completions from other weights than those published. What else fails is [`EngineLost`].
+        As the parent's; completions that cannot be what was sampled, or that are from other weights than those published, are a
+        failure, and what fails is [`EngineLost`].
         """
         self._lost_images = None
+        self._is_generating = True
         try:
             output = super().generate(prompts, images, num_generations, profiler)
             if self.mode == "colocate":
+                # On each process for its own prompts. A server's are checked when they arrive.
+                answer = dict(zip(_ANSWER, output, strict=True))
+                self._check_answer(answer, prompts, num_generations=1)
                 self._check_weight_version(self.llm.get_weight_version())
         except Exception as error:
             raise as_lost(error, "Generating with vLLM failed") from error
-        _, completion_ids, logprobs, _ = output
-        unknown = sum(position[0] is None for sequence in logprobs for position in sequence)
-        if unknown:
-            total = sum(len(ids) for ids in completion_ids)
-            raise FloatingPointError(
-                f"vLLM returned NaN as the log-prob of {unknown} of {total} sampled tokens: its weights or a kernel are broken. "
-                f"The engine runs {self.engine.get('kernels')} on {self.engine.get('device')}."
-            )
+        finally:
+            self._is_generating = False
         return output
+
+    def _check_answer(self, answer: dict[str, Any], prompts: list[list[int]], num_generations: int) -> None:
+        vocab_size = vocabulary_size(self.model)
+        try:
+            check_answer(answer, prompts, num_generations, self.max_completion_length, vocab_size)
+        except BadAnswer as error:
+            raise BadAnswer(
+                f"The completions make no sense: {error} The engine runs {self.engine.get('kernels')} on "
+                f"{self.engine.get('device')}."
+            ) from None
 
     @override
     def _place_features(self, features, prompt_ids):
@@ -321,7 +334,15 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _generate_persistently(self, generate, *args, **kwargs) -> dict[str, Any]:
         def generate_and_check():
-            completions = generate(*args, **kwargs)
+            try:
+                completions = generate(*args, **kwargs)
+                if self._is_generating:
+                    self._check_answer(completions, kwargs["prompts"], kwargs["n"])
+            except BadAnswer as error:
+                raise ServerLost(str(error)) from error
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                # TRL's client takes the answer apart without a look at it.
+                raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
             # Now and not when they have been rewarded: nothing is asked of the server until the next completions.
             self._check_weight_version(self.vllm_client.weight_version())
             return completions
@@ -331,7 +352,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 raise self._lost_images
             return self._persistently(generate_and_check)
         except EngineLost as lost:
-            return dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), lost)
+            return dict.fromkeys(_ANSWER, lost)
 
     def _image_features_persistently(self, image_features, images: list) -> list:
         """What the server makes of images; where that fails for good, the completions say so to every process."""

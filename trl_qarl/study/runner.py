@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..checkpoint.marker import is_complete
 from .grid import build_command, cell_name
 from .runs import is_evaluation
 
@@ -218,8 +219,7 @@ def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
     """
     finished = (cell_dir / FINISHED_FILE).is_file()
     trained = finished or (cell_dir / TRAINED_FILE).is_file()
-    # Without its trainer state a checkpoint is incomplete.
-    has_checkpoint = any(cell_dir.glob("checkpoint-*/trainer_state.json"))
+    has_checkpoint = any(map(is_complete, cell_dir.glob("checkpoint-*")))
     if not (trained or has_checkpoint):
         return "new"
     try:

@@ -1,0 +1,98 @@
+"""A checkpoint is complete when its marker says so."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trl_qarl.checkpoint import marker
+from trl_qarl.checkpoint.marker import BEGUN_FILE, COMPLETE_FILE, begin, complete, is_complete, sync
+
+
+STATE = json.dumps({"global_step": 3})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    begin(folder)
+    return folder
+
+
+def test_only_a_completed_save_counts(folder):
+    (folder / "trainer_state.json").write_text(STATE)
+    assert not is_complete(folder) and (folder / BEGUN_FILE).exists()
+    sync(folder)
+    complete(folder)
+    assert is_complete(folder) and not (folder / BEGUN_FILE).exists()
+
+
+def test_a_save_that_is_begun_again_is_incomplete_from_its_first_moment(folder, monkeypatch):
+    (folder / "trainer_state.json").write_text(STATE)
+    complete(folder)
+    begin(folder)
+    assert not is_complete(folder) and not (folder / COMPLETE_FILE).exists()
+    # And once more, after it was torn.
+    begin(folder)
+    assert not is_complete(folder)
+    complete(folder)
+    assert is_complete(folder)
+
+
+def test_no_moment_of_a_new_save_looks_like_a_checkpoint_of_an_earlier_version(folder, monkeypatch):
+    (folder / "trainer_state.json").write_text(STATE)
+    complete(folder)
+    seen, replace = [], os.replace
+
+    def look_before_and_after(source, target):
+        seen.append(is_complete(folder))
+        replace(source, target)
+        seen.append(is_complete(folder))
+
+    monkeypatch.setattr(marker.os, "replace", look_before_and_after)
+    begin(folder)
+    complete(folder)
+    assert seen == [True, False, False, True]
+
+
+@pytest.mark.parametrize("state", [None, "", '{"global_st', "[]", "{}", '{"global_step": "3"}', STATE + " x", "\xff"])
+def test_checkpoint_without_a_marker_needs_a_whole_state(tmp_path, state):
+    assert not is_complete(tmp_path)
+    if state is not None:
+        (tmp_path / "trainer_state.json").write_bytes(state.encode("latin-1"))
+    assert not is_complete(tmp_path)
+    (tmp_path / "trainer_state.json").write_text(STATE)
+    assert is_complete(tmp_path)
+
+
+def test_a_folder_of_an_earlier_version_that_is_written_again_is_incomplete(tmp_path):
+    (tmp_path / "trainer_state.json").write_text(STATE)
+    begin(tmp_path)
+    assert not is_complete(tmp_path)
+
+
+def test_everything_is_on_disk_before_the_marker_moves(folder, monkeypatch):
+    (folder / "nested").mkdir()
+    names = {"model.safetensors", "nested/shard"}
+    for name in names:
+        (folder / name).write_text("x")
+    synced, fsync = set(), os.fsync
+
+    def record(descriptor):
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(folder.resolve()).as_posix())
+        fsync(descriptor)
+
+    monkeypatch.setattr(marker.os, "fsync", record)
+    sync(folder)
+    assert synced == names | {BEGUN_FILE, ".", "nested"}
+
+
+def test_a_disk_that_cannot_keep_what_was_written_is_an_error(folder, monkeypatch):
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    (folder / "model.safetensors").write_text("x")
+    monkeypatch.setattr(marker.os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        sync(folder)

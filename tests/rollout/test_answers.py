@@ -1,0 +1,297 @@
+"""Which answers can be completions of what was asked for, and which cannot."""
+
+import importlib.util
+import math
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from testing_utils import make_tiny_config
+from trl_qarl.rollout.answers import BadAnswer, check_answer, check_rollout, checked_rollout_func, vocabulary_size
+
+
+PROMPTS = [[5, 6, 7], [8]]
+
+
+def make_answer(prompts=PROMPTS, num_generations=2, length=4):
+    """As TRL's client returns it: a token of every kind that the vocabulary of 260 has, log-probs as those of a sampler."""
+    num = len(prompts) * num_generations
+    ids = [[0, 259, *range(10 + i, 8 + i + length)][:length] for i in range(num)]
+    return {
+        "prompt_ids": [list(prompt) for prompt in prompts],
+        "completion_ids": ids,
+        "logprobs": [[[-0.5 * position - 1e-3] for position in range(length)] for _ in ids],
+        "logprob_token_ids": [[[token] for token in row] for row in ids],
+    }
+
+
+def check(answer, prompts=PROMPTS, num_generations=2, max_tokens=4, vocab_size=260):
+    check_answer(answer, prompts, num_generations, max_tokens, vocab_size)
+
+
+def put(name, *place):
+    """What replaces one entry of an answer by the last of `place`; the others say where it is."""
+
+    def change(answer):
+        *way, last, value = place
+        row = answer[name]
+        for index in way:
+            row = row[index]
+        row[last] = value
+
+    return change
+
+
+def token(value):
+    """A token, and its log-prob's."""
+
+    def change(answer):
+        answer["completion_ids"][1][2] = value
+        answer["logprob_token_ids"][1][2] = [value]
+
+    return change
+
+
+def logprob(value):
+    return put("logprobs", 1, 2, 0, value)
+
+
+def cut(names, number, length):
+    def change(answer):
+        for name in names:
+            answer[name][number] = answer[name][number][:length]
+
+    return change
+
+
+def each(change):
+    """A change of all three lists of completions."""
+
+    def change_each(answer):
+        for name in ("completion_ids", "logprobs", "logprob_token_ids"):
+            change(answer[name])
+
+    return change_each
+
+
+def other_first(answer):
+    answer["logprobs"][1][2] = [-0.1, -3.0]
+    answer["logprob_token_ids"][1][2] = [99, answer["completion_ids"][1][2]]
+
+
+COUNTS = "asked for: 2 prompts with 2 completions each"
+IDS = r"allowed are the integers from 0 to 259\."
+LOGPS = r"allowed are finite numbers that are not above 0 by more than rounding \(0\.02\)\."
+WHERE = "completion 1 of 4, token 2 of 4: "
+
+BAD = {
+    "one completion fewer": (each(list.pop), f"^there are 3 completions in place of 4; {COUNTS}"),
+    "one completion more": (each(lambda rows: rows.append(rows[0])), "^there are 5 completions in place of 4"),
+    "no completions": (each(list.clear), "^there are 0 completions in place of 4"),
+    "completions null": (lambda answer: answer.update(completion_ids=None), "^there are no completions"),
+    "a prompt fewer": (lambda answer: answer["prompt_ids"].pop(), "^there are 1 prompts in place of 2"),
+    "another prompt": (put("prompt_ids", 1, [9]), r"^prompt 1 of 2 comes back as \[9\], but \[8\] was sent"),
+    "prompts exchanged": (lambda answer: answer["prompt_ids"].reverse(), r"^prompt 0 of 2 comes back as \[8\]"),
+    "no prompt": (put("prompt_ids", 0, None), "^prompt 0 of 2 comes back as None"),
+    "token far outside": (token(99999), f"^{WHERE}99999 is no token id of the learner; {IDS}"),
+    "token just outside": (token(260), f"^{WHERE}260 is no token id of the learner; {IDS}"),
+    "token below 0": (token(-1), f"^{WHERE}-1 is no"),
+    "token of text": (token("12"), f"^{WHERE}'12' is no"),
+    "token with a fraction": (token(12.0), rf"^{WHERE}12\.0 is no"),
+    "token of truth": (token(True), f"^{WHERE}True is no"),
+    "token null": (token(None), f"^{WHERE}None is no"),
+    "no tokens": (each(lambda rows: rows[3].clear()), "^completion 3 of 4 has no tokens"),
+    "tokens null": (put("completion_ids", 3, None), "^completion 3 of 4 has no tokens"),
+    "a token too many": (
+        each(lambda rows: rows[2].append(rows[2][-1])),
+        "^completion 2 of 4 has 5 tokens; at most 4 were asked for",
+    ),
+    "log-probs null": (lambda answer: answer.update(logprobs=None), "^there are no lists of log-probs"),
+    "log-probs' tokens null": (
+        lambda answer: answer.update(logprob_token_ids=None),
+        "^there are no lists of the log-probs'",
+    ),
+    "a list of log-probs fewer": (
+        lambda answer: answer["logprobs"].pop(),
+        "^there are 3 lists of log-probs in place of 4",
+    ),
+    "a log-prob fewer": (
+        cut(["logprobs", "logprob_token_ids"], 1, 3),
+        "^completion 1 of 4 has 3 log-probs for 4 tokens",
+    ),
+    "log-probs without tokens": (cut(["completion_ids"], 1, 3), "^completion 1 of 4 has 4 log-probs for 3 tokens"),
+    "no log-prob of a token": (put("logprobs", 1, 2, []), f"^{WHERE}NaN as the log-prob of token id"),
+    "log-prob NaN, as TRL marks it": (logprob(None), f"^{WHERE}NaN as the log-prob of token id 11; {LOGPS}$"),
+    "log-prob NaN": (logprob(math.nan), f"^{WHERE}NaN as the log-prob of token id 11; {LOGPS}$"),
+    "log-prob inf": (logprob(math.inf), f"^{WHERE}inf as the log-prob of token id 11; {LOGPS}$"),
+    "log-prob -inf": (logprob(-math.inf), f"^{WHERE}-inf as the log-prob"),
+    "log-prob -inf, as vLLM writes it": (
+        logprob(-9999.0),
+        rf"^{WHERE}vLLM's -9999\.0 for minus infinity as the log-prob",
+    ),
+    "log-prob 3": (logprob(3.0), rf"^{WHERE}3\.0 as the log-prob"),
+    "log-prob above rounding": (logprob(0.021), rf"^{WHERE}0\.021 as the log-prob"),
+    "log-prob of text": (logprob("-1.0"), rf"^{WHERE}'-1\.0' as the log-prob"),
+    "log-prob of another token": (
+        put("logprob_token_ids", 1, 2, 0, 77),
+        f"^{WHERE}11 was sampled, but the log-prob is that of token 77",
+    ),
+    "log-prob of another token first": (other_first, f"^{WHERE}11 was sampled, but the log-prob is that of token 99"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_answer_that_makes_no_sense_is_refused_with_what_is_wrong(name):
+    change, message = BAD[name]
+    answer = make_answer()
+    change(answer)
+    with pytest.raises(BadAnswer, match=message):
+        check(answer)
+
+
+def test_completions_of_any_length_up_to_the_largest_pass():
+    for length in (1, 2, 3, 4):
+        check(make_answer(length=length))
+    different = make_answer()
+    cut(["completion_ids", "logprobs", "logprob_token_ids"], 2, 1)(different)
+    check(different)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_generations"),
+    [([[5]], 1), ([[5, 6]] * 8, 1), ([[5], [5, 6], [7]], 4), ([[259] * 40], 16)],
+    ids=["one", "a colocated engine's or turns of a tool", "groups", "a long prompt"],
+)
+def test_answers_to_any_number_of_prompts_pass(prompts, num_generations):
+    check(make_answer(prompts, num_generations), prompts, num_generations)
+
+
+@pytest.mark.parametrize(
+    "value",
+    # Of a token that is certain, with rounding; of one that is as good as impossible; of one that JSON writes without a fraction.
+    [0.0, -0.0, 1e-7, 0.016, -1e-30, -104.0, -5000.0, 0, -3],
+)
+def test_log_probs_that_a_sampled_token_can_have_pass(value):
+    answer = make_answer()
+    logprob(value)(answer)
+    check(answer)
+
+
+def test_more_log_probs_than_that_of_the_sampled_token_pass():
+    answer = make_answer()
+    answer["logprobs"][1][2].append(-8.0)
+    answer["logprob_token_ids"][1][2].append(99)
+    check(answer)
+
+
+def test_tokens_beyond_those_of_the_tokenizer_pass_as_far_as_the_model_has_rows():
+    config = make_tiny_config("qwen2", vocab_size=320)
+    vocab_size = vocabulary_size(type("Model", (), {"config": config}))
+    answer = make_answer()
+    token(319)(answer)
+    check(answer, vocab_size=vocab_size)
+    token(320)(answer)
+    with pytest.raises(BadAnswer, match="from 0 to 319"):
+        check(answer, vocab_size=vocab_size)
+
+
+def make_rollout(kind=list):
+    """What a `rollout_func` returns for two prompts: of several turns, so of any length, with tokens of an environment."""
+    output = {
+        "prompt_ids": [[5, 6], [7]],
+        "completion_ids": [[0, 259, 9], list(range(40))],
+        "logprobs": [[-1.0, 0.0, -0.5], [-2.0] * 40],
+    }
+    return {name: [kind(row) for row in rows] for name, rows in output.items()} | {"env_mask": [[1, 0, 1], [1] * 40]}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [list, tuple, torch.tensor, np.array, lambda row: list(torch.tensor(row)), lambda row: list(np.array(row))],
+    ids=["lists", "tuples", "tensors", "arrays", "lists of tensors", "lists of array numbers"],
+)
+def test_a_rollout_of_any_kind_of_number_passes(kind):
+    check_rollout(make_rollout(kind), 2, 260)
+
+
+def test_a_rollout_of_compact_arrays_passes():
+    output = make_rollout()
+    output["completion_ids"] = [array("i", ids) for ids in output["completion_ids"]]
+    check_rollout(output, 2, 260)
+
+
+@pytest.mark.parametrize("value", [None, math.nan, 0.0, 0.016, -5000.0])
+def test_a_rollout_may_have_log_probs_that_are_unknown(value):
+    output = make_rollout()
+    output["logprobs"][1][3] = value
+    check_rollout(output, 2, 260)
+    # The trainer says that all are missing.
+    check_rollout(output | {"logprobs": None}, 2, 260)
+
+
+BAD_ROLLOUTS = {
+    "a completion fewer": (
+        lambda o: o["completion_ids"].pop(),
+        "^there are 1 completions in place of 2; .*one for each of 2",
+    ),
+    "a prompt more": (lambda o: o["prompt_ids"].append([5]), "^there are 3 prompts in place of 2"),
+    "a list of log-probs fewer": (lambda o: o["logprobs"].pop(), "^there are 1 lists of log-probs in place of 2"),
+    "no tokens": (lambda o: o["completion_ids"][0].clear(), "^completion 0 of 2 has no tokens"),
+    "prompt outside": (put("prompt_ids", 1, 0, 260), f"^prompt 1 of 2, token 0 of 1: 260 is no .*{IDS}"),
+    "token outside": (put("completion_ids", 1, 7, 260), f"^completion 1 of 2, token 7 of 40: 260 is no .*{IDS}"),
+    "token of a tensor of floats": (
+        put("completion_ids", 0, torch.tensor([1.0, 2.0, 3.0])),
+        r"^completion 0 of 2, token 0 of 3: 1\.0 is no token id",
+    ),
+    "a log-prob fewer": (lambda o: o["logprobs"][1].pop(), "^completion 1 of 2 has 39 log-probs for 40 tokens"),
+    "log-prob inf": (
+        put("logprobs", 0, 1, math.inf),
+        "^completion 0 of 2, token 1 of 3: inf as .* and NaN for what is unknown",
+    ),
+    "log-prob -inf": (
+        put("logprobs", 0, torch.tensor([-1.0, -math.inf, 0.0])),
+        "^completion 0 of 2, token 1 of 3: -inf as",
+    ),
+    "log-prob 3": (
+        put("logprobs", 0, 1, 3.0),
+        r"^completion 0 of 2, token 1 of 3: 3\.0 as the log-prob of token id 259",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROLLOUTS)
+def test_a_rollout_that_cannot_be_trained_on_is_refused_with_what_is_wrong(name):
+    change, message = BAD_ROLLOUTS[name]
+    output = make_rollout()
+    change(output)
+    with pytest.raises(BadAnswer, match=message):
+        check_rollout(output, 2, 260)
+    rollout_func = checked_rollout_func(lambda prompts, trainer: output, 260)
+    with pytest.raises(ValueError, match="^`rollout_func` returned what cannot be trained on: " + message.lstrip("^")):
+        rollout_func(["a", "b"], None)
+
+
+def test_keys_that_are_missing_are_left_to_trl():
+    output = {"completion_ids": []}
+    assert checked_rollout_func(lambda prompts, trainer: output, 260)(["a"], None) is output
+
+
+def vllm_source(path: str) -> str:
+    spec = importlib.util.find_spec("vllm") or pytest.skip("needs vLLM")
+    return (Path(spec.submodule_search_locations[0]) / path).read_text()
+
+
+@pytest.mark.vllm
+def test_vllm_writes_minus_infinity_as_the_number_that_is_refused():
+    """The seam that `SMALLEST_LOGP` leans on."""
+    assert "max(step_token.logprob, -9999.0)" in vllm_source("entrypoints/openai/completion/serving.py")
+
+
+@pytest.mark.vllm
+def test_vllm_stamps_no_version_on_completions():
+    """When it does, `_check_weight_version` should read it there, and docs/vllm.md should say so."""
+    for module in ("protocol", "serving"):
+        assert "weight_version" not in vllm_source(f"entrypoints/openai/completion/{module}.py")

@@ -1145,10 +1145,21 @@ def test_every_forward_argument_of_trl_reaches_the_scoring_forward():
 
 
 def test_the_seam_is_where_it_was():
-    """What `use_generation_factory` and `QaRLVLLMGeneration` lean on in TRL."""
+    """What `replaced_in_trl`, `PreparesPolicy` and `QaRLVLLMGeneration` lean on in TRL."""
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
     source = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
-    assert "self.vllm_generation = VLLMGeneration(" in source
+    steps = [
+        "        set_seed(args.seed)\n",
+        " model = create_model_from_path(model, ",
+        " model = get_peft_model(model, ",
+        "        super().__init__(\n",
+        "self.ref_model = create_model_from_path(",
+        "        add_fused_lm_head(\n",
+        "self.vllm_generation = VLLMGeneration(",
+        "self.generation_config = GenerationConfig(",
+    ]
+    assert all(source.count(step) == 1 for step in steps[1:5] + steps[6:])
+    assert [source.index(step) for step in steps] == sorted(source.index(step) for step in steps)
     assert {"sync_weights", "generate", "_init_vllm"} <= vars(VLLMGeneration).keys()
     assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
     turn = inspect.getsource(grpo_trainer.GRPOTrainer._generate_single_turn)

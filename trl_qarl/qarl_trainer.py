@@ -13,44 +13,25 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
-from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
-from .adapters.tensors import describe_adapter, is_adapter_folder
 from .checkpoint import batch as resume
 from .checkpoint import marker
-from .checkpoint.pushes import HubTrainer
-from .checks.adapter import problems_of_adapted_model
-from .checks.arguments import (
-    PICTURES,
-    check_arguments,
-    check_dropout,
-    check_launch,
-    choose_numerics,
-    problems_of_masters,
-    without_warning_of_ignored_kwargs,
-)
-from .checks.options import raise_problems
+from .checkpoint.pushes import PushesPolicy
+from .checks.arguments import PICTURES, check_arguments
 from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
 from .muon import create_muon_adamw
-from .numerics.attach import attach_engine_numerics
-from .numerics.exact import check_arithmetic, describe_difference, largest_difference
 from .objectives.registry import get_objective
+from .policy import Policy, PreparesPolicy
 from .qarl_config import QaRLConfig
-from .quantization.names import is_peft_model
-from .quantization.schemes import get_scheme
-from .quantization.swap import (
-    disable_quantized_forward,
-    prepare_model,
-    quantized_forward,
-    quantized_layers,
-)
+from .quantization.swap import SwapReport, quantized_forward, quantized_layers
 from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
-from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
+from .rollout.generation import QaRLVLLMGeneration, replaced_in_trl
 from .rollout.scoring import prompt_log_probs
 from .rollout.server_process import exit_on_sigterm
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
@@ -64,7 +45,7 @@ __all__ = ["QaRLTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class QaRLTrainer(HubTrainer):
+class QaRLTrainer(PushesPolicy, GRPOTrainer, PreparesPolicy):
     """
     Trainer for Quantization-aware Reinforcement Learning (QaRL), https://huggingface.co/papers/2604.07853.
 
@@ -124,144 +105,92 @@ class QaRLTrainer(HubTrainer):
                 f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "
                 "name (`from trl_qarl import QaRLConfig`)."
             )
-        check_arguments(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            quantization_config,
-            peft_config,
-            optimizers,
-            rollout_func,
-            has_environment=environment_factory is not None,
-        )
-        self._adapter_folder = model if is_adapter_folder(model) else None
-        is_name = isinstance(model, str)
-        if is_name:
-            model = load_start(model, peft_config, args.model_init_kwargs)
-        factory = use_generation_factory(self._make_generation) if args.use_vllm else nullcontext()
-        self._objective = get_objective(args.objective)
+        given: dict[str, Any] = {
+            "model": model,
+            "reward_funcs": reward_funcs,
+            "args": args,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "reward_processing_classes": reward_processing_classes,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
+        check_arguments(**given)
+        self.policy = Policy(args, peft_config)
         self.export_dir = Path(args.output_dir, args.scheme)
+        self._objective = get_objective(args.objective)
         self._calls_tools = False
         self._is_saving = False
         self._last_checkpoint: Path | None = None
-        with factory, without_warning_of_ignored_kwargs(are_used=is_name):
-            super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
-        if (
-            args.use_vllm
-            and self.numerics == "engine"
-            and self._exact == "require"
-            and self.accelerator.is_main_process
+        with replaced_in_trl(
+            create_model_from_path=self.policy.load,
+            VLLMGeneration=self._make_generation,
+            GenerationConfig=self._make_generation_config,
         ):
-            check_arithmetic(self.vllm_generation.engine, on_gpu=self.accelerator.device.type == "cuda")
+            super().__init__(**given)
         if rollout_func is not None:
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
-        if not args.use_vllm:
-            self._prepare_policy()
-            self.generation_config = OwnGenerationConfig(**self.generation_config.to_dict())
-            if args.cast_lm_head_to_fp32:
-                # TRL casts the inputs, which autocast undoes in the rollout; its own scoring turns autocast off.
-                head = self.model.get_output_embeddings()
-                head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
-        if self.ref_model is not None and args.quantize_learner:
-            # The learner starts as the low-bit model, so that is what it is kept close to.
-            prepare_model(
-                self.accelerator.unwrap_model(self.ref_model), self.swap_report.scheme, **self._swap_arguments
-            )
         if self.ref_model is not None:
-            self._attach_numerics(self.accelerator.unwrap_model(self.ref_model))
+            self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
+        self._add_callbacks()
+
+    @property
+    def swap_report(self) -> SwapReport:
+        return self.policy.swap_report
+
+    @property
+    def numerics(self) -> str:
+        return self.policy.numerics
+
+    def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
+        """The engine of the rollouts, made in the middle of TRL's constructor, when the policy is prepared."""
+        args, policy = self.args, self.policy
+        # On a GPU an engine follows what the learner computes with.
+        policy.attach_numerics(self.model)
+        generation = QaRLVLLMGeneration(
+            **kwargs,
+            dtype=policy.dtype,
+            weight_version=lambda: str(self.state.global_step),
+            server=server_process(args, self.model, policy.dtype) if args.vllm_server_autostart else None,
+            request_timeout=args.vllm_request_timeout,
+            generation_timeout=args.vllm_generation_timeout,
+            token_file=args.vllm_token_file,
+            start_command=start_command(args, self.model, policy.dtype),
+        )
+        if self.numerics == "engine" and self.accelerator.is_main_process:
+            policy.exactness.check_engine(generation.engine, on_gpu=self.accelerator.device.type == "cuda")
+        return generation
+
+    def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:
+        """The same where the learner generates itself."""
+        self.policy.attach_numerics(self.model)
+        if self.args.cast_lm_head_to_fp32:
+            # TRL casts the inputs, which autocast undoes in the rollout; its own scoring turns autocast off.
+            head = self.model.get_output_embeddings()
+            head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
+        return OwnGenerationConfig(**kwargs)
+
+    def _add_callbacks(self) -> None:
         described = {
-            "model": self.model.name_or_path,
-            "numerics": self.numerics,
+            **self.policy.describe(),
             "reward_funcs": self.reward_func_names,
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
-            **describe_adapter(self.model, args.lora_mode),
         }
         self.add_callback(self.recorder)
-        self.add_callback(RunLog(args, self.recorder, described))
-        self.add_callback(Advisor(args.to_dict()))
+        self.add_callback(RunLog(self.args, self.recorder, described))
+        self.add_callback(Advisor(self.args.to_dict()))
         show_rows(self)
-        if args.sync_ref_model:
+        if self.args.sync_ref_model:
             # After TRL's callback that writes to it.
             self.add_callback(_RefreshReference(self.ref_model))
-
-    def _prepare_policy(self) -> None:
-        check_launch(self.accelerator, is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        args = self.args
-        has_adapter = is_peft_model(self.model)
-        if has_adapter:
-            keep_adapter_precise(self.model)
-        raise_problems([*problems_of_masters(self.model, args, has_adapter)])
-        if has_adapter:
-            raise_problems([*problems_of_adapted_model(self.model)])
-        check_dropout(self.model, args)
-        self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
-        self._swap_arguments = {
-            "exclude_modules": args.exclude_modules,
-            "scale_dtype": self._scale_dtype,
-        }
-        scheme = get_scheme(args.scheme, args.group_size)
-        if has_adapter:
-            keep_masters = not args.quantize_learner
-            self.swap_report = prepare_base(
-                self.model,
-                scheme,
-                keep_masters=keep_masters,
-                is_merged=args.lora_mode == "merged",
-                **self._swap_arguments,
-            )
-            self._base = base_fingerprint(self.model)
-            if self._adapter_folder is not None:
-                check_record(self._adapter_folder, self._scheme_record())
-        else:
-            self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
-        if not args.quantize_learner:
-            disable_quantized_forward(self.model)
-        self.numerics, reason = choose_numerics(
-            self.model, args, self._scale_dtype, self.accelerator.num_processes, has_adapter
-        )
-        self._exact = args.exact or ("warn" if args.numerics is None else "require")
-        self._attach_numerics(self.model)
-        logger.info("numerics=%r: %s", self.numerics, reason)
-        logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
-
-    def _attach_numerics(self, model) -> None:
-        if self.numerics == "engine":
-            attach_engine_numerics(model, self._scale_dtype, self.args.temperature, allow_longer=self._exact == "warn")
-
-    def _make_generation(self, **kwargs):
-        """The rollout engine, made in the middle of TRL's constructor; it needs to know which layers are quantized."""
-        self._prepare_policy()
-        return QaRLVLLMGeneration(
-            **kwargs,
-            dtype=self._scale_dtype,
-            weight_version=lambda: str(self.state.global_step),
-            server=server_process(self.args, self.model, self._scale_dtype)
-            if self.args.vllm_server_autostart
-            else None,
-            request_timeout=self.args.vllm_request_timeout,
-            generation_timeout=self.args.vllm_generation_timeout,
-            token_file=self.args.vllm_token_file,
-            start_command=start_command(self.args, self.model, self._scale_dtype),
-        )
 
     @override
     def create_optimizer(self, model=None):
@@ -336,9 +265,12 @@ class QaRLTrainer(HubTrainer):
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
             self.recorder.observe_rollout(output, batch, publication, is_scored=not self._is_scored_by_sampler)
-            if self.numerics == "engine":
-                self._check_exact(output, batch)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
+            if self.numerics == "engine":
+                llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
+                # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
+                score = engine if self.accelerator.is_main_process else None
+                self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
             self.recorder.probe(output, self.state.global_step, engine)
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
@@ -367,26 +299,6 @@ class QaRLTrainer(HubTrainer):
     def _is_scored_by_sampler(self) -> bool:
         """Whether nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
         return not self._objective.needs_scores and self.beta == 0.0 and self.numerics == "fast"
-
-    def _check_exact(self, output: dict[str, Any], batch: Batch) -> None:
-        """Raises, or warns, where a sampled token's log-prob is not the learner's, bit for bit."""
-        mask = batch.mask
-        largest, *_ = largest_difference(*batch.rollout)
-        overall = self.accelerator.gather(torch.tensor([largest], device=self.accelerator.device)).max().item()
-        if overall == 0.0 or self._exact == "known":
-            return
-        llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
-        # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
-        can_ask = self.use_vllm and llm is None and self.accelerator.is_main_process
-        score = partial(prompt_log_probs, self.vllm_generation) if can_ask else None
-        where = describe_difference(output, mask, self.accelerator.unwrap_model(self.model), llm, score)
-        message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
-        if self._exact == "require":
-            raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")
-        logger.warning(message)
-        if self.args.exact is None:
-            # Nobody asked for it.
-            self._exact = "known"
 
     def _publish_what_changed(self) -> None:
         """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""
@@ -545,13 +457,7 @@ class QaRLTrainer(HubTrainer):
         Raises:
             ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme or learner.
         """
-        return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self._scheme_record())
-
-    def _scheme_record(self) -> dict[str, Any]:
-        record = resume.scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
-        if is_peft_model(self.model):
-            record |= {"lora_mode": self.args.lora_mode, "base": self._base}
-        return record
+        return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -562,7 +468,7 @@ class QaRLTrainer(HubTrainer):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
-        resume.write_scheme(folder, self._scheme_record())
+        resume.write_scheme(folder, self.policy.record())
         self._weights_card().save(folder / "README.md")
 
     @override

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..adapters.tensors import ADAPTER_NAME
 from ..checkpoint.serving import ENGINE_RANKS
+from ..numerics.availability import AGAINST_ADAPTERS
 from ..quantization.names import base_model, base_modules
 from .refused import REFUSED_BY_LORA
 
@@ -59,7 +60,7 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
         (
             args.numerics in (None, "fast"),
             f"numerics={args.numerics!r}",
-            "the engine's product of an adapter has not been compared with the learner's. Use numerics='fast'",
+            f"{AGAINST_ADAPTERS}. Use numerics='fast'",
         ),
         (
             not args.sync_ref_model,

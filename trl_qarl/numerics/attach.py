@@ -16,35 +16,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..quantization.linear import QuantizedLinear
-from . import cpu as kernels
 from . import cuda, ops
-from .modules import ATTENTION, ENGINE_MODULES, TRANSPARENT, EngineModule, engine_class, head_dim_of
+from .availability import check_engine_numerics
+from .modules import ATTENTION, ENGINE_MODULES, EngineModule, engine_class
 
 
 __all__ = [
-    "COVERED_CLASSES",
     "attach_engine_numerics",
-    "check_engine_numerics",
     "detach_engine_numerics",
     "engine_numerics",
     "has_engine_numerics",
 ]
-
-COVERED_CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Model classes whose operations are all known here."""
-
-
-def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
-    """
-    Raise unless `model` can compute with the engine's arithmetic in `dtype` here.
-
-    Raises:
-        ValueError: naming what is not covered, and what is.
-    """
-    for is_met, reason in _conditions(model, dtype):
-        if not is_met:
-            raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
 
 
 def attach_engine_numerics(
@@ -62,7 +44,7 @@ def attach_engine_numerics(
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            A model of a class in [`COVERED_CLASSES`], prepared by [`~trl_qarl.prepare_model`] or not quantized.
+            A model of a class in [`~trl_qarl.numerics.availability.COVERED_CLASSES`], prepared by [`~trl_qarl.prepare_model`] or not quantized.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
             Dtype in which the engine runs the model.
         temperature (`float`, *optional*, defaults to `1.0`):
@@ -72,7 +54,7 @@ def attach_engine_numerics(
             rounds otherwise in decoding. By default they raise.
 
     Raises:
-        ValueError: from [`check_engine_numerics`], or if they are attached already.
+        ValueError: from [`~trl_qarl.numerics.availability.check_engine_numerics`], or if they are attached already.
     """
     if has_engine_numerics(model):
         raise ValueError("Engine numerics are attached to this model already.")
@@ -128,60 +110,6 @@ def engine_numerics(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16)
         yield
     finally:
         detach_engine_numerics(model)
-
-
-def _conditions(model, dtype) -> Iterator[tuple[bool, str]]:
-    """Pairs of a condition and the reason to give where it is not met; later ones rely on earlier ones."""
-    name = type(model).__name__
-    yield name in COVERED_CLASSES, f"the operations of {name} are not known, those of {', '.join(COVERED_CLASSES)} are"
-    yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
-    device = next(model.parameters()).device
-    on_gpu = device.type == "cuda"
-    yield on_gpu or device.type == "cpu", f"they exist for CPUs and for NVIDIA GPUs; the model is on {device}"
-    reason = cuda.reason_against() if on_gpu else None
-    yield reason is None, f"the model is on {device}, and {reason}"
-    # Without vLLM the same operations run in torch, which has fewer limits.
-    is_engine = not on_gpu and kernels.has_engine_kernels()
-    config = model.config
-    yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
-    windows = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
-    yield not windows, f"layers attend with {sorted(windows)}, not with 'full_attention' alone"
-    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
-        yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
-    yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
-    rope = config.rope_parameters.get("rope_type", "default")
-    yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
-    head_dim = head_dim_of(config)
-    yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
-    fits = head_dim % 8 == 0 and head_dim <= 256
-    yield not on_gpu or fits, f"head_dim={head_dim} is no multiple of 8 up to 256, which FlashAttention takes"
-    known = (*ENGINE_MODULES, *TRANSPARENT)
-    for path, module in model.named_modules():
-        if type(module) not in known and path not in ("", model.base_model_prefix):
-            yield False, f"{path!r} is a {type(module).__name__}, whose operations are not known"
-        if isinstance(module, QuantizedLinear):
-            scheme = module.scheme.name
-            yield (
-                scheme in kernels.SCHEMES,
-                f"{path!r} has scheme {scheme!r}, which is none of {list(kernels.SCHEMES)}",
-            )
-            yield (
-                not on_gpu or scheme != "fp8" or torch.cuda.get_device_capability() >= (8, 9),
-                f"{path!r} has scheme 'fp8', which vLLM runs with 16-bit activations below compute capability 8.9",
-            )
-            shape = tuple(module.weight.shape)
-            yield (
-                scheme != "w4a16" or not is_engine or not any(size % 32 for size in shape),
-                f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",
-            )
-
-
-HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads that vLLM's kernels take in whole vectors."""
-
-
-ROPE_TYPES = ("default", "llama3")
-"""Kinds of rotary embeddings whose table vLLM computes from the frequencies that transformers has."""
 
 
 def _true_positions(module, args, kwargs):

@@ -49,6 +49,7 @@ __all__ = [
     "log_softmax",
     "max_exact_length",
     "reason_against",
+    "reason_against_installation",
     "rms_norm",
     "rotate",
     "silu_mul",
@@ -70,9 +71,8 @@ def has_engine_kernels() -> bool:
     return reason_against() is None
 
 
-@lru_cache(maxsize=1)
-def reason_against() -> str | None:
-    """Why they cannot be called in this process, or `None`."""
+def reason_against_installation() -> str | None:
+    """Why they cannot be called here, as far as that can be said without loading vLLM, or `None`."""
     if find_spec("vllm") is None:
         return f"vLLM {TESTED_VLLM} for CPUs is not installed"
     if not _vllm_version().startswith(f"{TESTED_VLLM}."):
@@ -80,6 +80,14 @@ def reason_against() -> str | None:
     # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
     if not torch.cpu._is_avx512_supported():
         return "this processor has no AVX512"
+    return None
+
+
+@lru_cache(maxsize=1)
+def reason_against() -> str | None:
+    """Why they cannot be called in this process, or `None`. Loads vLLM."""
+    if reason := reason_against_installation():
+        return reason
     from vllm.platforms import current_platform
 
     # Loads the build for this processor's instructions, which registers its operators.

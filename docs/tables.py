@@ -1,4 +1,7 @@
-"""Writes the tables of options.md from `trl_qarl/checks/refused.py` and `objectives/tbpo.py`: `python docs/tables.py`."""
+"""
+Writes the tables of options.md from `trl_qarl/checks/refused.py` and `trl_qarl/objectives/tbpo.py` and the one of health.md from
+`trl_qarl/telemetry/advisor.py`: `python docs/tables.py`.
+"""
 
 import re
 import textwrap
@@ -6,21 +9,30 @@ from pathlib import Path
 
 from trl_qarl.checks import refused
 from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
+from trl_qarl.telemetry import advisor
 
 
-PAGE = Path(__file__).with_name("options.md")
+DOCS = Path(__file__).parent
 
 
-def fill(page: str) -> str:
-    """The text of the page with what lies between its marks written anew."""
+def fill() -> dict[Path, str]:
+    """Return the text of each page with what lies between its marks written anew."""
+    pages = {"options.md": _options(), "health.md": {"rules": _rules()}}
+    return {DOCS / name: _replace((DOCS / name).read_text(), parts) for name, parts in pages.items()}
+
+
+def _options() -> dict[str, str]:
     model_init = {f'model_init_kwargs["{name}"]': why for name, why in refused.MODEL_INIT_KWARGS_REFUSED.items()}
-    parts = {
+    return {
         "every objective": _table(refused.REFUSED | model_init),
         "lora": _table(refused.REFUSED_BY_LORA),
         "tbpo": _table(REFUSED_BY_TBPO),
         "generation_kwargs": _names(refused.GENERATION_KWARGS_THAT_RESHAPE),
         "generation_kwargs with vLLM": _names(refused.VLLM_SAMPLING_KWARGS),
     }
+
+
+def _replace(page: str, parts: dict[str, str]) -> str:
     for name, text in parts.items():
         page, count = re.subn(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)",
@@ -45,5 +57,56 @@ def _names(names: frozenset[str]) -> str:
     return textwrap.fill(text, 119, initial_indent="> ", subsequent_indent="> ", break_on_hyphens=False) + "\n"
 
 
+def _rules() -> str:
+    """Return one or several rows for each rule of the advisor, with its thresholds."""
+    (low, high), most, flips = (
+        advisor.DROPPED_AIM,
+        advisor.DROPPED_MOST,
+        f"{advisor.STALLED_FLIP_RATE:.0e}".replace("e-0", "e-"),
+    )
+    fine16, bad16 = advisor.mismatch_bands({"scheme": "w4a16"})
+    fine8, bad8 = advisor.mismatch_bands({"scheme": "w8a8"})
+    rows = {
+        "_learning": [
+            "**Learning**: `reward`, last quarter against first | rises by more than its noise | does not | falls by more | "
+            "`learning_rate`, an earlier checkpoint"
+        ],
+        "_mismatch": [
+            f"**Aligned**: `mismatch/abs_logp_mean`, 16-bit activations | up to {fine16:g} | up to {bad16:g} | above | "
+            "`quantize_learner=True`; [more](#the-mismatch-is-large)",
+            f'the same, 8-bit activations | up to {fine8:g} | up to {bad8:g} | above | another scheme, `numerics="engine"`',
+            'the same, `numerics="engine"` | 0 | - | above 0 | `exact="require"` names the place',
+        ],
+        "_dropped": [
+            f"**Updating**: `tbpo/dropped/total` | {100 * low:g} to {high:.0%} | less, or more | above {most:.0%} | "
+            "[bands](#almost-all-completions-are-dropped), `learning_rate`, updates per batch"
+        ],
+        "_flips": [
+            f"**Updating**: `quant/code_flip_rate` | from {flips} | below in every update so far | below for "
+            f"{advisor.STALLED_UPDATES} updates | [`learning_rate`, float32 masters](#updates-do-not-reach-the-low-bit-weights)"
+        ],
+        "_effective": [
+            f"**Effective samples**: `mismatch/effective_sample_size` | from {advisor.EFFECTIVE_FINE:.0%} | from "
+            f"{advisor.EFFECTIVE_BAD:.0%} | below | the mismatch, `mismatch_cap`"
+        ],
+        "_entropy": [
+            f"**Entropy**: last quarter against first | {advisor.ENTROPY_LEFT:g} to {advisor.ENTROPY_UP:g} times | less, or more | "
+            f"above {advisor.ENTROPY_FAR_UP:g} times | worst completions, `temperature`"
+        ],
+        "_text": [
+            f"**Sound text**: `rollout/repetition_share`, `garbled_share` | up to {advisor.UNSOUND_WATCH:.0%} | up to "
+            f"{advisor.UNSOUND_BAD:.0%} | above | worst completions, the reward"
+        ],
+        "_zero_spread": [
+            f"**Reward spread**: `frac_reward_zero_std` | up to {advisor.ZERO_SPREAD_WATCH:.0%} | up to "
+            f"{advisor.ZERO_SPREAD_BAD:.0%} | above | [other problems, `num_generations`](#the-reward-does-not-rise)"
+        ],
+    }
+    lines = [row.replace("%", " %") for rule in advisor.RULES for row in rows[rule.__name__]]
+    head = "| card | fine | look at it | not healthy | what helps |\n|---|---|---|---|---|\n"
+    return head + "".join(f"| {line} |\n" for line in lines)
+
+
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text()))
+    for path, text in fill().items():
+        path.write_text(text)

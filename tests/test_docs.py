@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from test_imports import by_folder, import_graph
 
 from trl_qarl import cli
 from trl_qarl.scripts import train
-from trl_qarl.scripts.options import check, check_yaml, options_of, options_of_train, spell
 from trl_qarl.study.grid import expand_grid, load_grid
 
 
@@ -65,10 +65,10 @@ def test_tests_that_the_documentation_names_are_there():
         assert [name for name in named if name not in there] == [], page.name
 
 
-def test_tables_of_options_are_those_of_the_code():
-    fill = runpy.run_path(str(ROOT / "docs/tables.py"))["fill"]
-    page = (ROOT / "docs/options.md").read_text()
-    assert fill(page) == page, "run `python docs/tables.py`"
+def test_tables_of_options_and_rules_are_those_of_the_code():
+    pages = runpy.run_path(str(ROOT / "docs/tables.py"))["fill"]()
+    assert {page.name for page in pages} == {"options.md", "health.md"}
+    assert [page.name for page, text in pages.items() if page.read_text() != text] == [], "run `python docs/tables.py`"
 
 
 def test_headline_picture_has_the_numbers_of_the_study():
@@ -162,18 +162,20 @@ def check_trl_qarl(arguments):
     command, *argv = arguments
     assert command in cli.COMMANDS
     if command == "train":
-        options = options_of_train()
-        check(argv, options)
-        train.make_parser().parse_args_and_config(spell(argv, options), fail_with_unknown_args=False)
+        parse_train(argv)
         return
-    module = importlib.import_module(f"trl_qarl.scripts.{command.replace('-', '_')}")
-    parser = module.make_parser(command)
-    options = options_of(parser, argv)
-    check(argv, options, passes_unknown=command == "vllm-serve")
+    parser = importlib.import_module(f"trl_qarl.scripts.{command.replace('-', '_')}").make_parser(command)
+    known = cli.option_names(parser)
     if command == "vllm-serve":
-        parser.parse_known_args(spell(argv, options))
+        parser.parse_known_args(cli.spell(argv, known))
     else:
-        parser.parse_args(spell(argv, options))
+        parser.parse_args(cli.spell(argv, known))
+
+
+def parse_train(argv):
+    """The training script takes the arguments, and `accelerate launch` what it leaves over."""
+    *_, rest = train.make_parser().parse_args_and_config(argv, return_remaining_strings=True)
+    cli.check_names(rest, cli.option_names(launch_command_parser()))
 
 
 def check_install(arguments):
@@ -249,7 +251,7 @@ def test_yaml_of_the_documentation_is_what_its_command_reads(page, tmp_path, mon
         if yaml.safe_load(text).keys() & {"grid", "cells"}:
             assert expand_grid(load_grid(str(path)))
         else:
-            check_yaml(str(path), options_of_train())
+            parse_train(["--config", str(path)])
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)

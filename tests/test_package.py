@@ -43,12 +43,9 @@ def test_unknown_name_raises_attribute_error():
 
 def test_type_checking_imports_match_the_lazy_ones():
     tree = ast.parse((ROOT / "trl_qarl" / "__init__.py").read_text())
-    imported = {
-        alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level == 1
-        for alias in node.names
-    }
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    imported = {alias.name: node.module for node in block.body for alias in node.names}
     assert imported == trl_qarl._MODULES
     assert set(trl_qarl.__all__) == {*imported, "__version__"}
 
@@ -65,24 +62,3 @@ def test_no_tracked_file_names_a_directory_of_one_machine():
         if (ROOT / name).is_file() and local.search((ROOT / name).read_bytes())
     ]
     assert found == []
-
-
-def test_what_tests_share_is_made_by_one_worker(tmp_path):
-    # As `make test` runs them.
-    (tmp_path / "test_group.py").write_text(
-        """
-import os
-import pytest
-
-@pytest.mark.xdist_group("server")
-@pytest.mark.parametrize("number", range(6))
-def test_of_a_group(number):
-    with open("workers", "a") as file:
-        print(os.environ["PYTEST_XDIST_WORKER"], file=file)
-"""
-    )
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", "-q"]
-    result = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-    workers = (tmp_path / "workers").read_text().split()
-    assert len(workers) == 6 and len(set(workers)) == 1

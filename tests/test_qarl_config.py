@@ -1,4 +1,6 @@
+import ast
 import dataclasses
+import inspect
 import logging
 import re
 
@@ -44,10 +46,19 @@ def test_no_other_default_of_trl_changes(tmp_path):
         assert getattr(c, name) == getattr(stock, name)
 
 
-def test_every_own_field_has_help():
-    inherited = {f.name for f in dataclasses.fields(GRPOConfig)}
-    own = [f for f in dataclasses.fields(QaRLConfig) if f.name not in inherited]
-    assert own and all(len(f.metadata.get("help", "")) > 20 for f in own)
+def test_help_of_every_own_option_is_its_text_in_the_docstring():
+    def plain(text):
+        return " ".join(re.sub(r"[`\[\]~]", "", text).split())
+
+    own = [f for f in dataclasses.fields(QaRLConfig) if f.name in QaRLConfig.__annotations__]
+    entries = re.split(r"\n {4}(?=\w)", inspect.cleandoc(QaRLConfig.__doc__))[1:]
+    documented = {name: entry for entry in entries for name in entry.partition(" (")[0].split(", ")}
+    assert {f.name for f in own} | {"epsilon_high"} == documented.keys()
+    for option in own:
+        head, text = documented[option.name].split(":\n", 1)
+        assert len(option.metadata["help"]) > 20 and plain(option.metadata["help"]) == plain(text), option.name
+        default = re.search(r"defaults to `(.*)`\)", head)
+        assert (ast.literal_eval(default[1]) if default else None) == option.default, option.name
 
 
 def test_an_explicit_generation_batch_size_is_kept(tmp_path):

@@ -13,20 +13,18 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 from trl import GRPOConfig, GRPOTrainer
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 
 import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, TRAINING, make_problems, make_tiny_model, make_tiny_tokenizer, spread, stop_at
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.export import export_checkpoint
-from trl_qarl.forward import FORWARD_KEYS, takes_positions
+from trl_qarl.forward import takes_positions
 from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.registry import all_objectives, get_objective
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.schemes import SCHEMES
-from trl_qarl.quantization.swap import quantized_layers, restore_model
+from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
 
 def arguments(output_dir, **kwargs):
@@ -175,12 +173,9 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
     original = QaRLTrainer._generate_single_turn
 
     def with_high_precision_rollout(self, *args, **kwargs):
-        layers = quantized_layers(self.model)
         restore_model(self.model)
         result = original(self, *args, **kwargs)
-        scheme = self.swap_report.scheme
-        for layer in layers.values():
-            trl_qarl.quantization.linear.QuantizedLinear.from_linear(layer, scheme, torch.float32)
+        prepare_model(self.model, self.swap_report.scheme, scale_dtype=torch.float32)
         return result
 
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", with_high_precision_rollout)
@@ -1127,42 +1122,3 @@ def test_rollout_func_with_tokens_the_model_has_no_rows_for_raises(tiny_model, t
         ValueError, match="`rollout_func` returned.*completion 0 of .*, token 1 of 2: 260 is no .* 0 to 259"
     ):
         trainer.train()
-
-
-def test_the_forward_that_trl_scores_with_gets_no_positions():
-    """The seam that `count_positions` leans on: the model is called once, with keyword arguments, and used for nothing else."""
-    source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
-    assert "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)" in source
-    assert source.count("model(") == 1 and "model." not in source and '"position_ids"' not in source
-
-
-def test_every_forward_argument_of_trl_reaches_the_scoring_forward():
-    """`FORWARD_KEYS` repeats what TRL passes to `_get_per_token_logps_and_entropies`."""
-    names = set(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-    own = {"self", "model", "input_ids", "attention_mask", "logits_to_keep"}
-    own |= {"batch_size", "compute_entropy", "compute_aux_loss"}
-    assert names - own == set(FORWARD_KEYS)
-
-
-def test_the_seam_is_where_it_was():
-    """What `replaced_in_trl`, `PreparesPolicy` and `QaRLVLLMGeneration` lean on in TRL."""
-    assert grpo_trainer.VLLMGeneration is VLLMGeneration
-    source = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
-    steps = [
-        "        set_seed(args.seed)\n",
-        " model = create_model_from_path(model, ",
-        " model = get_peft_model(model, ",
-        "        super().__init__(\n",
-        "self.ref_model = create_model_from_path(",
-        "        add_fused_lm_head(\n",
-        "self.vllm_generation = VLLMGeneration(",
-        "self.generation_config = GenerationConfig(",
-    ]
-    assert all(source.count(step) == 1 for step in steps[1:5] + steps[6:])
-    assert [source.index(step) for step in steps] == sorted(source.index(step) for step in steps)
-    assert {"sync_weights", "generate", "_init_vllm"} <= vars(VLLMGeneration).keys()
-    assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
-    turn = inspect.getsource(grpo_trainer.GRPOTrainer._generate_single_turn)
-    assert "self.state.global_step != self._last_loaded_step" in turn
-    # The exception that `EngineLost` is, sent in place of completions, is raised where they are iterated.
-    assert "for ids in all_prompt_ids" in inspect.getsource(VLLMGeneration.generate)

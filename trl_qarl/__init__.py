@@ -7,8 +7,9 @@ Public names are loaded on first use, so that `import trl_qarl` and `trl-qarl --
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ._version import __version__
+from .quiet import quiet_torchao
 
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "QaRLConfig",
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
     from .quantization.schemes import QuantScheme, get_scheme
     from .quantization.swap import QaRLWeightConfig, SwapReport, convert_model, prepare_model, restore_model
     from .rollout.engines import load_engine
+
+
+# Before anything imports transformers, which imports torchao.
+quiet_torchao()
 
 
 def __getattr__(name: str) -> Any:

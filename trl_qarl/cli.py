@@ -2,28 +2,26 @@
 The `trl-qarl` command, in the manner of `trl`.
 
 A command is a module of [`trl_qarl.scripts`] with `make_parser(prog)` and `main(args)`; it imports torch inside `main`
-only, so that every `--help` answers at once. `train` differs: like `trl grpo` it goes through `accelerate launch`. TRL's
-own registry and launcher look for scripts inside the `trl` package, hence the thin ones here.
+only, so that its `--help` answers at once. `train` differs: like `trl grpo` it goes through `accelerate launch`, and its
+parser is made of TRL's dataclasses, which takes torch. TRL's own registry and launcher look for scripts inside the `trl`
+package, hence the thin ones here.
 """
 
-import ast
 import importlib
 import logging
 import os
 import select
 import sys
-import textwrap
-from argparse import ArgumentParser
-from collections.abc import Iterator
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-from . import __version__
+from ._version import __version__
 from .scripts.errors import configuration_errors
-from .scripts.options import PACKAGE, check, check_yaml, field_calls, options_of, options_of_train, spell
 
 
-__all__ = ["main"]
+__all__ = ["check_names", "main", "option_names", "spell"]
 
 COMMANDS = {
     "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
@@ -37,32 +35,6 @@ COMMANDS = {
     "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before a training does",
     "env": "Print versions, hardware and the kernel of each scheme",
 }
-
-TRAIN_HELP = """\
-usage: {usage}
-
-{description}.
-
-main options (TRL's):
-  --model_name_or_path MODEL   hub id or local directory
-  --dataset_name DATASET       hub id, builder name or local directory, as `datasets.load_dataset` takes it, or a file
-                               (.parquet, .json, .jsonl, .csv)
-  --reward_funcs FUNC [...]    accuracy_reward, reasoning_accuracy_reward, think_format_reward,
-                               get_soft_overlong_punishment, or a dotted import path such as my_rewards.length
-  --output_dir DIR             where checkpoints and the trained master weights go
-  --export_dir DIR             where the low-bit policy goes after training, `none` for nowhere; by default
-                               OUTPUT_DIR/SCHEME
-  --config FILE                YAML with any of the options; the command line wins
-  --resume_from_checkpoint C   a checkpoint directory, or `true` for the last one in the output directory
-
-options of QaRLConfig:
-{fields}
-
-Options may be spelled with dashes too, as in --model-name-or-path.
-
-`trl-qarl train --help-all` lists every option of TRL and transformers as well (loads torch). Options unknown to all of
-them, and `--accelerate_config`, go to `accelerate launch`.
-"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _has_lost_its_reader() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
+    """Return whether standard output is a pipe that nobody reads any more, as after `| head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -110,21 +82,53 @@ def _run(argv: list[str]) -> int:
         return _train(argv)
     module = importlib.import_module(f"trl_qarl.scripts.{command.replace('-', '_')}")
     parser = module.make_parser(f"trl-qarl {command}")
-    options = options_of(parser, argv)
-    argv = spell(argv, options)
-    is_server = command == "vllm-serve"
-    if options and not {"-h", "--help"} & {*argv}:
-        with configuration_errors():
-            # Options of vLLM, which takes what is left over, are not known here.
-            check(argv, options, **({"cutoff": 0.8, "passes_unknown": True} if is_server else {}))
-    if is_server:
+    known = option_names(parser)
+    argv = spell(argv, known)
+    if command == "vllm-serve":
+        # What is left over is vLLM's.
         return module.main(*parser.parse_known_args(argv))
+    with configuration_errors():
+        check_names(argv, known)
     return module.main(parser.parse_args(argv)) or 0
+
+
+def option_names(parser: ArgumentParser) -> set[str]:
+    """Return the long options of a parser and of its subcommands, with their dashes."""
+    names = {name for name in parser._option_string_actions if name.startswith("--")}
+    subcommands = [action.choices for action in parser._actions if isinstance(action, _SubParsersAction)]
+    return names.union(*(option_names(subparser) for choices in subcommands for subparser in choices.values()))
+
+
+def spell(argv: list[str], known: Iterable[str]) -> list[str]:
+    """Return `argv` with dashes in names of options for underscores, or the other way round, where only that is in `known`."""
+    spellings = {name.replace("-", "_"): name for name in known}
+    spellings |= {name: name for name in known}
+    words = [word.partition("=") for word in argv]
+    return [
+        spellings.get(name, spellings.get(name.replace("-", "_"), name)) + rest + value for name, rest, value in words
+    ]
+
+
+def check_names(argv: list[str], known: Iterable[str]) -> None:
+    """
+    Raise for the first option in `argv` that is neither in `known` nor begins one that is, as argparse completes it.
+
+    argparse would first complain of what is missing, and knows no "did you mean".
+
+    Raises:
+        ValueError: with what was probably meant.
+    """
+    for word in argv:
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(option.startswith(name) for option in known):
+            matches = get_close_matches(name.replace("-", "_"), [option.replace("-", "_") for option in known], n=1)
+            hint = f" Did you mean `--{matches[0][2:]}`?" if matches else ""
+            raise ValueError(f"Unknown option `{name}`.{hint}")
 
 
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
     """
-    Arguments of `accelerate launch` that run the training script.
+    Return the arguments of `accelerate launch` that run the training script.
 
     Args:
         script_args (`list[str]`):
@@ -144,36 +148,45 @@ def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: 
 
 
 def _train(argv: list[str]) -> int:
-    from .scripts.train import USAGE, make_parser
+    from .scripts.train import USAGE, hide_inherited_options, make_parser
 
-    if not argv or "-h" in argv or "--help" in argv:
-        fields = "\n".join(_describe_config_fields())
-        print(TRAIN_HELP.format(usage=USAGE, description=COMMANDS["train"], fields=fields))
-        return 0 if argv else 2
-    argv = _check_train(argv)
+    if not argv:
+        print(f"usage: {USAGE}\nSee `trl-qarl train --help`.", file=sys.stderr)
+        return 2
 
     import subprocess
 
     import torch
+    import yaml
     from accelerate.commands.launch import launch_command, launch_command_parser
     from trl.cli.commands.training import _subtract_subsequence
 
-    parser = make_parser("trl-qarl train")
-    if {"--help-all", "--help_all"} & {*argv}:
+    parser, launch_parser = make_parser("trl-qarl train"), launch_command_parser()
+    known = {*option_names(parser), *option_names(launch_parser), "--config", "--accelerate_config", "--help_all"}
+    # TRL takes the file as a word of its own.
+    words = (word.split("=", 1) if word.startswith("--config=") else [word] for word in argv)
+    argv = spell([part for word in words for part in word], known)
+    if {"-h", "--help", "--help_all"} & {*argv}:
+        if "--help_all" not in argv:
+            hide_inherited_options(parser)
         parser.print_help()
         return 0
     with configuration_errors(), _without_warnings():
-        # What the command line leaves over is an ordered subsequence of it; what the YAML leaves over is not.
-        *_, config_remaining, cli_remaining = parser.parse_args_and_config(
-            argv, return_remaining_strings=True, separate_remaining_strings=True
-        )
+        check_names(argv, known)
+        try:
+            # What the command line leaves over is an ordered subsequence of it; what the YAML leaves over is not.
+            *_, config_remaining, cli_remaining = parser.parse_args_and_config(
+                argv, return_remaining_strings=True, separate_remaining_strings=True
+            )
+        except yaml.YAMLError as error:
+            raise ValueError(error) from error
+        check_names(config_remaining, known)
         on_cpu = not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ
         launch_args = build_launch_args(
             script_args=_subtract_subsequence(argv, cli_remaining),
             launch_args=config_remaining + cli_remaining,
             num_cpus=torch.get_num_threads() if on_cpu else None,
         )
-    launch_parser = launch_command_parser()
     launch_parser.usage = USAGE
     try:
         launch_command(launch_parser.parse_args(launch_args))
@@ -181,22 +194,6 @@ def _train(argv: list[str]) -> int:
         # The training process has said what went wrong.
         return error.returncode
     return 0
-
-
-def _check_train(argv: list[str]) -> list[str]:
-    """Arguments of `train` in their first spelling, after a look at names and values that needs no torch."""
-    options = options_of_train()
-    if options is None:
-        return argv
-    words = []
-    for word in spell(argv, options):
-        # TRL takes the file as a word of its own.
-        words += word.split("=", 1) if word.startswith("--config=") else [word]
-    with configuration_errors():
-        check(words, options)
-        if "--config" in words[:-1]:
-            check_yaml(words[words.index("--config") + 1], options)
-    return words
 
 
 @contextmanager
@@ -209,21 +206,6 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _describe_config_fields() -> Iterator[str]:
-    """Help lines for the fields of [`QaRLConfig`], read from its source because importing it loads torch."""
-    for name, arguments in field_calls(PACKAGE / "qarl_config.py", ("QaRLConfig",)):
-        metadata = arguments["metadata"]
-        assert isinstance(metadata, ast.Dict)
-        # Only the help text is sure to be a literal.
-        texts = (
-            value
-            for key, value in zip(metadata.keys, metadata.values, strict=True)
-            if key and ast.unparse(key) == "'help'"
-        )
-        lines = textwrap.wrap(ast.literal_eval(next(texts)), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        yield "\n".join([f"  --{name} (default: {ast.unparse(arguments['default'])})", *lines])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 from trl.trainer.base_trainer import _BaseTrainer
 
 from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_policy, prepare_base
+from .adapters.engine import lora_arguments
 from .adapters.tensors import describe_adapter, is_adapter_folder
 from .checkpoint.batch import scheme_record
 from .checkpoint.export import export_checkpoint
@@ -96,7 +97,7 @@ class Policy:
         self._quantize()
         if not args.quantize_learner:
             disable_quantized_forward(model)
-        self.numerics, reason = choose_numerics(args, model, self.dtype, num_processes, self.has_adapter)
+        self.numerics, reason = choose_numerics(args, model, self.dtype, num_processes)
         logger.info("numerics=%r: %s", self.numerics, reason)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
 
@@ -124,8 +125,13 @@ class Policy:
     def attach_numerics(self, model: Any) -> None:
         """Have `model` compute with the numerics of the run, once TRL has given it the head that computes log-probs."""
         if self.numerics == "engine":
-            longer = self.exactness.allows_longer
-            attach_engine_numerics(model, self.dtype, self.args.temperature, allow_longer=longer)
+            attach_engine_numerics(
+                model,
+                self.dtype,
+                self.args.temperature,
+                allow_longer=self.exactness.allows_longer,
+                adapter_rank=lora_arguments(model).get("max_lora_rank"),
+            )
 
     def prepare_reference(self, model: Any) -> None:
         """Prepare `model` to be what the learner is kept close to: as the learner started, the low-bit model."""

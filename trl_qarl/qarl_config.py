@@ -1,7 +1,10 @@
 """Configuration of [`QaRLTrainer`]."""
 
 import logging
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
+from inspect import cleandoc
+from types import MappingProxyType
 
 import torch
 from transformers.utils import is_torch_xla_available
@@ -37,6 +40,25 @@ __all__ = ["QaRLConfig"]
 logger = logging.getLogger(__name__)
 
 
+def describe_options(cls: type) -> type:
+    """
+    Fill in `help`, which the command line shows, of the options that a dataclass declares: their text in its docstring.
+
+    Backticks and the brackets of links are left out, and the percent signs doubled, as argparse wants them.
+    """
+    texts = {}
+    # An entry is indented by four columns, its text by eight.
+    entry = r"^ {4}(\w[\w, ]*) \(.*\):((?:\n {8}.*)+)"
+    for names, text in re.findall(entry, cleandoc(cls.__doc__ or ""), re.MULTILINE):
+        plain = re.sub(r"\[?`~?([^`]*)`\]?", r"\1", " ".join(text.split()))
+        texts |= dict.fromkeys(names.split(", "), plain.replace("%", "%%"))
+    for option in fields(cls):
+        if option.name in cls.__annotations__:
+            option.metadata = MappingProxyType({**option.metadata, "help": texts.get(option.name, "")})
+    return cls
+
+
+@describe_options
 @dataclass
 class QaRLConfig(GRPOConfig):
     # docstyle-ignore
@@ -51,6 +73,8 @@ class QaRLConfig(GRPOConfig):
 
     Without an accelerator `use_cpu` is switched on, and on a CPU `bf16` defaults to whether the processor multiplies
     bfloat16 matrices natively; a value that is given is kept.
+
+    The texts of the parameters are those of `trl-qarl train --help`.
 
     Inherited options that are not honoured raise one `ValueError` that names all of them and their fixes.
 
@@ -72,7 +96,7 @@ class QaRLConfig(GRPOConfig):
         numerics (`str`, *optional*):
             How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels for
             every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with AVX512,
-            bf16, vLLM 0.31; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it has never run). Rollouts without
+            bf16, vLLM; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it has never run). Rollouts without
             vLLM do not need it to be installed. `"fast"`: as transformers does, with rounding of its own. By default
             `"engine"` for rollouts in vLLM on a CPU where all of that is given, else `"fast"`; the log says which, and
             why.
@@ -88,9 +112,11 @@ class QaRLConfig(GRPOConfig):
         positive_epsilon_high (`float`, *optional*, defaults to `4e-4`):
             TBPO: for positive advantages, the ratio counts up to `1 + positive_epsilon_high`.
         negative_epsilon_low (`float`, *optional*, defaults to `3e-4`):
-            TBPO: for negative advantages, the ratio counts from `1 - negative_epsilon_low` ...
+            TBPO: for negative advantages, the ratio counts from `1 - negative_epsilon_low`; below, the sequence
+            contributes no gradient.
         negative_epsilon_high (`float`, *optional*, defaults to `7e-4`):
-            ... to `1 + negative_epsilon_high`; outside, the sequence contributes no gradient.
+            TBPO: for negative advantages, the ratio counts up to `1 + negative_epsilon_high`; above, the sequence
+            contributes no gradient.
         mismatch_cap (`float`, *optional*, defaults to `2.0`):
             TBPO: bound `c > 1` of the mismatch weight, which stays in `[1/c, c]`.
         mismatch_low, mismatch_high (`float`, *optional*):
@@ -100,22 +126,26 @@ class QaRLConfig(GRPOConfig):
             Bound above which a token is dropped: by `"kpop"` of the divergence between learner and sampler (0.1 nats), by
             `"dppo-tv"` of the change of its probability from the sampler's (0.2).
         epsilon (`float`, *optional*):
-            For TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO does not use it.
+            Lower clip offset of TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO does not use it.
         epsilon_high (`float`, *optional*):
-            For TRL's losses, as in TRL; the GSPO objectives default to `4e-4`. TBPO does not use it.
+            Upper clip offset of TRL's losses, as in TRL; the GSPO objectives default to `4e-4`. TBPO does not use it.
         importance_sampling_level (`str`, *optional*):
-            For TRL's losses, defaults to TRL's `"token"`. The GSPO objectives set it to `"sequence"`.
+            For TRL's losses, defaults to TRL's `"token"`. The GSPO objectives set it to `"sequence"`; TBPO is always
+            sequence-level.
         vllm_importance_sampling_correction (`bool`, *optional*):
-            For TRL's losses, defaults to TRL's `True`. The objectives of the paper's comparison set it.
+            For TRL's losses, whether vLLM rollouts are corrected for their mismatch; defaults to TRL's `True`. The
+            objectives of the paper's comparison set it.
         vllm_importance_sampling_mode (`str`, *optional*):
-            For TRL's losses, defaults to TRL's `"sequence_mask"`. The objectives of the paper's comparison set it.
+            For TRL's losses, how vLLM rollouts are corrected; defaults to TRL's `"sequence_mask"`. The objectives of
+            the paper's comparison set it.
         loss_type (`str`, *optional*):
-            Set by `objective`.
+            Set by `objective`; give that one instead.
         mismatch_probe_steps (`int`, *optional*, defaults to `0`):
             Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of the rollout:
             `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
-            Start the server of `vllm_mode="server"` as a child process, and end it with training.
+            Start the server of `vllm_mode="server"` as a child process, and end it with training. Its log is
+            `vllm_server.log` in the output directory.
         allow_low_precision_masters (`bool`, *optional*, defaults to `False`):
             Train masters in bfloat16 (or, unquantized, float16) nevertheless, in which most updates round to nothing.
         allow_high_precision_experts (`bool`, *optional*, defaults to `False`):
@@ -126,7 +156,8 @@ class QaRLConfig(GRPOConfig):
         vllm_generation_timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds that the server has to generate a batch of completions.
         vllm_token_file (`str`, *optional*):
-            File with the secret that opens the session of a server on another host: a copy of the server's token file.
+            File with the secret that opens the session of a server on another host: a copy of its `--token_file`,
+            which only you can read. By default the file that the server names, on the same host.
         hub_export (`str`, *optional*, defaults to `"low-bit"`):
             What is pushed to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the repository's
             name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy and, in a second
@@ -134,197 +165,43 @@ class QaRLConfig(GRPOConfig):
             `hub_strategy="checkpoint"` and `"all_checkpoints"` go where masters go.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
-            of [`~transformers.TrainingArguments`].
+            of [`~transformers.TrainingArguments`], such as `"adamw_torch"`.
+        weight_decay (`float`, *optional*, defaults to `0.01`):
+            Weight decay of the optimizer.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS
 
-    scheme: str = field(
-        default="w4a16",
-        metadata={
-            "help": "Quantization scheme of rollout and learner. 'bf16' is the unquantized baseline.",
-            "choices": list(SCHEMES),
-        },
-    )
-    group_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Group size for 'w4a16': 32, 64 or 128. Defaults to 128; layers it does not divide get the next "
-            "smaller one."
-        },
-    )
-    quantize_learner: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether the learner runs the low-bit weights as the rollout does. Without, it runs its high-precision "
-            "master weights (quantized rollout training)."
-        },
-    )
-    exclude_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Linear layers to keep in high precision: names, last components of names, or regular expressions "
-            "over the whole name."
-        },
-    )
-    lora_mode: str = field(
-        default="adapter",
-        metadata={
-            "help": "With a PEFT adapter, what generates: 'adapter' (the frozen low-bit base, with the adapter beside it in "
-            "high precision) or 'merged' (the low-bit form of base and adapter together).",
-            "choices": list(LORA_MODES),
-        },
-    )
-    numerics: str | None = field(
-        default=None,
-        metadata={
-            "help": "How the learner computes: 'engine' (vLLM's own kernels for every operation, so that rollout and learner "
-            "give a token the same log-prob, bit for bit; on CPUs) or 'fast'. By default 'engine' for rollouts in vLLM where "
-            "it can be, else 'fast'.",
-            "choices": list(NUMERICS),
-        },
-    )
-    exact: str | None = field(
-        default=None,
-        metadata={
-            "help": "With numerics='engine', what happens where a sampled token's log-prob is not the learner's: 'require' "
-            "raises, 'warn' logs. Defaults to 'require' if `numerics` is given; else the first such batch is logged.",
-            "choices": list(EXACT),
-        },
-    )
-    objective: str = field(
-        default="tbpo",
-        metadata={
-            "help": "Objective: 'tbpo', one of the paper's comparison ('grpo-tis', 'gspo', 'mis-gspo', 'positive-only', "
-            "'on-policy', 'dual-clip'), one that others use against the mismatch ('icepop', 'kpop', 'geo-mask', 'bypass', "
-            "'dppo-tv', 'acr') or one of TRL's losses. Replaces `loss_type`.",
-            "choices": list(OBJECTIVES),
-        },
-    )
-    positive_epsilon_high: float = field(
-        default=4e-4,
-        metadata={"help": "TBPO: upper offset of the trust band for positive advantages."},
-    )
-    negative_epsilon_low: float = field(
-        default=3e-4,
-        metadata={"help": "TBPO: lower offset of the trust band for negative advantages."},
-    )
-    negative_epsilon_high: float = field(
-        default=7e-4,
-        metadata={"help": "TBPO: upper offset of the trust band for negative advantages."},
-    )
-    mismatch_cap: float = field(
-        default=2.0,
-        metadata={"help": "TBPO: bound c > 1 of the mismatch weight, which stays in [1/c, c]."},
-    )
-    mismatch_low: float | None = field(
-        default=None,
-        metadata={
-            "help": "Lower bound of the mismatch: 'icepop' (0.5 unless given) drops tokens below, 'geo-mask' (0.99) completions."
-        },
-    )
-    mismatch_high: float | None = field(
-        default=None,
-        metadata={
-            "help": "Upper bound of the mismatch: 'icepop' (5 unless given) drops tokens above, 'geo-mask' (1.01) completions."
-        },
-    )
-    divergence_threshold: float | None = field(
-        default=None,
-        metadata={
-            "help": "Bound above which a token is dropped: of the divergence between learner and sampler for 'kpop' (0.1 nats "
-            "unless given), of the change of its probability for 'dppo-tv' (0.2)."
-        },
-    )
-    epsilon: float | None = field(
-        default=None,
-        metadata={
-            "help": "Clip offset of TRL's losses, 0.2 unless given (GSPO objectives: 3e-4). TBPO does not use it."
-        },
-    )
-    importance_sampling_level: str | None = field(
-        default=None,
-        metadata={"help": "For TRL's losses: 'token' (default) or 'sequence' (GSPO). TBPO is always sequence-level."},
-    )
-    vllm_importance_sampling_correction: bool | None = field(
-        default=None,
-        metadata={
-            "help": "For TRL's losses: whether vLLM rollouts are corrected for their mismatch, true unless given. The other "
-            "objectives decide it themselves."
-        },
-    )
-    vllm_importance_sampling_mode: str | None = field(
-        default=None,
-        metadata={
-            "help": "For TRL's losses: how vLLM rollouts are corrected, 'sequence_mask' unless given. The other objectives "
-            "decide it themselves."
-        },
-    )
-    loss_type: str | None = field(
-        default=None,
-        metadata={"help": "Set by `objective`; give that one instead."},
-    )
-    optim: str = field(
-        default="muon",
-        metadata={
-            "help": "'muon' (torch.optim.Muon on hidden matrices, AdamW on the rest) or an optimizer name of "
-            "transformers, such as 'adamw_torch'."
-        },
-    )
-    mismatch_probe_steps: int = field(
-        default=0,
-        metadata={
-            "help": "Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of "
-            "the rollout. 0 never does."
-        },
-    )
-    vllm_server_autostart: bool = field(
-        default=False,
-        metadata={
-            "help": "Start the vLLM server of `vllm_mode='server'` as a child process, and end it with training. Its log "
-            "is vllm_server.log in the output directory."
-        },
-    )
-    allow_low_precision_masters: bool = field(
-        default=False,
-        metadata={
-            "help": "Train masters in bfloat16 (or, unquantized, float16) nevertheless, in which most updates round to nothing."
-        },
-    )
-    allow_high_precision_experts: bool = field(
-        default=False,
-        metadata={
-            "help": "Without vLLM, train a mixture of experts whose experts no scheme quantizes, and which has no low-bit "
-            "export."
-        },
-    )
-    vllm_request_timeout: float = field(
-        default=300.0,
-        metadata={
-            "help": "Seconds that the vLLM server has to answer a request that does not generate, such as to take a chunk of "
-            "weights. After that it counts as lost."
-        },
-    )
-    vllm_generation_timeout: float = field(
-        default=1800.0,
-        metadata={"help": "Seconds that the vLLM server has to generate a batch of completions."},
-    )
-    vllm_token_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with the secret that opens the session of a server on another host: a copy of its --token_file, "
-            "which only you can read. By default the file that the server names, on the same host."
-        },
-    )
-    hub_export: str = field(
-        default="low-bit",
-        metadata={
-            "help": "What is pushed to the Hub: 'low-bit' (the trained policy), 'master' (the high-precision masters), 'both' "
-            "(the masters in a second repository NAME-masters) or 'adapter' (a PEFT adapter).",
-            "choices": list(HUB_EXPORTS),
-        },
-    )
-    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay."})
+    scheme: str = field(default="w4a16", metadata={"choices": list(SCHEMES)})
+    group_size: int | None = None
+    quantize_learner: bool = True
+    exclude_modules: list[str] | None = None
+    lora_mode: str = field(default="adapter", metadata={"choices": list(LORA_MODES)})
+    numerics: str | None = field(default=None, metadata={"choices": list(NUMERICS)})
+    exact: str | None = field(default=None, metadata={"choices": list(EXACT)})
+    objective: str = field(default="tbpo", metadata={"choices": list(OBJECTIVES)})
+    positive_epsilon_high: float = 4e-4
+    negative_epsilon_low: float = 3e-4
+    negative_epsilon_high: float = 7e-4
+    mismatch_cap: float = 2.0
+    mismatch_low: float | None = None
+    mismatch_high: float | None = None
+    divergence_threshold: float | None = None
+    epsilon: float | None = None
+    importance_sampling_level: str | None = None
+    vllm_importance_sampling_correction: bool | None = None
+    vllm_importance_sampling_mode: str | None = None
+    loss_type: str | None = None
+    optim: str = "muon"
+    mismatch_probe_steps: int = 0
+    vllm_server_autostart: bool = False
+    allow_low_precision_masters: bool = False
+    allow_high_precision_experts: bool = False
+    vllm_request_timeout: float = 300.0
+    vllm_generation_timeout: float = 1800.0
+    vllm_token_file: str | None = None
+    hub_export: str = field(default="low-bit", metadata={"choices": list(HUB_EXPORTS)})
+    weight_decay: float = 0.01
 
     def __post_init__(self):
         loss_type = self.loss_type

@@ -187,7 +187,7 @@ class QaRLTrainer(PushesPolicy, GRPOTrainer, PreparesPolicy):
         self.add_callback(self.recorder)
         self.add_callback(RunLog(self.args, self.recorder, described))
         self.add_callback(Advisor(self.args.to_dict()))
-        show_rows(self)
+        show_rows(self.callback_handler)
         if self.args.sync_ref_model:
             # After TRL's callback that writes to it.
             self.add_callback(_RefreshReference(self.ref_model))

@@ -44,7 +44,8 @@ def test_value_and_gradients_of_a_layer_are_those_of_a_naive_reference(scheme, u
     network = torch.nn.Sequential(torch.nn.Linear(256, 64))
     config = peft.LoraConfig(target_modules=["0"], r=4, lora_alpha=6, use_rslora=use_rslora, init_lora_weights=False)
     layer = peft.get_peft_model(network, config).base_model.model[0]
-    QuantizedLinear.from_linear(layer.base_layer, get_scheme(scheme)).freeze()
+    layer.base_layer = QuantizedLinear.from_linear(layer.base_layer, get_scheme(scheme))
+    layer.base_layer.freeze()
     x, grad = torch.randn(3, 256, requires_grad=True), torch.randn(3, 64)
     y = layer(x)
     y.backward(grad)

@@ -1,6 +1,7 @@
 """LoRA inside the low-bit weight: values and gradients of a layer, and the trainer with it."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -202,8 +203,21 @@ def test_copies_and_conversions_compute_the_same():
     assert convert_model(model) == 2 and torch.equal(model(x), y)
 
 
+def test_a_pickled_model_computes_the_same_and_follows_its_own_adapter():
+    model, x = make_model(), torch.randn(2, 256)
+    y, loaded = model(x), pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded(x), y)
+    loaded.merge_adapter()
+    assert torch.equal(loaded(x), y)
+    loaded.unmerge_adapter()
+    with torch.no_grad():
+        parts(loaded)[3].zero_()
+    assert torch.equal(model(x), y) and not torch.equal(loaded(x), y)
+
+
 def test_a_restored_layer_runs_its_adapter_beside_it_again():
     model, x = make_model(keep_masters=True), torch.randn(2, 256)
+    assert type(model.base_model.model.adapted) is peft.tuners.lora.Linear
     _, w, a, b, scaling = parts(model)
     expected = x @ (w + scaling * b @ a).t() + model.base_model.model.adapted.base_layer.bias
     assert restore_model(model) == 2

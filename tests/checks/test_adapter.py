@@ -83,7 +83,6 @@ def test_other_adapters_are_refused(config, message):
     [
         ({"lora_mode": "merged", "scheme": "bf16"}, "lora_mode='merged' and scheme='bf16' with a PEFT adapter"),
         ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True with a PEFT adapter"),
-        ({"numerics": "engine", "bf16": True}, "numerics='engine' with a PEFT adapter"),
     ],
 )
 def test_options_that_contradict_an_adapter_are_refused(tmp_path, kwargs, message):

@@ -58,7 +58,8 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
     def server_process(*args, **kwargs):
         process = real_server_process(*args, **kwargs)
         process.argv[: process.argv.index("--model")] = [sys.executable, str(HERE / "stand_in.py")]
-        (folder.parent / "command.json").write_text(json.dumps([process.argv, process.environment]))
+        if not (command := folder.parent / "command.json").exists():
+            command.write_text(json.dumps([process.argv, process.environment]))
         return process
 
     qarl_trainer.server_process = server_process
@@ -172,7 +173,7 @@ class TrainerProcess:
         # Waits of seconds, between attempts and for servers that are slow to start.
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(seconds / 10)
-        client._HEALTH_SECONDS = 1.0
+        client._HEALTH_SECONDS = client._REFUSAL_SECONDS = 1.0
         shm, tmp = self.supervisor.shm, self.supervisor.tmp
         tempfile.tempdir = str(tmp)
         transfer_dir.transfer_bases = lambda: [shm]
@@ -188,24 +189,32 @@ class TrainerProcess:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.supervisor.rendezvous_port)}
 
     def _train(self) -> dict:
-        scenario, trainer, result = self.scenario, None, {}
+        from trl_qarl.rollout.failures import EngineLost
+
+        scenario, trainer, result, step = self.scenario, None, {}, None
         # With no checkpoint but the one that a lost engine leaves.
         saves = self.resume or "EngineLost" not in scenario["expect"] or scenario.get("at") == "save"
         options = {"save_strategy": "steps", "save_steps": 1} if saves else {"save_strategy": "no"}
         options["per_device_train_batch_size"] = 4 // scenario.get("ranks", 1)
         options["lr_scheduler_type"] = scenario.get("schedule", "linear")
-        options["vllm_server_timeout"] = 1.0 if scenario.get("server") == "apart" else 10.0
+        options["vllm_server_timeout"] = scenario.get("timeout", 1.0 if scenario.get("server") == "apart" else 10.0)
         is_child = scenario.get("server", "child") == "child"
         try:
             trainer = make_trainer(
                 self.supervisor.folder, self.output, self.supervisor.port, is_child, self._on_event, options | TIMEOUTS
             )
-            trainer.train(resume_from_checkpoint=self.resume)
+            try:
+                trainer.train(resume_from_checkpoint=self.resume)
+            except EngineLost:
+                if self.resume or not scenario.get("again"):
+                    raise
+                step = trainer.state.global_step
+                trainer.train()
             result = {"ended": "completes", "digest": digest(trainer.accelerator.unwrap_model(trainer.model))}
         except BaseException as error:
             traceback.print_exc()
             result = {"ended": type(error).__name__, "message": str(error)[:1000]}
-        return result | {"step": trainer.state.global_step if trainer else None}
+        return result | {"step": trainer.state.global_step if trainer and step is None else step}
 
     def _on_event(self, event: str, state) -> None:
         """What the scenario has in store for the second step, or another, once."""
@@ -222,6 +231,14 @@ class TrainerProcess:
     def _kill_server(self) -> None:
         (self.supervisor.folder / "fired-0").touch()
         os.kill(self.supervisor.server_pid(), signal.SIGKILL)
+
+    def _replace_server(self) -> None:
+        self._kill_server()
+        self.supervisor.start_liar()
+
+    def _remove_transfer_directory(self) -> None:
+        for folder in (*self.supervisor.shm.glob("trl-qarl-*"), self.supervisor.tmp / "transfer"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _kill_trainer(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -429,6 +446,7 @@ class Supervisor:
 
     def calm_down(self) -> None:
         """Nothing fails from here on."""
+        self.stop_liar()
         for name in ("faults.json", "deaths", "filler"):
             (self.folder / name).unlink(missing_ok=True)
         self.filler.unlink(missing_ok=True)
@@ -441,20 +459,38 @@ class Supervisor:
         """The server of a trainer that does not start it, by the command that the undisturbed run's trainer used."""
         if self.scenario.get("server", "child") == "child":
             return
+        self.server = self.start_stand_in({})
+
+    def start_stand_in(self, variables: dict[str, str]) -> subprocess.Popen:
         argv, environment = json.loads((self.folder.parent / "command.json").read_text())
         argv[argv.index("--port") + 1] = str(self.port)
         directory = self.tmp / "transfer"
         directory.mkdir(exist_ok=True, mode=0o700)
         make_token_file(directory / "token")
         environment |= {"TRL_QARL_TRANSFER_DIR": str(directory), TOKEN_FILE_VARIABLE: str(directory / "token")}
-        self.server = subprocess.Popen(argv, env=os.environ | environment, stdout=self.log, stderr=self.log)
+        process = subprocess.Popen(argv, env=os.environ | environment | variables, stdout=self.log, stderr=self.log)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             # Not a request, which a fault might count.
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
+                break
             time.sleep(0.02)
+        return process
+
+    def start_liar(self) -> None:
+        """A process without the secret at the server's port."""
+        (self.folder / "liar").write_text(str(self.start_stand_in({"LIAR": "1"}).pid))
+
+    def stop_liar(self) -> None:
+        """It must have been told nothing but what a handshake needs."""
+        if not (self.folder / "liar").exists():
+            return
+        os.kill(int((self.folder / "liar").read_text()), signal.SIGKILL)
+        log = self.folder / "told to the liar"
+        told = {tuple(json.loads(line)) for line in log.read_text().splitlines()} if log.exists() else set()
+        if secret := sorted(told - {("/health", False), ("/qarl/state", False), ("/qarl/session", False)}):
+            self.problems.append(f"whoever took the port was asked, and told the session's token or not: {secret}")
 
     def stop_apart(self) -> None:
         if self.server is not None:

@@ -16,6 +16,8 @@ A scenario is a dictionary:
 | `deaths` | how often the server dies while it starts again |
 | `server` | `"child"` of the trainer, the default, or `"apart"`; `"back"` is apart, and started again when it ends |
 | `ranks` | 2 for two processes |
+| `timeout` | the trainer's `vllm_server_timeout` |
+| `again` | whether the trainer, when its engine is lost, trains again in the same process |
 | `expect` | how the first run ends, see [`EXPECTATIONS`] |
 """
 
@@ -149,6 +151,38 @@ def full_disk() -> list[dict]:
     return scenarios
 
 
+def port_taken() -> list[dict]:
+    """The server is killed, and another process takes its port, answers all requests and does not know the secret."""
+    return [
+        {
+            "name": f"a liar in place of a server {server} at {event}",
+            "server": server,
+            "at": event,
+            "action": "replace server",
+            "timeout": 600.0,
+            "again": True,
+            "expect": "EngineLost",
+        }
+        for event in ("step_begin", "reward", "step_end")
+        for server in ("child", "apart")
+    ]
+
+
+def transfer_directory() -> list[dict]:
+    """Something removes the transfer directory, as what clears shared memory and temporary directories does."""
+    return [
+        {
+            "name": f"the transfer directory of a server {server} is removed at {event}",
+            "server": server,
+            "at": event,
+            "action": "remove transfer directory",
+            "expect": "completes",
+        }
+        for event in ("step_begin", "reward", "step_end")
+        for server in ("child", "apart")
+    ]
+
+
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")
 
 
@@ -263,9 +297,11 @@ FAMILIES = {
     "restarts": restarts(),
     "moments": moments(),
     "apart": apart(),
+    "port taken": port_taken(),
     "full disk": full_disk(),
     "torn checkpoints": torn_checkpoints(),
     **{f"resumed ends, {schedule}": resumed_ends(schedule) for schedule in ("linear", "constant")},
+    "transfer directory": transfer_directory(),
     "signals to the trainer": signals("trainer"),
     "signals to the server": signals("server"),
     "two trainers": two_trainers(),

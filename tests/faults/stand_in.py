@@ -13,7 +13,8 @@ calls, and which may hold `faults.json`, a list of such as
 On the third request to that endpoint the server fails: before the request has an effect, or `late`, after it. The next fault of
 the list waits until this one has happened. `"endpoint": "*"` counts all requests, and a worker's method is an endpoint of its
 own. A fault of kind `"answer"` is an answer to `/v1/completions` that is valid and makes no sense, which [`ANSWERS`] makes of the
-right one. Standard library only, so that it starts at once.
+right one. With `LIAR` in the environment it is somebody else's process, without gate and secret. Standard library only, so that it
+starts at once.
 """
 
 import asyncio
@@ -32,6 +33,8 @@ import time
 from pathlib import Path
 
 from trl_qarl.vllm_plugin.gate import PublicationGate
+from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE
+from trl_qarl.wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH
 
 
 def change_token(token):
@@ -192,6 +195,9 @@ class Engine:
             # As vLLM's reload: what an update has touched and not finished is gone.
             self.held, self.published, self.is_updating = {}, {}, False
 
+    def qarl_clear_cache(self):
+        pass
+
     def qarl_expect(self, fingerprints):
         self.expected = fingerprints
 
@@ -282,6 +288,24 @@ class Engine:
         status, content = await self.answer(scope["path"], json.loads(body or b"{}"))
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+
+class Liar:
+    """In place of the gate: believes everybody, answers everything, proves nothing, and notes what it is told."""
+
+    def __init__(self, engine: Engine, folder: Path):
+        self.engine, self.log = engine, folder / "told to the liar"
+
+    async def __call__(self, scope, receive, send):
+        headers = dict(scope["headers"])
+        with self.log.open("a") as file:
+            file.write(json.dumps([scope["path"], SESSION_HEADER.encode() in headers]) + "\n")
+        if scope["path"] not in (STATE_PATH, SESSION_PATH):
+            return await self.engine(scope, receive, send)
+        content = {"instance": "liar", "holder": None, "nonce": "0" * 32, "session": "0" * 32, "proof": "0" * 64}
+        content |= {"transfer_dir": str(self.engine.directory), "token_file": os.environ.get(TOKEN_FILE_VARIABLE)}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(content).encode() + b"\n"})
 
 
 class Connection:
@@ -413,7 +437,7 @@ class Server:
         options = dict(zip(argv, argv[1:], strict=False))
         self.port = int(options["--port"])
         self.faults = Faults(folder)
-        self.gate = PublicationGate(Engine(argv))
+        self.gate = Liar(Engine(argv), folder) if "LIAR" in os.environ else PublicationGate(Engine(argv))
         self.listener = None
 
     async def listen(self):

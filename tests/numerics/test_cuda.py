@@ -30,8 +30,8 @@ from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout.server_process import build_server_command
 
 
-HAS_VLLM = kernels._vllm_version().startswith(f"{kernels.TESTED_VLLM}.")
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not HAS_VLLM, reason=f"needs vLLM {kernels.TESTED_VLLM}")]
+HAS_VLLM = kernels._vllm_version().startswith(tuple(f"{release}." for release in cuda.KNOWN_VLLM))
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not HAS_VLLM, reason=f"needs vLLM {' or '.join(cuda.KNOWN_VLLM)}")]
 
 
 def single_norm(x, weight, eps=1e-6, residual=None):

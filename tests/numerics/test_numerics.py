@@ -4,14 +4,16 @@ and with those in torch that take their place.
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from testing_utils import logged, make_tiny_config, make_tiny_model, make_vllm_trainer
-from trl_qarl import convert_model, prepare_model
+from testing_utils import logged, make_tiny_config, make_tiny_model, make_vllm_trainer, relative_error
+from trl_qarl import convert_model, get_scheme, prepare_model, restore_model
+from trl_qarl.adapters.base import prepare_base
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import ops, portable
 from trl_qarl.numerics.attach import (
@@ -23,6 +25,7 @@ from trl_qarl.numerics.attach import (
 from trl_qarl.numerics.availability import COVERED_CLASSES, check_engine_numerics
 from trl_qarl.numerics.ops import token_log_probs
 from trl_qarl.quantization.gemm import linear_in_blocks
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 REASON = kernels.reason_against()
@@ -183,8 +186,12 @@ def test_a_converted_model_computes_with_its_own_arithmetic_again(tmp_path, sche
     expected, ids = copy.deepcopy(model), torch.arange(4, 40)[None]
     attach_engine_numerics(model)
     assert not torch.equal(model(ids).logits.float(), expected(ids).logits)
+    for change in (convert_model, restore_model):
+        with pytest.raises(ValueError, match=r"detach_engine_numerics\(model\)` first"):
+            change(model)
+    assert has_engine_numerics(model) and model(ids).logits.dtype is torch.bfloat16
+    detach_engine_numerics(model)
     assert convert_model(model) == convert_model(expected)
-    assert not has_engine_numerics(model)
     assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
@@ -283,17 +290,13 @@ def test_rollouts_without_vllm_have_the_bits_of_scoring(tmp_path, torch_kernels)
 
 
 @pytest.mark.parametrize(
-    ("release", "has_avx512", "reason"),
-    [
-        ("", True, "vLLM 0.31 for CPUs is not installed"),
-        ("0.30.1", True, "vLLM 0.30.1 is"),
-        ("0.31.0", False, "no AVX512"),
-    ],
+    ("is_installed", "has_avx512", "reason"),
+    [(False, True, "vLLM for CPUs is not installed"), (True, False, "no AVX512")],
 )
-def test_what_vllms_kernels_lack_here_is_named(monkeypatch, release, has_avx512, reason):
-    monkeypatch.setattr(kernels, "find_spec", lambda name: release or None)
-    monkeypatch.setattr(kernels, "_vllm_version", lambda: release)
+def test_what_vllms_kernels_lack_here_is_named(monkeypatch, is_installed, has_avx512, reason):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: is_installed or None)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
+    monkeypatch.setattr(kernels, "reason_not_to_call", kernels.reason_not_to_call.__wrapped__)
     assert reason in kernels.reason_against.__wrapped__()
 
 
@@ -407,6 +410,91 @@ def test_decoding_with_a_cache_gives_the_bits_of_whole_sequences(tmp_path, schem
         logits = torch.stack([step[i] for step in generated.logits])
         sampled = token_log_probs(logits, torch.tensor(row[-24:]))
         assert torch.equal(sampled, scored[i][-24:])
+
+
+def make_adapted(tmp_path, arch="qwen2", scheme="w4a16", is_merged=False, **config):
+    """A `PeftModel` on a low-bit base, whose adapter is not zero."""
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, arch), dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    options = {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["q_proj", "o_proj", "down_proj"],
+        "init_lora_weights": False,
+    }
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **(options | config))).eval()
+    prepare_base(model, get_scheme(scheme), keep_masters=is_merged, is_merged=is_merged, scale_dtype=torch.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["all weights", "adapter", "merged"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_with_engine_numerics_has_its_own(tmp_path, kind, copied):
+    if kind == "all weights":
+        model = make_model(tmp_path, "qwen2", "w4a16")
+    else:
+        model = make_adapted(tmp_path, is_merged=kind == "merged")
+    ids = torch.tensor([make_sequences()[1]])
+    before = model(ids).logits
+    attach_engine_numerics(model)
+    expected = model(ids).logits
+    other = copied(model)
+    assert has_engine_numerics(other) and torch.equal(other(ids).logits, expected)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if not isinstance(parameter, LowBitTensor):
+                parameter.mul_(1.5)
+    assert torch.equal(model(ids).logits, expected) and not torch.equal(other(ids).logits, expected)
+    detach_engine_numerics(model)
+    assert torch.equal(model(ids).logits, before) and has_engine_numerics(other)
+    changed = other(ids).logits
+    detach_engine_numerics(other)
+    assert not has_engine_numerics(other) and not torch.equal(other(ids).logits.float(), changed.float())
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@torch.no_grad()
+def test_lora_gives_the_same_bits_in_any_batch_and_is_taken_out_again(tmp_path, is_merged, arithmetic):
+    model = make_adapted(tmp_path, is_merged=is_merged)
+    sequences = make_sequences()
+    before = model(torch.tensor([sequences[1]])).logits
+    names = {name: vars(module).keys() for name, module in model.named_modules()}
+    with engine_numerics(model):
+        with_adapter = padded_log_probs(model, sequences, "right")
+        for row, expected in zip(sequences, with_adapter, strict=True):
+            [alone] = padded_log_probs(model, [row], "left")
+            assert torch.equal(alone, expected)
+        with model.disable_adapter():
+            without = padded_log_probs(model, sequences, "right")
+        assert not torch.equal(with_adapter[1], without[1])
+    assert torch.equal(model(torch.tensor([sequences[1]])).logits, before)
+    assert {name: vars(module).keys() for name, module in model.named_modules()} == names
+
+
+def test_lora_has_the_gradients_of_the_exact_branch():
+    generator = torch.Generator().manual_seed(0)
+    x, y, upstream = (torch.randn(2, 9, n, generator=generator).bfloat16().requires_grad_() for n in (96, 64, 64))
+    a, b = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((3, 96), (64, 3)))
+    inputs = (y, x, a, b)
+    output = ops.add_lora(*inputs, 1.7, 8)
+    grads = torch.autograd.grad(output, inputs, upstream)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = exact[0] + 1.7 * (exact[1] @ exact[2].t()) @ exact[3].t()
+    # Factors, the product with A, what is added and the sum are each rounded to bfloat16.
+    assert relative_error(output, expected) < 2**-7
+    for grad, exact_grad in zip(grads, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
+        assert relative_error(grad, exact_grad) < 2**-7
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"lora_dropout": 0.1}, "lora_dropout=0.1, and engines drop nothing"), ({"use_dora": True}, "another kind")],
+)
+def test_adapters_that_an_engine_does_not_have_are_refused_by_name(tmp_path, config, message):
+    model = make_adapted(tmp_path, scheme="bf16", **config)
+    with pytest.raises(ValueError, match=f"layers.0.self_attn.q_proj' has .*{message}"):
+        check_engine_numerics(model)
 
 
 REFUSED = [

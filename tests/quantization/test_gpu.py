@@ -39,8 +39,7 @@ def test_low_bit_weights_are_those_of_the_cpu(name):
     layers = [nn.Linear(256, 96, bias=False, device=device) for device in ("cpu", "cuda")]
     for layer in layers:
         layer.weight.data.copy_(weight)
-        QuantizedLinear.from_linear(layer, scheme, torch.bfloat16)
-    ours, theirs = (layer.low_bit_weight() for layer in layers)
+    ours, theirs = (QuantizedLinear.from_linear(layer, scheme, torch.bfloat16).low_bit_weight() for layer in layers)
     assert torch.equal(ours.qdata.view(torch.uint8), theirs.qdata.cpu().view(torch.uint8))
     assert torch.equal(ours.scale, theirs.scale.cpu())
 

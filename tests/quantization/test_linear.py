@@ -131,22 +131,31 @@ def test_leading_dimensions_are_kept():
     torch.testing.assert_close(layer(x)[1, 2], layer(x[1, 2]))
 
 
-def test_from_linear_keeps_module_parameters_and_state_dict_keys():
+def test_from_linear_keeps_parameters_and_state_dict_keys():
     linear = nn.Linear(256, 96)
     weight, bias, keys = linear.weight, linear.bias, list(linear.state_dict())
     layer = QuantizedLinear.from_linear(linear, get_scheme("w4a16"))
     layer(torch.randn(2, 256))
-    assert layer is linear and layer.weight is weight and layer.bias is bias
+    assert layer is not linear and layer.weight is weight and layer.bias is bias
     assert list(layer.state_dict()) == keys
-    assert layer.to_linear() is linear and type(linear) is nn.Linear
-    assert vars(linear).keys() == vars(nn.Linear(2, 2)).keys()
+    # Who holds the old module sees what becomes of the new one.
+    layer.weight = nn.Parameter(torch.zeros(96, 256))
+    assert linear.weight is layer.weight and type(linear) is nn.Linear
+    restored = layer.to_linear()
+    assert type(restored) is nn.Linear and restored.weight is layer.weight and restored.bias is bias
+    assert vars(restored).keys() == vars(nn.Linear(2, 2)).keys()
 
 
 def test_hooks_survive_the_swap():
     linear = nn.Linear(256, 96)
     calls = []
-    linear.register_forward_hook(lambda *args: calls.append(1))
-    QuantizedLinear.from_linear(linear, get_scheme("w4a16"))(torch.randn(2, 256))
+    handle = linear.register_forward_hook(lambda *args: calls.append(1))
+    layer = QuantizedLinear.from_linear(linear.eval(), get_scheme("w4a16"))
+    layer(torch.randn(2, 256))
+    assert calls == [1] and not layer.training
+    handle.remove()
+    layer(torch.randn(2, 256))
+    layer.to_linear()(torch.randn(2, 256))
     assert calls == [1]
 
 
@@ -259,6 +268,12 @@ def test_to_invalidates_the_cache():
 REUSES = 50
 
 
+def held(layer):
+    """The low-bit weight of the last forward."""
+    [(low_bit, _)] = layer._kept.values()
+    return low_bit
+
+
 def assert_not_stale(layer, weight, low_bit):
     expected = LowBitTensor.from_hp(weight, layer.scheme, layer.scale_dtype)
     assert torch.equal(low_bit.qdata, expected.qdata) and torch.equal(low_bit.scale, expected.scale)
@@ -313,12 +328,12 @@ def test_another_tensor_on_the_same_memory_is_never_stale():
         alias = weight.data
         alias.mul_(1)  # one write is counted for each alias
         torch.func.functional_call(layer, {"weight": alias}, (torch.randn(1, 256),))
-        assert_not_stale(layer, alias, layer._low_bit)
+        assert_not_stale(layer, alias, held(layer))
         alias.neg_()
         again = alias.data
         again.mul_(1)
         torch.func.functional_call(layer, {"weight": again}, (torch.randn(1, 256),))
-        assert_not_stale(layer, again, layer._low_bit)
+        assert_not_stale(layer, again, held(layer))
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -373,15 +388,15 @@ def test_write_through_data_needs_invalidate():
 def test_cache_is_neither_in_the_state_dict_nor_in_a_pickle():
     layer = make(bias=False, in_features=1024, out_features=1024)
     layer(torch.randn(2, 1024, requires_grad=True))
-    assert layer._low_bit is not None
+    assert held(layer) is not None
     buffer = io.BytesIO()
     torch.save(layer, buffer)
     assert buffer.tell() < layer.weight.nbytes * 1.1
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     x = torch.randn(2, 1024)
-    assert loaded._low_bit is None and torch.equal(loaded(x), layer(x))
-    assert copy.deepcopy(layer)._low_bit is None
+    assert not loaded._kept and torch.equal(loaded(x), layer(x))
+    assert not copy.deepcopy(layer)._kept
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -429,11 +444,11 @@ def test_int4_kernel_copy_lives_through_a_rollout_only():
     layer = make(dtype=torch.bfloat16)
     with torch.no_grad():
         layer(torch.randn(4, 256, dtype=torch.bfloat16))
-        assert int4_kernel_operands in layer._low_bit._operands
+        assert int4_kernel_operands in held(layer)._operands
         layer(torch.randn(400, 256, dtype=torch.bfloat16))
-        assert int4_kernel_operands in layer._low_bit._operands, "scoring a prompt does not end the rollout"
+        assert int4_kernel_operands in held(layer)._operands, "scoring a prompt does not end the rollout"
     layer(torch.randn(400, 256, dtype=torch.bfloat16))
-    assert int4_kernel_operands not in layer._low_bit._operands
+    assert int4_kernel_operands not in held(layer)._operands
 
 
 def test_extra_memory_of_w4a16_is_below_30_percent_of_bf16():

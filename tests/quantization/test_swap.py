@@ -284,6 +284,46 @@ def test_engine_precision_computes_what_the_export_computes_and_gives_the_master
     assert all(torch.equal(p, masters[name]) for name, p in model.state_dict().items())
 
 
+class Shared(nn.Module):
+    """One layer under three names, two of them in one parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = self.b = nn.Linear(128, 128)
+        self.inner = nn.Sequential(self.a)
+
+    def forward(self, x):
+        return self.inner(self.b(self.a(x)))
+
+
+def test_a_layer_under_several_names_stays_one_layer():
+    model, x = Shared(), torch.randn(2, 128)
+    before, weight = model(x), model.a.weight
+    prepare_model(model, "w4a16")
+    assert type(model.a) is QuantizedLinear and model.a is model.b is model.inner[0]
+    assert model.a.weight is weight and list(model.state_dict()) == list(Shared().state_dict())
+    y = model(x)
+    assert restore_model(model) == 1 and model.a is model.b is model.inner[0]
+    assert torch.equal(model(x), before) and not torch.equal(y, before)
+    prepare_model(model, "w4a16")
+    assert convert_model(model) == 1 and model.a is model.b is model.inner[0]
+    assert torch.equal(model(x), y)
+
+
+def test_quantize_gives_all_parents_of_a_layer_the_same_new_one():
+    layer = nn.Linear(128, 128)
+    model = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
+    quantize_(model, QaRLWeightConfig("w4a16"))
+    assert type(model[0][0]) is QuantizedLinear and model[0][0] is model[1][0]
+    quantize_(model, QaRLWeightConfig("w4a16", step="convert"))
+    assert type(model[0][0]) is nn.Linear and model[0][0] is model[1][0]
+
+
+def test_a_layer_that_nothing_holds_cannot_be_replaced():
+    with pytest.raises(ValueError, match=r"model is itself a Linear.*nn.Sequential\(layer\)"):
+        prepare_model(nn.Linear(128, 128), "w4a16")
+
+
 def is_projection(module, name):
     return name.endswith("_proj")
 

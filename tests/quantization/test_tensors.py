@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from importlib import import_module
 
 import pytest
 import torch
@@ -30,22 +29,6 @@ def same(a, b):
         and torch.equal(a.scale, b.scale)
         and (a.scheme, a.shape, a.dtype) == (b.scheme, b.shape, b.dtype)
     )
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("torchao.utils", "TorchAOBaseTensor"),
-        ("torchao.core.config", "AOBaseConfig"),
-        ("torchao.quantization", "quantize_"),
-        ("torchao.quantization", "FqnToConfig"),
-        ("torchao.quantization.transform_module", "register_quantize_module_handler"),
-        ("torchao.kernel", "int_scaled_matmul"),
-        ("torchao.optim", "AdamW8bit"),
-    ],
-)
-def test_torchao_has_what_we_use_of_it(module, name):
-    assert hasattr(import_module(module), name), f"torchao moved {module}.{name}"
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -184,3 +167,47 @@ def test_a_product_after_quantized_activations_needs_no_scheme_beside_the_weight
         assert torch.equal(ours, expected)
     exact = dequantize(*seen, torch.float64) @ weight.dequantize(torch.float64).t()
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_equal_means_the_same_codes_and_scales(name):
+    weight, other = make(name), make(name)
+    assert torch.equal(weight, other) and weight.equal(other) and torch.equal(nn.Parameter(weight, False), other)
+    changed, rescaled = make(name), make(name)
+    changed.qdata.view(torch.uint8)[5, 7] ^= 1
+    assert not torch.equal(weight, changed)
+    rescaled.scale[3] *= 2
+    assert not torch.equal(weight, rescaled)
+    assert not torch.equal(weight, weight.to(torch.bfloat16))
+    assert not torch.equal(weight, make("w8a16" if name == "w8a8" else "w8a8"))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_beside_a_dense_tensor_it_is_its_dense_values(name):
+    weight = make(name)
+    dense = weight.dequantize()
+    near = dense.clone()
+    near[5, 7] += 1e-3
+    for a, b in ((weight, dense), (dense, weight), (weight, make(name))):
+        assert torch.equal(a, b) and torch.allclose(a, b) and torch.isclose(a, b).all()
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    for a, b in ((weight, near), (near, weight)):
+        assert not torch.equal(a, b) and not torch.allclose(a, b)
+        assert torch.allclose(a, b, atol=2e-3) and a.allclose(b, atol=2e-3)
+        assert (~a.isclose(b)).nonzero().tolist() == [[5, 7]]
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
+        with pytest.raises(AssertionError, match=r"Mismatched elements: 1 / 24576 .*\n.*at index \(5, 7\)"):
+            torch.testing.assert_close(a, b)
+    with pytest.raises(AssertionError, match="dtype"):
+        torch.testing.assert_close(weight, dense.bfloat16())
+    torch.testing.assert_close(weight, dense.bfloat16(), check_dtype=False, rtol=1e-2, atol=0)
+
+
+def test_two_low_bit_tensors_that_differ_are_told_apart_by_their_values():
+    weight, changed = make("w8a16"), make("w8a16")
+    changed.qdata[5, 7] -= 3
+    assert not torch.allclose(weight, changed)
+    with pytest.raises(AssertionError, match=r"Mismatched elements: 1 /"):
+        torch.testing.assert_close(changed, weight)
+    with pytest.raises(NotImplementedError):
+        torch.flatten(weight)

@@ -78,6 +78,10 @@ class Server:
     def is_healthy(self):
         return self.is_alive
 
+    @property
+    def is_running(self):
+        return self.is_alive
+
     def reconnect(self, timeout):
         self.ask("reconnect")
         return True
@@ -300,6 +304,30 @@ def test_what_a_rollout_func_asks_the_client_for_is_its_own(make_trainer):
     trainer.vllm_generation.sync_weights()
     answer = trainer.vllm_generation.vllm_client.generate(["some text"], 2, 50)
     assert [len(ids) for ids in answer["completion_ids"]] == [50, 50]
+
+
+def test_a_port_that_somebody_else_answers_on_is_not_taken_for_the_server(make_trainer, monkeypatch):
+    """It is healthy, but the process that was started here has ended."""
+    trainer, server = make_trainer()
+    monkeypatch.setattr(Server, "is_healthy", lambda server: True)
+    server.failures = {"publish": [None, None, "die"], "start": [ValueError("cannot start a server on port 8000")] * 9}
+    with pytest.raises(EngineLost, match="failed 4 times.*cannot start a server on port 8000"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_seed_of_each_request_is_refused_on_a_cpu(make_trainer, monkeypatch, device):
+    """vLLM dies of it there when a prompt is prefilled in pieces."""
+    trainer, server = make_trainer()
+    backend = trainer.vllm_generation
+    monkeypatch.setattr(generation.Publisher, "check_engine", lambda publisher: {"device": device, "kernels": {}})
+    backend._set_publisher(None)
+    backend.generation_kwargs = {"seed": 1}
+    if device == "cpu":
+        with pytest.raises(ValueError, match="generation_kwargs={'seed': 1} has a seed, and the engine runs on a CPU"):
+            backend._set_publisher(None)
+    else:
+        backend._set_publisher(None)
 
 
 def test_pictures_the_server_fails_on_for_good_are_a_lost_engine(make_trainer):

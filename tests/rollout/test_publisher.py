@@ -26,13 +26,16 @@ class Recorder:
     """A transport that keeps what it is given."""
 
     def __init__(self):
-        self.chunks, self.fingerprints, self.versions = [], {}, []
+        self.chunks, self.fingerprints, self.versions, self.num_cleared = [], {}, [], 0
 
     def begin(self):
         self.chunks = []
 
     def send(self, tensors):
         self.chunks.append(dict(tensors))
+
+    def clear_cache(self):
+        self.num_cleared += 1
 
     def finish(self, fingerprints, weight_version):
         self.fingerprints = fingerprints
@@ -94,6 +97,7 @@ def test_what_the_engine_has_lost_is_sent_again(caplog):
     model, transport = make_model(), Recorder()
     publisher = Publisher(model, torch.bfloat16, transport)
     publisher.publish("0")
+    assert transport.num_cleared == 0
     transport.begin = lambda: [Recorder.begin(transport), "layers.1.mlp.weight", "ln_f.bias"][1:]
     with caplog.at_level("WARNING"):
         publisher.publish("1")
@@ -102,6 +106,8 @@ def test_what_the_engine_has_lost_is_sent_again(caplog):
         "ln_f.bias",
     ]
     assert caplog.messages[0].endswith("Sent again: layers.1, ln_f")
+    # What was computed with the lost ones goes too.
+    assert transport.num_cleared == 1
     # Nothing new to say where everything is sent anyway.
     caplog.clear()
     publisher.forget()
@@ -315,6 +321,27 @@ def test_a_device_that_is_full_is_a_publish_error(tmp_path, monkeypatch):
 def test_a_transfer_directory_that_went_away_is_a_publish_error(tmp_path):
     with pytest.raises(PublishError, match="gone.*could not be written|could not be written.*gone"):
         FileTransport(Client(tmp_path / "gone")).send([("a", torch.ones(4))])
+
+
+def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
+    transport = FileTransport(client := Client(tmp_path / "transfer"))
+    # One of another host is not.
+    with pytest.raises(PublishError, match="which this host cannot write to"):
+        transport.begin()
+    os.mkdir(client.transfer_dir, mode=0o700)
+    transport.begin()
+    os.rmdir(client.transfer_dir)
+    with caplog.at_level("WARNING"):
+        transport.begin()
+    assert "Something has removed the transfer directory" in caplog.text
+    assert os.stat(client.transfer_dir).st_mode & 0o777 == 0o700
+    transport.send([("a", torch.ones(3))])
+    assert client.tensors["a"].tolist() == [1, 1, 1]
+    os.rmdir(client.transfer_dir)
+    # Nor is what somebody has put in its place written to.
+    os.symlink(tmp_path, client.transfer_dir)
+    with pytest.raises(ValueError, match="is a link"):
+        transport.begin()
 
 
 def test_the_largest_chunk_is_the_model_a_full_chunk_or_the_largest_layer(monkeypatch):

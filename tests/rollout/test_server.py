@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,51 @@ def test_the_next_server_clears_what_a_killed_trainer_left(tmp_path, monkeypatch
 def child_that_sleeps(directory, transfer_dir):
     argv = [sys.executable, "-c", "import time; time.sleep(60)", "--port", str(free_port())]
     return ServerProcess(argv, {TRANSFER_DIR_VARIABLE: str(transfer_dir)}, directory / "server.log")
+
+
+HOLDS_A_QUEUE = """
+    import multiprocessing, os, time
+    from multiprocessing import shared_memory
+
+    def engine(pipe):
+        pipe.send((os.getpid(), shared_memory.SharedMemory(create=True, size=8).name))
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        ours, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        context.Process(target=engine, args=(theirs,)).start()
+        print(*ours.recv(), flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_what_a_killed_server_had_in_shared_memory_goes_with_its_workers(tmp_path):
+    """vLLM's message queues, which the processes of an engine share."""
+    (script := tmp_path / "script.py").write_text(textwrap.dedent(HOLDS_A_QUEUE))
+    somebody_elses = shared_memory.SharedMemory(create=True, size=8)
+    server = child_that_sleeps(tmp_path, tmp_path / "transfer")
+    server.argv[1:3] = [str(script)]
+    try:
+        server.start()
+        deadline = time.monotonic() + 60
+        while len(words := server.log_file.read_text().split()) < 2:
+            assert time.monotonic() < deadline and server.is_running, words
+            time.sleep(0.02)
+        engine, queue = int(words[0]), Path("/dev/shm", words[1])
+        server._process.kill()
+        server._process.wait()
+        assert is_running(engine) and queue.exists()
+        group = server._process.pid
+        server.stop()
+        assert not is_running(engine) and not queue.exists()
+        assert not serve._members(group)
+        assert Path("/dev/shm", somebody_elses.name).exists()
+    finally:
+        server.stop()
+        somebody_elses.close()
+        somebody_elses.unlink()
 
 
 STARTS_A_SERVER = """

@@ -1,5 +1,7 @@
 """A vLLM server that the trainer starts itself, with each scheme that no other test has one for, and killed at every turn."""
 
+from pathlib import Path
+
 import psutil
 import pytest
 from transformers import TrainerCallback
@@ -77,7 +79,10 @@ def test_a_server_that_is_killed_is_replaced_and_costs_no_step(tmp_path, scheme,
     killer.watch(trainer)
     workers = psutil.Process(killer.server._process.pid).children(recursive=True)
     assert workers and not any(TOKEN_VARIABLE in worker.environ() for worker in workers)
+    queues = {Path(map.path) for worker in workers for map in worker.memory_maps() if "/dev/shm/psm_" in map.path}
+    assert queues and all(queue.exists() for queue in queues)
     trainer.train()
+    assert not any(queue.exists() for queue in queues)
     assert killer.killed == list(moments)
     # Completions that were rewarded when the server died are used, and what comes after is sampled from the current weights.
     assert trainer.state.global_step == 3

@@ -9,6 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 import torch
@@ -350,3 +351,15 @@ def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
     assert logged(resumed, "rollout/weight_version") == [0, 2]
+
+
+def test_the_engine_ends_with_a_server_that_is_killed(server):
+    """The last test: it is their server."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    queues = {Path(map.path) for process in processes for map in process.memory_maps() if "/dev/shm/psm_" in map.path}
+    assert len(processes) >= 2 and queues
+    server.process.kill()
+    server.process.wait()
+    psutil.wait_procs(processes, timeout=60)
+    assert [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert not any(queue.exists() for queue in queues)

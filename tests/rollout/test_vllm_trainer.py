@@ -5,9 +5,9 @@ import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
 from testing_utils import logged, make_vllm_trainer, push_export
+from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.quantization.swap import quantized_forward
-from trl_qarl.resume import is_complete
 from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
 

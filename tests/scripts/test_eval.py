@@ -155,3 +155,20 @@ def test_an_engine_completes_as_transformers_does(export, tmp_path, monkeypatch)
     output = tmp_path / "r.json"
     main(["eval", export, "--task", write(tmp_path / "p.jsonl", rows), *options, "--output", str(output)])
     assert json.loads(output.read_text())["results"][0]["scores"] == [1.0, 0.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_prompts_that_are_prefilled_in_pieces_are_sampled_and_repeat_themselves(export, monkeypatch):
+    """vLLM on a CPU dies of them where a request has a seed."""
+    pytest.importorskip("vllm")
+
+    set_engine_environment(monkeypatch)
+    options = {"max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "max_model_len": 64}
+    sample, _, end = evaluation.make_vllm_sampler(export, **options)
+    # More than one batch takes, 4,096 tokens.
+    prompts = [[5 + (i + j) % 200 for j in range(57)] for i in range(160)]
+    first = sample(prompts, 3, ())
+    assert sample(prompts, 3, ()) == first != sample(prompts, 4, ())
+    assert len(set(sample(prompts[:1] * 8, 3, ()))) > 4
+    end()

@@ -410,8 +410,8 @@ def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, num_cells", [("addition", 15), ("addition_w8a8", 9), ("counting", 12), ("lora", 9)])
-def test_the_studies_in_examples_are_grids_of_three_seeds(name, num_cells):
-    config = load_grid(ROOT / "examples" / f"{name}.yaml")
+def test_the_studies_with_a_language_model_are_grids_of_three_seeds(name, num_cells):
+    config = load_grid(ROOT / "benchmarks/study" / f"{name}.yaml")
     cells = expand_grid(config)
     settings = {tuple(value for axis, value in cell.items() if axis != "seed") for cell in cells}
     assert len(cells) == num_cells == 3 * len(settings) and {cell["seed"] for cell in cells} == {0, 1, 2}

@@ -293,18 +293,6 @@ def test_page_over_an_earlier_one_is_the_same(grid, grid_page):
     assert grid_page.read_bytes() == before
 
 
-def test_run_of_a_version_before_quantize_learner_is_one_line(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = write_run(tmp_path / "runs" / "old", alignment="aligned")
-    with pytest.raises(SystemExit, match="2"):
-        report(tmp_path / "report.html", path)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "has `alignment`, which `quantize_learner` has replaced" in line
-    write_run(tmp_path / "runs" / "new")
-    report(tmp_path / "report.html", tmp_path / "runs")
-    assert "Left out: " in Page(read_page(tmp_path / "report.html")).text
-
-
 def write_eval(path, model="out/w4a16", task="/data/<b>.jsonl", share=0.75, compare=None, **options):
     """A file as `trl-qarl eval` writes it, of four problems."""
     settings = {"vllm": True, "samples": 2, "temperature": 0.6, "top_p": 0.95, **options}

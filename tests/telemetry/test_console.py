@@ -2,7 +2,8 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from transformers import PrinterCallback, ProgressCallback
+from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback
+from transformers.trainer_callback import CallbackHandler
 
 from testing_utils import make_problems, make_trainer
 from trl_qarl.telemetry.console import Advisor, RowPrinter, RowProgress, format_row, show_rows
@@ -45,17 +46,6 @@ def test_a_row_says_what_was_logged(logs, row):
     assert format_row(logs, 2, 4, seconds_left=10) == row
 
 
-class Trainer:
-    def __init__(self, *callbacks):
-        self.callback_handler = SimpleNamespace(callbacks=list(callbacks))
-
-    def remove_callback(self, kind):
-        self.callback_handler.callbacks = [c for c in self.callback_handler.callbacks if type(c) is not kind]
-
-    def add_callback(self, callback):
-        self.callback_handler.callbacks.append(callback)
-
-
 class Notebook(ProgressCallback):
     pass
 
@@ -64,9 +54,9 @@ class Notebook(ProgressCallback):
     ("callback", "replaced"), [(ProgressCallback, RowProgress), (PrinterCallback, RowPrinter), (Notebook, Notebook)]
 )
 def test_only_callbacks_of_transformers_are_replaced(callback, replaced):
-    trainer = Trainer(callback())
-    show_rows(trainer)
-    assert [type(c) for c in trainer.callback_handler.callbacks] == [replaced]
+    handler = CallbackHandler([callback()], None, None, None, None)
+    show_rows(handler)
+    assert [type(c) for c in handler.callbacks if type(c) is not DefaultFlowCallback] == [replaced]
 
 
 def test_training_prints_short_rows_and_advice_and_logs_everything(tiny_model, tmp_path, capsys, caplog):

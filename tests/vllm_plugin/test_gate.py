@@ -229,8 +229,8 @@ def test_every_route_of_this_vllm_is_known_or_the_sessions():
 
 CHANGING = (
     r"/(abort_requests|collective_rpc|fault_tolerance/apply|finish_weight_update|init_weight_transfer_engine|pause|resume|"
-    r"release_kv_cache_memory|reset_\w+|scale_elastic_ep|sleep|start_\w+|stop_profile|update_\w+|wake_up|v1/\w+_lora_adapter|"
-    r"v1/responses/{response_id}/cancel)$"
+    r"release_kv_cache_memory|reset_\w+|scale_elastic_ep|shutdown_\w+|sleep|start_\w+|stop_profile|update_\w+|wake_up|weight_checker|"
+    r"v1/\w+_lora_adapter|v1/responses/{response_id}/cancel)$"
 )
 
 

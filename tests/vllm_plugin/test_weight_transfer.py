@@ -261,6 +261,34 @@ def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, ca
     assert not [r for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
 
 
+def test_nothing_stays_of_a_tensor_that_has_given_nan(publisher):
+    """Keys and values that were computed with it lie in the cache, and attention multiplies those of unused slots by 0."""
+    publisher.publish("before")
+    before = engine_logps(publisher.transport.llm)
+    norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")
+    with torch.no_grad():
+        norm.fill_(float("nan"))
+    assert any(value != value for row in engine_logps(publisher.transport.llm) for value in row)
+    assert publisher.publish("after")["publish/canary_abs_logp"] < 1e-5
+    assert engine_logps(publisher.transport.llm) == before
+
+
+def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
+    """Such as by a copy that a kernel keeps, and that is right again once everything has been sent."""
+    from trl_qarl.wire.protocol import PublishError
+
+    publisher.publish("before")
+    layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
+    with monkeypatch.context() as patch:
+        compute = layer.forward
+        patch.setattr(layer, "forward", lambda x: (compute(x)[0] * float("nan"), None))
+        engine_logps(publisher.transport.llm)
+        with pytest.raises(PublishError, match="nan nats from the learner's"):
+            publisher.publish("broken")
+    publisher.publish("after")
+    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+
+
 def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
     from trl_qarl.wire.protocol import PublishError
 

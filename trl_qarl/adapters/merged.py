@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
-from torch.nn import functional as F
 from typing_extensions import override
 
-from ..quantization.linear import QuantizedLinear, weight_version
-from ..quantization.tensors import LowBitTensor, straight_through_linear
+from ..quantization.linear import MasterSource, QuantizedLinear, weight_version
 
 
-__all__ = ["MergedLinear", "merge_adapters"]
+__all__ = ["LoraSource", "merge_adapters"]
 
 
 def merge_adapters(model: PeftModel) -> int:
@@ -47,127 +45,94 @@ def merge_adapters(model: PeftModel) -> int:
             "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
         )
     for module in adapters.values():
-        MergedLinear.from_quantized(module.base_layer, module)
+        module.base_layer.source = LoraSource(module)
+        module.base_layer.invalidate()
     return len(adapters)
 
 
-class MergedLinear(QuantizedLinear):
+class LoraSource(MasterSource):
     """
-    The quantized base layer of a LoRA layer, whose master is `W + s B A` of the active adapter; `weight` stays `W`.
+    `W + s B A` of the active adapter of a LoRA layer around the quantized one, whose own weight stays `W`.
 
-    Made by [`merge_adapters`]. While adapters are disabled, which is how TRL gets its reference policy, the master is `W`. The
-    low-bit weight of each is cached, as long as neither changes.
+    While adapters are disabled, which is how TRL gets its reference policy, it is `W`. The LoRA layer leaves everything to the one
+    inside it until [`~LoraSource.release`].
+
+    Args:
+        adapter (`peft.tuners.lora.Linear`):
+            The LoRA layer.
     """
 
     holds_adapter = True
 
-    @classmethod
-    def from_quantized(cls, layer: QuantizedLinear, adapter: LoraLinear) -> "MergedLinear":
-        """Turn `layer` into a `MergedLinear`, in place; `adapter`, the LoRA layer around it, then leaves everything to it."""
-        layer.__class__ = cls
-        # In a tuple: as a submodule the layer would contain what contains it.
-        layer._adapter = (adapter,)
-        layer._cached_for = ()
-        layer._drop_cache()
-        adapter.__class__ = _LoraInsideBase
-        return layer
+    def __init__(self, adapter: LoraLinear):
+        self.adapter = adapter
+        # On the instance, where torch and PEFT look first.
+        adapter.forward = _BaseLayer(adapter)
+        # PEFT writes through `.data`.
+        adapter.merge, adapter.unmerge = _Invalidating(adapter, "merge"), _Invalidating(adapter, "unmerge")
 
     @override
-    def to_linear(self):
-        """As the parent's; the adapter then runs beside the layer again, unless the layer is frozen with the adapter in it."""
-        (adapter,) = self._adapter
-        if not self.is_frozen:
-            adapter.__class__ = LoraLinear
-        del self._adapter, self._cached_for, self._kept
-        return super().to_linear()
-
-    @property
-    @override
-    def is_trained(self) -> bool:
-        return not self.is_frozen and any(p.requires_grad for p in self._factors(self._active()))
-
-    @override
-    def master(self) -> torch.Tensor:
-        """`W + s B A` in float32, with gradients to `A` and `B`."""
-        delta = self._delta(self._active())
-        return self.weight if delta is None else self.weight.float() + delta
-
-    @override
-    def low_bit_weight(self) -> LowBitTensor:
-        """The low-bit weight of base and active adapter. The same object is returned until its value changes."""
-        if isinstance(self.weight, LowBitTensor):
-            return self.weight
-        active = self._active()
-        if active != self._cached_for:
-            self._kept[self._cached_for] = self._low_bit, self._low_bit_version
-            self._low_bit, self._low_bit_version = self._kept.pop(active, (None, None))
-            self._cached_for = active
-        version = self._version(active)
-        if version == self._low_bit_version:
-            return self._low_bit
-        # What is computed in inference mode could not be saved for backward later.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._quantize(self.master(), version)
-
-    @override
-    def invalidate(self) -> None:
-        super().invalidate()
-        self._kept.clear()
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.use_quantized_forward:
-            return F.linear(x, self.master().to(self.weight.dtype), self.bias)
-        # The gradient of the sum is that of the adapter's product; its value is in the low-bit weight already.
-        delta = self._delta(self._active()) if torch.is_grad_enabled() and not self.is_frozen else None
-        return straight_through_linear(x, self.low_bit_weight(), self.bias, delta, self._product)
-
-    def _active(self) -> tuple[str, ...]:
-        (adapter,) = self._adapter
+    def active(self) -> tuple[str, ...]:
         # PEFT's own merge has put the adapter into `W`.
-        if adapter.disable_adapters or adapter.merged:
+        if self.adapter.disable_adapters or self.adapter.merged:
             return ()
-        return tuple(name for name in adapter.active_adapters if name in adapter.lora_A)
+        return tuple(name for name in self.adapter.active_adapters if name in self.adapter.lora_A)
+
+    @override
+    def version(self, weight: torch.Tensor) -> tuple[Any, ...]:
+        active = self.active()
+        factors = [weight_version(factor) for factor in self._factors(active)]
+        return (weight_version(weight), *factors, *(self.adapter.scaling[name] for name in active))
+
+    @override
+    def value(self, weight: torch.Tensor) -> torch.Tensor:
+        """`W + s B A` in float32, with gradients to `A` and `B`."""
+        delta = self._delta()
+        return weight if delta is None else weight.float() + delta
+
+    @override
+    def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """`s B A`: the gradient of the sum is that of the adapter's product."""
+        return self._delta()
+
+    @override
+    def is_trained(self, weight: torch.Tensor) -> bool:
+        return any(factor.requires_grad for factor in self._factors(self.active()))
+
+    @override
+    def release(self) -> None:
+        """Have the adapter run beside the layer again."""
+        del self.adapter.forward, self.adapter.merge, self.adapter.unmerge
 
     def _factors(self, active: tuple[str, ...]) -> list[torch.nn.Parameter]:
-        (adapter,) = self._adapter
-        return [part[name].weight for name in active for part in (adapter.lora_A, adapter.lora_B)]
+        return [part[name].weight for name in active for part in (self.adapter.lora_A, self.adapter.lora_B)]
 
-    def _delta(self, active: tuple[str, ...]) -> torch.Tensor | None:
-        (adapter,) = self._adapter
-        with torch.autocast(self.weight.device.type, enabled=False):
-            deltas = [adapter.get_delta_weight(name).float() for name in active]
-        return sum(deltas[1:], deltas[0]) if deltas else None
-
-    def _version(self, active: tuple[str, ...]) -> tuple[Any, ...]:
-        (adapter,) = self._adapter
-        factors = [weight_version(factor) for factor in self._factors(active)]
-        return (weight_version(self.weight), *factors, *(adapter.scaling[name] for name in active))
-
-    @override
-    def _drop_cache(self) -> None:
-        super()._drop_cache()
-        self._kept: dict[tuple[str, ...], tuple[LowBitTensor | None, tuple[Any, ...] | None]] = {}
-
-    @override
-    def __getstate__(self):
-        return {**super().__getstate__(), "_kept": {}}
+    def _delta(self) -> torch.Tensor | None:
+        active = self.active()
+        if not active:
+            return None
+        device = self.adapter.lora_A[active[0]].weight.device
+        with torch.autocast(device.type, enabled=False):
+            deltas = [self.adapter.get_delta_weight(name).float() for name in active]
+        return sum(deltas[1:], deltas[0])
 
 
-class _LoraInsideBase(LoraLinear):
-    """PEFT's LoRA layer without its branch: the base layer's weight holds the adapter."""
+class _BaseLayer:
+    """The forward of a LoRA layer without its branch: the base layer's weight holds the adapter."""
 
-    @override
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.base_layer(x, *args, **kwargs)
+    def __init__(self, adapter: LoraLinear):
+        self.adapter = adapter
 
-    # PEFT writes through `.data`.
-    @override
-    def merge(self, *args, **kwargs) -> None:
-        super().merge(*args, **kwargs)
-        self.base_layer.invalidate()
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.adapter.base_layer(x, *args, **kwargs)
 
-    @override
-    def unmerge(self) -> None:
-        super().unmerge()
-        self.base_layer.invalidate()
+
+class _Invalidating:
+    """A method of a LoRA layer's class, after which the layer inside it quantizes again."""
+
+    def __init__(self, adapter: LoraLinear, name: str):
+        self.adapter, self.name = adapter, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        getattr(type(self.adapter), self.name)(self.adapter, *args, **kwargs)
+        self.adapter.base_layer.invalidate()

@@ -32,16 +32,21 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
         dtype, floor = getattr(torch, dtype_name), None
         for scheme in schemes:
             model = load_learner(path, scheme, dtype)
+            # On a GPU the engine has to be another one for its arithmetic to be repeated.
+            is_repeated = model.device.type == "cuda" and getattr(args, "numerics", "fast") == "engine"
             with (
-                open_server(model, dtype)
-                if args.rollout == "server"
-                else open_engine(model, dtype, max_num_seqs=len(TOPICS))
-            ) as (sampler, publisher, *_):
+                engine_numerics(model, dtype) if is_repeated else nullcontext(),
+                (
+                    open_server(model, dtype)
+                    if args.rollout == "server"
+                    else open_engine(model, dtype, max_num_seqs=len(TOPICS))
+                ) as (sampler, publisher, *_),
+            ):
                 publisher.publish("0")
                 samples = _sample(sampler, path, args.tokens)
                 engine_kernels = publisher.transport.describe()["kernels"]
             learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
-            if _can_use_engine_numerics(model, dtype):
+            if is_repeated or _can_use_engine_numerics(model, dtype):
                 learners.append(f"{learners[-1]}, engine numerics")
             measured = {}
             for learner in reversed(learners):
@@ -139,17 +144,16 @@ def _sample(sampler, path: str, num_tokens: int) -> list[tuple[list[int], list[i
     samples: list[tuple[list[int], list[int], list[float]]] = []
     prompts = make_prompts(path, len(TOPICS))
     generate = _generate_in_process if hasattr(sampler, "llm_engine") else _generate_in_server
-    seed = 0
     while sum(len(tokens) for _, tokens, _ in samples) < num_tokens:
-        samples += zip(prompts, *generate(sampler, prompts, seed), strict=True)
-        seed += 1
+        # Without a seed, of which vLLM can die on a CPU; an engine that has just been started repeats itself.
+        samples += zip(prompts, *generate(sampler, prompts), strict=True)
     return samples
 
 
-def _generate_in_process(llm, prompts, seed: int) -> tuple[list[list[int]], list[list[float]]]:
+def _generate_in_process(llm, prompts) -> tuple[list[list[int]], list[list[float]]]:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0, seed=seed)
+    parameters = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
     tokens = [list(completion.token_ids) for completion in completions]
@@ -159,8 +163,8 @@ def _generate_in_process(llm, prompts, seed: int) -> tuple[list[list[int]], list
     ]
 
 
-def _generate_in_server(client, prompts, seed: int) -> tuple[list[list[int]], list[list[float]]]:
-    output = client.generate(prompts, max_tokens=128, generation_kwargs={"seed": seed})
+def _generate_in_server(client, prompts) -> tuple[list[list[int]], list[list[float]]]:
+    output = client.generate(prompts, max_tokens=128)
     return output["completion_ids"], [[entry[0] for entry in row] for row in output["logprobs"]]
 
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .shapes import has_weights, random_model
+
 
 __all__ = [
     "TOPICS",
@@ -58,15 +60,27 @@ def make_prompts(path: str, count: int) -> list[list[int]]:
 def load_learner(path: str, scheme: str, dtype):
     """Float32 master weights, as a trainer holds them, prepared for `scheme`."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from ..quantization.swap import prepare_model
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if has_weights(path):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    else:
+        model = random_model(AutoConfig.from_pretrained(path), torch.float32).eval()
+        model.config.name_or_path = model.name_or_path = path
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())
     prepare_model(model, scheme, scale_dtype=dtype)
     return model
+
+
+def _memory_of_engine(model, dtype) -> float:
+    """The share of a GPU's memory for the weights, unquantized, and 8 GiB more for keys, values and activations."""
+    import torch
+
+    needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize + 8 * 2**30
+    return max(0.15, needed / torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0.15
 
 
 def make_bench_engine(model, dtype, max_num_seqs: int):
@@ -84,7 +98,7 @@ def make_bench_engine(model, dtype, max_num_seqs: int):
         max_model_len=512,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=4096,
-        gpu_memory_utilization=0.15,
+        gpu_memory_utilization=_memory_of_engine(model, dtype),
     )
     return llm, Publisher(model, dtype, DirectTransport(llm))
 
@@ -105,19 +119,24 @@ def open_engine(model, dtype, max_num_seqs: int) -> Iterator[tuple[Any, Any]]:
 @contextmanager
 def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
     """A server in another process: its client, the publisher to it, and the number of its process."""
+    import torch
+
     from ..rollout.client import QaRLClient
     from ..rollout.publisher import Publisher
     from ..rollout.server_process import ServerProcess, build_server_command, free_port
     from ..rollout.transports import FileTransport
 
-    port = free_port()
+    port, on_cpu = free_port(), not torch.cuda.is_available()
+    memory = [] if on_cpu else ["--gpu-memory-utilization", str(_memory_of_engine(model, dtype))]
     argv, environment = build_server_command(
         model.name_or_path,
         _config_of(model),
         dtype=str(dtype).removeprefix("torch."),
         port=port,
-        on_cpu=True,
-        vllm_args=["--max-model-len", "512"],
+        on_cpu=on_cpu,
+        # NCCL refuses two processes on one GPU.
+        transport="file",
+        vllm_args=["--max-model-len", "512", *memory],
     )
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(argv, environment, Path(folder) / "server.log")

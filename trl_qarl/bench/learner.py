@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..quantization.schemes import SCHEMES
-from .machine import describe_machine
+from .machine import describe_machine, forget_peak, peak_bytes
+from .shapes import make_config, random_model
 
 
 if TYPE_CHECKING:
@@ -18,16 +19,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["format_table", "load_model", "prepare_variants", "run_benchmark"]
-
-SMOLLM2_135M = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
 
 
 def prepare_variants(
@@ -98,7 +89,8 @@ def run_benchmark(
 
     Returns:
         `{"mode", "model", "machine", "repeats", "rows"}`: one row per scheme and batch size, the baseline's
-        (`"scheme": None`) first. Times are medians in seconds, `extra_memory` is relative to the bf16 weights.
+        (`"scheme": None`) first. Times are medians in seconds, `extra_memory` is relative to the bf16 weights, `peak_bytes` is of a GPU
+        alone and includes what the other variants hold.
     """
     import torch
 
@@ -124,6 +116,10 @@ def run_benchmark(
         for name, variant in variants.items():
             row: dict[str, Any] = {"scheme": name, "tokens": batch.numel(), "kernels": kernels[name]}
             row |= _summary("step", step_times, name) | _summary("linear", linear_times, name)
+            forget_peak()
+            steps[name]()
+            if (peak := peak_bytes()) is not None:
+                row["peak_bytes"] = peak
             if name is not None:
                 layers = list(quantized_layers(variant).values())
                 row["extra_memory"] = sum(map(_cached_bytes, layers)) / reports[name].bf16_bytes
@@ -167,20 +163,14 @@ def load_model(args: Namespace) -> "PreTrainedModel":
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     dtype = torch.float32 if args.autocast else getattr(torch, args.dtype)
-    if args.model_name_or_path:
-        config = AutoConfig.from_pretrained(args.model_name_or_path)
-    else:
-        config = AutoConfig.for_model("llama", **SMOLLM2_135M)
+    if args.model_name_or_path is None:
+        return random_model(make_config(args.shapes or "smollm2-135m", args.num_layers), dtype).train()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    config = AutoConfig.from_pretrained(args.model_name_or_path)
     if args.num_layers is not None:
         config.num_hidden_layers = args.num_layers
-    if args.model_name_or_path:
-        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, config=config, dtype=dtype)
-    else:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.to(device).train()
+    return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, config=config, dtype=dtype).to(device).train()
 
 
 def _step(model, batch, is_decode, dtype):

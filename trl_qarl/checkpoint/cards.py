@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
+from ..packages import installed
 from .serving import ADAPTER_FOLDER, adapter_rank, dtype_option, serve_command
 
 
@@ -371,10 +371,4 @@ def _describe(name_or_path: str | None) -> str | None:
 @cache
 def _versions() -> str:
     # More than half of the time of a card, and each checkpoint has two.
-    found = []
-    for package in _PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return "Versions: " + ", ".join(found) + "."
+    return "Versions: " + ", ".join(map(" ".join, installed(*_PACKAGES).items())) + "."

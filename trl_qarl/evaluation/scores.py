@@ -71,7 +71,7 @@ def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any
 
 
 def is_right(completion: str, answer: str, scoring: str = "math") -> float:
-    """1 if a completion ends in the answer, else 0; see [`load_problems`]."""
+    """Return 1 if a completion ends in the answer, else 0; see [`load_problems`]."""
     if scoring == "exact":
         return float(completion.strip() == answer.strip())
     return _accuracy(completion, answer) or 0.0
@@ -84,19 +84,19 @@ def _accuracy(completion: str, answer: str) -> float | None:
 
 
 def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
-    """Tokens of a prompt as in training: special ones are added unless the chat template has written them."""
+    """Return the tokens of a prompt as in training: special ones are added unless the chat template has written them."""
     return tokenizer(text, add_special_tokens=not templated)["input_ids"]
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
-    """What comes before the first of the texts in `stop`."""
+    """Return what comes before the first of the texts in `stop`."""
     return text[: min((text.find(end) for end in stop if end and end in text), default=len(text))]
 
 
 def evaluate_problems(
     sampler: Sampler, tokenizer, problems: Sequence[dict[str, Any]], num_samples: int, seed: int, scoring: str
 ) -> list[float]:
-    """Share of `num_samples` completions of each of [`load_problems`] that is right."""
+    """Return the share of `num_samples` completions of each of [`load_problems`] that is right."""
     prompts = []
     for problem in problems:
         prompt, templated = problem["prompt"], isinstance(problem["prompt"], list)
@@ -111,7 +111,7 @@ def evaluate_problems(
 
 
 def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, batch_size: int):
-    """Sampler over transformers, and its tokenizer."""
+    """Return a sampler over transformers, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,23 +145,28 @@ def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: fl
 
 
 def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, max_model_len: int | None):
-    """Sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the engine."""
+    """Return a sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the engine."""
+    import torch
     from vllm import SamplingParams
 
     from ..rollout.engines import load_engine
 
     llm = load_engine(path, **({"max_model_len": max_model_len} if max_model_len else {}))
     tokenizer = llm.get_tokenizer()
+    on_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
 
     def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        # A seed per prompt: equal prompts differ, and a run repeats itself.
+        # A seed per prompt: equal prompts differ, and a run repeats itself. On a CPU vLLM dies of one where a prompt is prefilled
+        # in pieces ("CPU Generator does not use offset"); there its worker draws from this process' generator.
+        if on_cpu:
+            torch.manual_seed(seed)
         parameters = [
             SamplingParams(
                 temperature=temperature,
                 top_p=top_p,
                 max_tokens=max_new_tokens,
-                seed=seed * len(prompts) + index,
+                seed=None if on_cpu else seed * len(prompts) + index,
                 stop=list(stop),
             )
             for index in range(len(prompts))
@@ -174,13 +179,13 @@ def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean over problems and its standard error, `None` for a single one."""
+    """Return the mean over problems and its standard error, `None` for a single one."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return statistics.fmean(values), error
 
 
 def compare_scores(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
-    """Mean of `ours - theirs` over the same problems, and its standard error."""
+    """Return the mean of `ours - theirs` over the same problems, and its standard error."""
     return mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -232,5 +237,5 @@ def add_to_card(folder: str | Path, rows: Sequence[dict[str, Any]], settings: di
 
 
 def format_score(mean: float, error: float | None) -> str:
-    """Such as `"76.0% +- 4.3%"`."""
+    """Format a score, such as `"76.0% +- 4.3%"`."""
     return f"{mean:.1%}" + ("" if error is None else f" +- {error:.1%}")

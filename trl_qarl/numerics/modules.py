@@ -1,12 +1,13 @@
 """
-Modules of transformers' models with the engine's operations, by the class whose place they take.
+The engine's operations, by the class of transformers' module whose forward they replace.
 
 What passes between decoder layers is the residual stream in float32, before the engine's rounding
 ([`~trl_qarl.numerics.ops.add`]), so each layer stays one unit for gradient checkpointing and sharding.
 """
 
-from collections.abc import Callable
-from functools import cache, wraps
+import inspect
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +21,22 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from ..quantization.gemm import low_bit_linear
-from ..quantization.linear import QuantizedLinear, weight_version
+from ..quantization.linear import weight_version
+from ..quantization.tensors import LowBitTensor
 from . import cpu as kernels
 from . import cuda, ops
 
 
-__all__ = ["ATTENTION", "ENGINE_MODULES", "TRANSPARENT", "EngineModule", "engine_class", "head_dim_of"]
+__all__ = [
+    "ATTENTION",
+    "ENGINE_OPERATIONS",
+    "TRANSPARENT",
+    "EngineOperation",
+    "LoraOperation",
+    "engine_product",
+    "head_dim_of",
+    "operation_of",
+]
 
 ATTENTION = "qarl_engine"
 """Name of the engine's attention among transformers' attention functions."""
@@ -36,154 +47,179 @@ def head_dim_of(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _without_autocast(forward: Callable) -> Callable:
-    @wraps(forward)
-    def run(self, *args, **kwargs):
-        with torch.autocast(self.engine_device, enabled=False):
-            return forward(self, *args, **kwargs)
+class EngineOperation:
+    """
+    What a module computes in the engine's arithmetic. As the attribute `forward` of the instance it takes the place of that of the
+    class, for torch, transformers and PEFT alike; it is copied and pickled with the module.
 
-    return run
+    Args:
+        module (`nn.Module`): the module.
+        dtype (`torch.dtype`): dtype in which the engine runs the model.
+        device (`str`): type of the model's device.
+        allow_longer (`bool`): whether sequences may be longer than those whose bits are the engine's.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: str, allow_longer: bool):
+        self.module, self.dtype, self.device, self.allow_longer = module, dtype, device, allow_longer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device, enabled=False):
+            return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation itself."""
+        raise NotImplementedError
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the class's forward, at which `generate` looks."""
+        return inspect.signature(MethodType(type(self.module).forward, self.module))
 
 
-class EngineModule:
-    """Base of the classes a module changes to; `original_class` is the one it changes back to."""
-
-    engine_dtype: torch.dtype
-    engine_device: str
-    allow_longer: bool
-    original_class: type
-
-    def _attach(self) -> None:
-        """Prepare what the forward needs."""
-
-    def _detach(self) -> None:
-        """Undo [`_attach`]."""
+def operation_of(module: nn.Module) -> EngineOperation | None:
+    """The engine's operation in the place of the module's forward, if there is one."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, EngineOperation) else None
 
 
-@cache
-def engine_class(engine: type, original: type) -> type:
-    # Sharding and checkpointing policies find decoder layers by their class's name.
-    return type(original.__name__, (engine, original), {"original_class": original, "__module__": __name__})
+def engine_product(
+    rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[Any, ...], str]:
+    """
+    The engine's product of a quantized layer, given activations in the engine's dtype: its own for INT4 weights, else that which
+    the learner has too.
+    """
+    if kernels.is_on_gpu(rows):
+        return cuda.low_bit_linear(rows, low_bit, bias)
+    if low_bit.scheme.name != "w4a16":
+        return low_bit_linear(rows, low_bit, bias)
+    if not kernels.has_engine_kernels():
+        return low_bit_linear(rows, low_bit, bias, row_invariant=True)
+    product = low_bit.cached(kernels.PackedInt4Linear)
+    return product(rows, bias), (rows,), product.name
 
 
-class _Embedding(EngineModule):
-    @_without_autocast
+class _Embedding(EngineOperation):
     def forward(self, ids):
-        return super().forward(ids).to(self.engine_dtype)
+        return type(self.module).forward(self.module, ids).to(self.dtype)
 
 
-class _RMSNorm(EngineModule):
-    @_without_autocast
+class _RMSNorm(EngineOperation):
     def forward(self, x):
-        return ops.rms_norm(x, self.weight, self.variance_epsilon, self.engine_dtype)
+        return ops.rms_norm(x, self.module.weight, self.module.variance_epsilon, self.dtype)
 
 
-class _Linear(EngineModule):
+class _Linear(EngineOperation):
     """An unquantized linear layer. The rounded, packed weight is kept for as long as the master's value stays."""
 
-    def _attach(self):
-        self._product, self._product_version = None, None
-
-    def _detach(self):
-        del self._product, self._product_version
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._product, self._version = None, None
 
     def product(self) -> kernels.PackedLinear:
-        version = weight_version(self.weight)
-        if version is None or version != self._product_version:
-            self._product = kernels.PackedLinear(self.weight.detach().to(self.engine_dtype))
-            self._product_version = version
+        weight = self.module.weight
+        version = weight_version(weight)
+        if version is None or version != self._version:
+            self._product = kernels.PackedLinear(weight.detach().to(self.dtype))
+            self._version = version
         return self._product
 
-    @_without_autocast
     def forward(self, x):
-        return ops.linear(x, self.weight, self.bias, self.product())
+        return ops.linear(x, self.module.weight, self.module.bias, self.product())
+
+    def __getstate__(self):
+        return {**self.__dict__, "_product": None, "_version": None}
 
 
-class _QuantizedLinear(EngineModule):
-    """A quantized layer already runs the engine's product, given activations in the engine's dtype; INT4 needs its kernel."""
+class LoraOperation(EngineOperation):
+    """
+    PEFT's LoRA layer, whose adapter runs beside the layer inside it: factors are rounded as the engine is sent them, B with its
+    scaling, and filled up with zeros to `rank` as the engine holds them.
+    """
 
-    def _product(self, rows, low_bit, bias):
-        if kernels.is_on_gpu(rows):
-            y, seen, self.kernel_name = cuda.low_bit_linear(rows, low_bit, bias)
-            return y, seen
-        if self.scheme.name != "w4a16":
-            return super()._product(rows, low_bit, bias)
-        if not kernels.has_engine_kernels():
-            y, seen, self.kernel_name = low_bit_linear(rows, low_bit, bias, row_invariant=True)
-            return y, seen
-        product = low_bit.cached(kernels.PackedInt4Linear)
-        self.kernel_name = product.name
-        return product(rows, bias), (rows,)
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: str, rank: int | None):
+        super().__init__(module, dtype, device, allow_longer=True)
+        self.rank = rank
+
+    def forward(self, x):
+        module = self.module
+        y = module.base_layer(x)
+        if module.disable_adapters or module.merged:
+            return y
+        for name in module.active_adapters:
+            if name in module.lora_A:
+                factors = module.lora_A[name].weight, module.lora_B[name].weight
+                y = ops.add_lora(y, x, *factors, module.scaling[name], self.rank or module.r[name])
+        return y
 
 
-class _RotaryEmbedding(EngineModule):
+class _RotaryEmbedding(EngineOperation):
     """Gives attention the table and the positions, where the original gives it cosines and sines."""
 
-    def _attach(self):
+    def __init__(self, *args):
+        super().__init__(*args)
+        module = self.module
         # Over all positions at once, as the engine computes it: the last bit may depend on the shape.
-        is_plain = self.rope_type == "default"
-        compute = self.compute_default_rope_parameters if is_plain else ROPE_INIT_FUNCTIONS[self.rope_type]
+        is_plain = module.rope_type == "default"
+        compute = module.compute_default_rope_parameters if is_plain else ROPE_INIT_FUNCTIONS[module.rope_type]
         # On the device itself, as there: a GPU's powers and cosines are not a CPU's.
-        with self.inv_freq.device:
-            frequencies, _ = compute(self.config)
-            positions = torch.arange(self.config.max_position_embeddings, dtype=torch.float)
+        with module.inv_freq.device:
+            frequencies, _ = compute(module.config)
+            positions = torch.arange(module.config.max_position_embeddings, dtype=torch.float)
             angles = torch.einsum("i,j -> ij", positions, frequencies)
-        self._cache = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.engine_dtype)
-
-    def _detach(self):
-        del self._cache
+        self.table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)
 
     def forward(self, x, position_ids):
-        return self._cache, position_ids.expand(x.shape[0], -1)
+        return self.table, position_ids.expand(x.shape[0], -1)
 
 
-class _Attention(EngineModule):
-    @_without_autocast
+class _Attention(EngineOperation):
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        cache, positions = position_embeddings
+        module = self.module
+        table, positions = position_embeddings
         shape = hidden_states.shape[:-1]
         query, key, value = (
-            layer(hidden_states).view(*shape, -1, self.head_dim) for layer in (self.q_proj, self.k_proj, self.v_proj)
+            layer(hidden_states).view(*shape, -1, module.head_dim)
+            for layer in (module.q_proj, module.k_proj, module.v_proj)
         )
-        if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
+        if hasattr(module, "q_norm"):
+            query, key = module.q_norm(query), module.k_norm(key)
         flat = positions.reshape(-1)
-        query, key = (ops.rotate(x.flatten(0, 1), flat, cache).view_as(x).transpose(1, 2) for x in (query, key))
+        query, key = (ops.rotate(x.flatten(0, 1), flat, table).view_as(x).transpose(1, 2) for x in (query, key))
         value = value.transpose(1, 2)
         kwargs.pop("position_ids", None)
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = past_key_values.update(key, value, module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
         output, _ = attend(
-            self, query, key, value, attention_mask, scaling=self.scaling, position_ids=positions, **kwargs
+            module, query, key, value, attention_mask, scaling=module.scaling, position_ids=positions, **kwargs
         )
-        return self.o_proj(output.reshape(*shape, -1)), None
+        return module.o_proj(output.reshape(*shape, -1)), None
 
 
-class _MLP(EngineModule):
-    @_without_autocast
+class _MLP(EngineOperation):
     def forward(self, x):
-        return self.down_proj(ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
+        module = self.module
+        return module.down_proj(ops.silu_mul(module.gate_proj(x), module.up_proj(x)))
 
 
-class _DecoderLayer(EngineModule):
-    @_without_autocast
+class _DecoderLayer(EngineOperation):
     def forward(self, hidden_states, **kwargs):
-        residual = hidden_states.to(self.engine_dtype)
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        module = self.module
+        residual = hidden_states.to(self.dtype)
+        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
         hidden_states = ops.add(attended, residual)
-        residual = hidden_states.to(self.engine_dtype)
-        return ops.add(self.mlp(self.post_attention_layernorm(hidden_states)), residual)
+        residual = hidden_states.to(self.dtype)
+        return ops.add(module.mlp(module.post_attention_layernorm(hidden_states)), residual)
 
 
-ENGINE_MODULES = {
+ENGINE_OPERATIONS = {
     nn.Embedding: _Embedding,
     nn.Linear: _Linear,
-    QuantizedLinear: _QuantizedLinear,
     **{
-        getattr(module, f"{prefix}{name}"): engine
+        getattr(module, f"{prefix}{name}"): operation
         for module, prefix in ((llama, "Llama"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
-        for name, engine in (
+        for name, operation in (
             ("RMSNorm", _RMSNorm),
             ("RotaryEmbedding", _RotaryEmbedding),
             ("Attention", _Attention),
@@ -192,6 +228,7 @@ ENGINE_MODULES = {
         )
     },
 }
+"""Operations by the class of the module; a quantized layer keeps its forward and gets [`engine_product`]."""
 
 # Modules that compute nothing, or are not called any more.
 TRANSPARENT = (nn.ModuleList, SiLUActivation)
@@ -224,7 +261,7 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
             key_lengths = query_lengths = tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True))
         else:
             query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
-        _check_length(module, max(key_lengths), head_dim)
+        _check_length(operation_of(module), max(key_lengths), head_dim)
         packed = (x.flatten(0, 1) for x in (query, key, value))
         output = ops.attention(*packed, query_lengths, key_lengths, scaling)
         return output.view(query.shape), None
@@ -233,13 +270,13 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
     query_lengths, key_lengths = (tuple(mask.sum(dim=1).tolist()) for mask in (queries, present))
     if 0 in query_lengths:
         raise ValueError("A sequence of the batch has no token: its attention mask is 0 everywhere.")
-    _check_length(module, max(key_lengths), head_dim)
+    _check_length(operation_of(module), max(key_lengths), head_dim)
     output = ops.attention(query[queries], key[present], value[present], query_lengths, key_lengths, scaling)
     return torch.zeros_like(query).masked_scatter(queries[..., None, None], output), None
 
 
-def _check_length(module: _Attention, longest: int, head_dim: int) -> None:
-    if module.engine_device != "cpu" or module.allow_longer or not kernels.has_engine_kernels():
+def _check_length(operation: EngineOperation, longest: int, head_dim: int) -> None:
+    if operation.device != "cpu" or operation.allow_longer or not kernels.has_engine_kernels():
         return
     limit = kernels.max_exact_length(head_dim)
     if longest > limit:

@@ -13,7 +13,17 @@ from torch.autograd.function import once_differentiable
 from . import cpu as kernels
 
 
-__all__ = ["add", "attention", "head_log_probs", "linear", "rms_norm", "rotate", "silu_mul", "token_log_probs"]
+__all__ = [
+    "add",
+    "add_lora",
+    "attention",
+    "head_log_probs",
+    "linear",
+    "rms_norm",
+    "rotate",
+    "silu_mul",
+    "token_log_probs",
+]
 
 LOG_PROB_ROWS = 256
 """Rows whose distributions over the vocabulary are held in float32 at a time."""
@@ -54,6 +64,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pro
     `x @ weight.T + bias` through `product`, made of the rounded `weight`, with gradients to `x`, `weight` and `bias`.
     """
     return _Linear.apply(x, weight, bias, product)
+
+
+def add_lora(
+    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, rank: int
+) -> torch.Tensor:
+    """
+    `y + scaling * B A x` through [`~trl_qarl.numerics.cpu.lora`], with gradients to `y`, `x`, `a` and `b`.
+
+    Args:
+        y (`torch.Tensor`): `(..., N)`, the layer's output in the engine's dtype.
+        x (`torch.Tensor`): `(..., K)`, its input.
+        a (`torch.Tensor`): `(R, K)`, a master, rounded here.
+        b (`torch.Tensor`): `(N, R)`, a master, multiplied by `scaling` and then rounded.
+        scaling (`float`): factor of the adapter.
+        rank (`int`): at least `R`; the engine's.
+    """
+    return _AddLora.apply(y, x, a, b, scaling, rank)
 
 
 def head_log_probs(
@@ -203,6 +230,33 @@ class _Linear(torch.autograd.Function):
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None
+
+
+class _AddLora(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, x, a, b, scaling, rank):
+        padding = rank - a.shape[0]
+        rows, scaled = x.reshape(-1, x.shape[-1]), (b * scaling).to(x.dtype)
+        inner, added = kernels.lora(rows, F.pad(a.to(x.dtype), (0, 0, 0, padding)), F.pad(scaled, (0, padding)))
+        ctx.save_for_backward(x, a, scaled, inner)
+        ctx.scaling, ctx.b_dtype = scaling, b.dtype
+        return y + added.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, a, scaled, inner = ctx.saved_tensors
+        # Products with the rank as a dimension are cheap, so they are in float32.
+        rows = grad.reshape(-1, grad.shape[-1]).float()
+        grad_inner = rows @ scaled.float()
+        grad_x = grad_a = grad_b = None
+        if ctx.needs_input_grad[1]:
+            grad_x = (grad_inner @ a.to(x.dtype).float()).to(x.dtype).view_as(x)
+        if ctx.needs_input_grad[2]:
+            grad_a = (grad_inner.t() @ x.reshape(-1, x.shape[-1]).float()).to(a.dtype)
+        if ctx.needs_input_grad[3]:
+            grad_b = (rows.t() @ inner[:, : a.shape[0]].float() * ctx.scaling).to(ctx.b_dtype)
+        return grad, grad_x, grad_a, grad_b, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):

@@ -4,14 +4,18 @@ A linear layer whose forward runs on the low-bit form of its weight and whose ba
     forward   y = kernel(Q(x), Q(w)) + b          the tensors the rollout engine holds, through a low-bit matrix product
     backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both quantizers
 
-`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. The module keeps the same
-`Parameter` objects as the `nn.Linear` it was made from, so ties, `state_dict` keys, optimizer groups and hooks survive.
+`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. A layer has two parts: its
+*source* says which weight is quantized and where gradients go ([`MasterSource`]: the layer's own), its *product* multiplies by
+the low-bit weight ([`~trl_qarl.quantization.gemm.low_bit_linear`] unless another was set). It shares the `Parameter` objects of
+the `nn.Linear` it was made from, so ties, `state_dict` keys, optimizer groups and hooks survive.
 Paper: https://huggingface.co/papers/2604.07853, section "Rollout-aligned quantization-aware training".
 """
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,7 +28,44 @@ from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
 
 
-__all__ = ["QuantizedLinear", "weight_version"]
+__all__ = ["MasterSource", "Product", "QuantizedLinear", "weight_version"]
+
+Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torch.Tensor, tuple[Any, ...], str]]
+"""Takes rows `(M, K)`, weight and bias and returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does."""
+
+
+class MasterSource:
+    """
+    The weight that a [`QuantizedLinear`] quantizes: its own. Other sources build it from that one and from more.
+
+    Each method is given the layer's `weight`, which is read once per use: a parametrization computes a new tensor each time.
+    """
+
+    holds_adapter = False
+    """Whether an adapter is part of the weight that is quantized."""
+
+    def active(self) -> Hashable:
+        """Which of its weights the source gives now; the low-bit form of each is kept."""
+        return ()
+
+    def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
+        """Equal for two calls if the value is; `None`, equal to nothing, where that cannot be told."""
+        return weight_version(weight)
+
+    def value(self, weight: torch.Tensor) -> torch.Tensor:
+        """The high-precision weight that is quantized, with gradients."""
+        return weight
+
+    def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """A tensor to which the gradient of the value can be given in its place; `None` if nothing takes one."""
+        return weight
+
+    def is_trained(self, weight: torch.Tensor) -> bool:
+        """Whether an optimizer can change the value."""
+        return weight.requires_grad
+
+    def release(self) -> None:
+        """Give back what the source holds besides the layer's weight, when the layer is no longer quantized."""
 
 
 class QuantizedLinear(nn.Linear):
@@ -41,6 +82,8 @@ class QuantizedLinear(nn.Linear):
         scheme ([`QuantScheme`]): the scheme.
         group_size (`int` or `None`): group size in use for this matrix.
         scale_dtype (`torch.dtype`): dtype in which the engine runs the model, to which scales are rounded.
+        source ([`MasterSource`]): gives the weight that is quantized.
+        product ([`Product`]): multiplies by the low-bit weight.
         use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of `nn.Linear`,
             while the low-bit weight can still be had for publication and export.
         kernel_name (`str` or `None`): name of the kernel of the last forward.
@@ -50,23 +93,24 @@ class QuantizedLinear(nn.Linear):
     scheme: QuantScheme
     group_size: int | None
     scale_dtype: torch.dtype
+    source: MasterSource
+    product: Product
     use_quantized_forward: bool
     kernel_name: str | None
     num_flipped_codes: torch.Tensor | None
-    holds_adapter = False
-    """Whether an adapter is part of the weight that is quantized."""
+    _kept: dict[Hashable, tuple[LowBitTensor, tuple[Any, ...] | None]]
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedLinear":
         """
-        Turn `linear` into a `QuantizedLinear`, in place: the returned object *is* `linear`, with its class changed, so
-        every reference, hook and tie to it stays valid.
+        Make a `QuantizedLinear` to be put into the place of `linear`. The two share parameters, buffers and hooks, now and
+        later: what is assigned to one is in the other, and handles of hooks work.
 
         Args:
             linear (`nn.Linear`):
-                Layer to convert; exactly `nn.Linear`, not a subclass with a forward of its own.
+                Layer to replace; exactly `nn.Linear`, not a subclass with a forward of its own.
             scheme ([`QuantScheme`]):
                 Scheme with quantized weights.
             scale_dtype (`torch.dtype`, *optional*):
@@ -92,40 +136,37 @@ class QuantizedLinear(nn.Linear):
             raise ValueError(f"The layer has no weights to quantize: shape {tuple(linear.weight.shape)}.")
         if linear.weight.is_inference():
             raise ValueError(MADE_IN_INFERENCE_MODE)
-        linear.group_size = scheme.group_size_for(linear.in_features)
-        linear.scheme = scheme
-        linear.scale_dtype = scale_dtype or linear.weight.dtype
-        linear.__class__ = cls
-        linear.use_quantized_forward = True
-        linear.kernel_name = None
-        linear.num_flipped_codes = None
-        linear._drop_cache()
-        return linear
+        group_size = scheme.group_size_for(linear.in_features)
+        layer = _sharing_state(cls, linear)
+        layer.scheme = scheme
+        layer.group_size = group_size
+        layer.scale_dtype = scale_dtype or linear.weight.dtype
+        layer.source = MasterSource()
+        layer.product = low_bit_linear
+        layer.use_quantized_forward = True
+        layer.kernel_name = None
+        layer.num_flipped_codes = None
+        layer._kept = {}
+        return layer
 
     def to_linear(self) -> nn.Linear:
-        """Undo [`~QuantizedLinear.from_linear`], in place. Masters are untouched."""
-        for name in (
-            "scheme",
-            "group_size",
-            "scale_dtype",
-            "use_quantized_forward",
-            "kernel_name",
-            "num_flipped_codes",
-            *_CACHE_ATTRIBUTES,
-        ):
-            delattr(self, name)
-        self.__class__ = nn.Linear
-        return self
+        """
+        Make the `nn.Linear` to be put into this layer's place, as [`~QuantizedLinear.from_linear`] does the other way. Masters are
+        untouched. An adapter in the low-bit weight runs beside the layer again, unless the layer is frozen with it.
+        """
+        if not self.is_frozen:
+            self.source.release()
+        return _sharing_state(nn.Linear, self, without=_OWN_ATTRIBUTES)
 
     def convert(self) -> nn.Linear:
-        """Replace the master by its frozen low-bit weight, in place: an `nn.Linear` that computes what this layer does."""
+        """Make the `nn.Linear` with the frozen low-bit weight, which computes what this layer does; the master is gone."""
         self.freeze()
         return self.to_linear()
 
     def freeze(self) -> None:
         """Replace the master by its low-bit weight, in place: the layer computes what it did and cannot be trained."""
         low_bit = self.low_bit_weight()
-        self._drop_cache()
+        self._kept = {}
         self.num_flipped_codes = None
         self.weight = nn.Parameter(low_bit, requires_grad=False)
 
@@ -137,11 +178,16 @@ class QuantizedLinear(nn.Linear):
     @property
     def is_trained(self) -> bool:
         """Whether an optimizer can change the low-bit weight."""
-        return self.weight.requires_grad
+        return not self.is_frozen and self.source.is_trained(self.weight)
+
+    @property
+    def holds_adapter(self) -> bool:
+        """Whether an adapter is part of the weight that is quantized."""
+        return self.source.holds_adapter
 
     def master(self) -> torch.Tensor:
-        """The high-precision weight that is quantized."""
-        return self.weight
+        """The high-precision weight that is quantized, with gradients."""
+        return self.source.value(self.weight)
 
     def low_bit_weight(self) -> LowBitTensor:
         """
@@ -150,29 +196,26 @@ class QuantizedLinear(nn.Linear):
         Raises:
             ValueError: if the master was made in inference mode, where PyTorch does not count updates.
         """
-        # Read once: a parametrization computes a new tensor each time.
         weight = self.weight
         if isinstance(weight, LowBitTensor):
             return weight
-        version = weight_version(weight)
-        if version is not None and version == self._low_bit_version:
-            return self._low_bit
-        return self._quantize(weight.detach(), version)
+        active, version = self.source.active(), self.source.version(weight)
+        kept, kept_version = self._kept.get(active, (None, None))
+        if version is not None and version == kept_version:
+            return kept
+        # Tensors made in inference mode could not be saved for backward later.
+        with torch.inference_mode(False), torch.no_grad():
+            low_bit = self.quantize(self.source.value(weight).detach())
+            if kept is not None:
+                self.num_flipped_codes = count_code_flips(kept.qdata, low_bit.qdata)
+                if self.num_flipped_codes == 0 and torch.equal(kept.scale, low_bit.scale):
+                    low_bit = kept
+        self._kept[active] = low_bit, version
+        return low_bit
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
         """The low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
         return LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype)
-
-    def _quantize(self, weight: torch.Tensor, version: tuple[Any, ...] | None) -> LowBitTensor:
-        # Tensors made in inference mode could not be saved for backward later.
-        with torch.inference_mode(False):
-            low_bit = self.quantize(weight)
-            if self._low_bit is not None:
-                self.num_flipped_codes = count_code_flips(self._low_bit.qdata, low_bit.qdata)
-                if self.num_flipped_codes == 0 and torch.equal(self._low_bit.scale, low_bit.scale):
-                    low_bit = self._low_bit
-        self._low_bit, self._low_bit_version = low_bit, version
-        return low_bit
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Low-bit tensors under compressed-tensors' names, without this layer's prefix; the bias is not among them."""
@@ -180,17 +223,19 @@ class QuantizedLinear(nn.Linear):
 
     def invalidate(self) -> None:
         """Have the next use quantize the master again."""
-        self._low_bit_version = None
+        self._kept = {active: (low_bit, None) for active, (low_bit, _) in self._kept.items()}
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
         if not self.use_quantized_forward:
-            return super().forward(x)
-        low_bit = self.low_bit_weight()
-        return straight_through_linear(x, low_bit, self.bias, None if self.is_frozen else self.weight, self._product)
+            return F.linear(x, self.source.value(weight).to(weight.dtype), self.bias)
+        takes_gradient = torch.is_grad_enabled() and not self.is_frozen
+        master = self.source.gradient(weight) if takes_gradient else None
+        return straight_through_linear(x, self.low_bit_weight(), self.bias, master, self._multiply)
 
-    def _product(self, rows, low_bit, bias):
-        y, seen, self.kernel_name = low_bit_linear(rows, low_bit, bias)
+    def _multiply(self, rows, low_bit, bias):
+        y, seen, self.kernel_name = self.product(rows, low_bit, bias)
         return y, seen
 
     @override
@@ -199,27 +244,43 @@ class QuantizedLinear(nn.Linear):
         plain = "" if self.use_quantized_forward else ", use_quantized_forward=False"
         return f"{super().extra_repr()}, scheme={self.scheme.name}{group}, kernel={self.kernel_name}{plain}"
 
-    def _drop_cache(self) -> None:
-        for name in _CACHE_ATTRIBUTES:
-            setattr(self, name, None)
-
     @override
     def _apply(self, *args, **kwargs):
         module = super()._apply(*args, **kwargs)
-        self._drop_cache()
+        self._kept = {}
         return module
 
     @override
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
-        self._drop_cache()
+        self._kept = {}
 
     @override
     def __getstate__(self):
-        return {**self.__dict__, **dict.fromkeys(_CACHE_ATTRIBUTES), "num_flipped_codes": None}
+        return {**self.__dict__, "_kept": {}, "num_flipped_codes": None}
 
 
-_CACHE_ATTRIBUTES = ("_low_bit", "_low_bit_version")
+_OWN_ATTRIBUTES = frozenset(
+    [
+        "scheme",
+        "group_size",
+        "scale_dtype",
+        "source",
+        "product",
+        "use_quantized_forward",
+        "kernel_name",
+        "num_flipped_codes",
+        "_kept",
+    ]
+)
+
+
+def _sharing_state(cls: type, module: nn.Module, without: frozenset[str] = frozenset()) -> Any:
+    """A `cls` with the attributes of `module`; the tables of parameters and hooks are the same objects."""
+    new = cls.__new__(cls)
+    vars(new).update({name: value for name, value in vars(module).items() if name not in without})
+    return new
+
 
 MADE_IN_INFERENCE_MODE = (
     "The weight was made inside `torch.inference_mode()`, where PyTorch does not count updates, so a changed weight could "

@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     pass
 
 
-__all__ = ["base_model", "base_modules", "base_state_dict", "is_adapted", "is_peft_model"]
+__all__ = ["adapted_layers", "base_model", "base_modules", "base_state_dict", "is_adapted", "is_peft_model"]
 
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether PEFT has put adapters into `model`."""
     return any(_is_wrapper(module) for module in model.modules())
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """PEFT's wrappers by the names of the layers inside them."""
+    return ((name, module) for name, module in base_model(model).named_modules() if _is_wrapper(module))
 
 
 def base_model(model: nn.Module) -> nn.Module:

@@ -11,17 +11,18 @@ by default the output head too; [`prepare_model`] knows which layers to leave al
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torchao.core.config import AOBaseConfig
-from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
+from .gemm import low_bit_linear
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
 from .names import base_model, base_modules, base_state_dict
 from .schemes import QuantScheme, get_scheme
@@ -56,8 +57,8 @@ class QaRLWeightConfig(AOBaseConfig):
         group_size (`int`, *optional*):
             Group size instead of the scheme's own.
         step (`str`, *optional*, defaults to `"prepare"`):
-            `"prepare"` makes a plain `nn.Linear` a [`QuantizedLinear`] with the same parameters; `"convert"` makes a
-            prepared layer an `nn.Linear` whose weight is the frozen [`LowBitTensor`], with the same outputs bit for
+            `"prepare"` replaces a plain `nn.Linear` by a [`QuantizedLinear`] with the same parameters; `"convert"` replaces
+            a prepared layer by an `nn.Linear` whose weight is the frozen [`LowBitTensor`], with the same outputs bit for
             bit, and leaves other layers alone.
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model, for `"prepare"`. Defaults to each weight's dtype.
@@ -83,16 +84,27 @@ class QaRLWeightConfig(AOBaseConfig):
 
 @register_quantize_module_handler(QaRLWeightConfig)
 def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
+    made_for, layer = _replaced.get(module, (None, None))
+    if made_for is config:
+        return layer
     if config.step == "prepare":
-        return QuantizedLinear.from_linear(module, config.scheme, config.scale_dtype)
-    if not isinstance(module, QuantizedLinear):
+        layer = QuantizedLinear.from_linear(module, config.scheme, config.scale_dtype)
+    elif not isinstance(module, QuantizedLinear):
         return module
-    if module.scheme != config.scheme:
+    elif module.scheme != config.scheme:
         raise ValueError(
             f"The layer was prepared with {module.scheme}, so it cannot be converted with {config.scheme}. Give the "
             "same `scheme` and `group_size`, or use `convert_model`."
         )
-    return module.convert()
+    else:
+        _check_product(module)
+        layer = module.convert()
+    _replaced[module] = config, layer
+    return layer
+
+
+# torchao asks once for each parent of a module; all of them get the same new one.
+_replaced: WeakKeyDictionary[nn.Module, tuple[QaRLWeightConfig, nn.Module]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -154,7 +166,7 @@ def prepare_model(
     scale_dtype: torch.dtype | None = None,
 ) -> SwapReport:
     """
-    Quantize the forward of every linear layer of `model`, in place.
+    Quantize the forward of every linear layer of `model`: each is replaced by a [`QuantizedLinear`] with the same parameters.
 
     Output head, embeddings (and whatever shares their weight) and MoE routers are never touched.
 
@@ -196,11 +208,7 @@ def prepare_model(
             raise ValueError(f"Layer {name!r}: {error}") from None
     if any(module.weight.is_inference() for module in chosen.values()):
         raise ValueError(MADE_IN_INFERENCE_MODE)
-    layers = set(chosen.values())
-    quantize_(model, QaRLWeightConfig(scheme, scale_dtype=scale_dtype), filter_fn=lambda module, _: module in layers)
-    low_bit_bytes = 0
-    for module in chosen.values():
-        low_bit_bytes += _low_bit_bytes(module)
+    layers = _replace(model, chosen.values(), lambda module: QuantizedLinear.from_linear(module, scheme, scale_dtype))
     weights = [module.weight for module in chosen.values()]
     return SwapReport(
         scheme=scheme,
@@ -208,7 +216,7 @@ def prepare_model(
         skipped=reasons | dict.fromkeys(stacked_experts(model), "stacked experts, no linear layers"),
         master_bytes=sum(weight.nbytes for weight in weights),
         bf16_bytes=sum(2 * weight.numel() for weight in weights),
-        low_bit_bytes=low_bit_bytes,
+        low_bit_bytes=sum(map(_low_bit_bytes, layers.values())),
     )
 
 
@@ -227,17 +235,22 @@ def report_frozen(model: nn.Module) -> SwapReport:
 
 
 def restore_model(model: nn.Module) -> int:
-    """Turn every [`QuantizedLinear`] of `model` back into `nn.Linear`, in place, and return how many there were."""
-    _detach_numerics(model)
+    """
+    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with the same parameters, and return how many there were.
+
+    Raises:
+        ValueError: if the model has engine numerics.
+    """
     layers = quantized_layers(model)
     for layer in layers.values():
-        layer.to_linear()
+        _check_product(layer)
+    _replace(model, layers.values(), QuantizedLinear.to_linear)
     return len(layers)
 
 
 def convert_model(model: nn.Module) -> int:
     """
-    Turn every [`QuantizedLinear`] of `model` into an `nn.Linear` with its frozen low-bit weight, in place.
+    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight.
 
     The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed and
     exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
@@ -246,23 +259,43 @@ def convert_model(model: nn.Module) -> int:
         The number of layers.
 
     Raises:
-        ValueError: if no layer is prepared.
+        ValueError: if no layer is prepared, or if the model has engine numerics.
     """
     layers = quantized_layers(model)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no prepared layer to convert. Call `prepare_model(model, scheme)` first."
         )
-    _detach_numerics(model)
     for layer in layers.values():
-        layer.convert()
+        _check_product(layer)
+    _replace(model, layers.values(), QuantizedLinear.convert)
     return len(layers)
 
 
-def _detach_numerics(model: nn.Module) -> None:
-    """Take out [engine numerics][trl_qarl.numerics.attach], which compute with prepared layers."""
-    if detach := getattr(model, "_detach_numerics", None):
-        detach()
+def _check_product(layer: QuantizedLinear) -> None:
+    if layer.product is not low_bit_linear:
+        raise ValueError(
+            "The model computes with another product than its own, as with engine numerics, which an ordinary layer does not "
+            "have. Call `trl_qarl.numerics.attach.detach_engine_numerics(model)` first."
+        )
+
+
+def _replace(
+    model: nn.Module, modules: Iterable[nn.Module], make: Callable[[nn.Module], nn.Module]
+) -> dict[nn.Module, nn.Module]:
+    """Put `make(module)` into the place of each of `modules`, wherever it is registered below `model`; returns new by old."""
+    modules = set(modules)
+    if model in modules:
+        raise ValueError(
+            f"The model is itself a {type(model).__name__}, which nothing holds, so it cannot be replaced. Put it into a module "
+            "(`nn.Sequential(layer)`), or use `QuantizedLinear.from_linear`."
+        )
+    replacements = {module: make(module) for module in modules}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+    return replacements
 
 
 def freeze_model(model: nn.Module) -> int:

@@ -36,6 +36,10 @@ class LowBitTensor(TorchAOBaseTensor):
     another low-bit tensor of the same scheme and shape. After an import of this module `torch.load` reads it with
     `weights_only=True`.
 
+    `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales: whether the weight has changed.
+    With a dense tensor, and in `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, it counts as its dense values,
+    those of [`~LowBitTensor.dequantize`].
+
     Args:
         qdata (`torch.Tensor`):
             Codes, as [`~trl_qarl.quantization.quantize`] lays them out.
@@ -225,6 +229,39 @@ def _add(func, types, args, kwargs):
         "Nothing can be added to a low-bit weight: what PEFT's `merge_and_unload` adds would be rounded away. Serve the "
         "adapter beside the base, or merge it with `trl-qarl export --merge_adapter`, which says what is lost."
     )
+
+
+@LowBitTensor.implements_torch_function([torch.equal, torch.Tensor.equal])
+def _equal(func, types, args, kwargs):
+    return _are_equal(*args, **kwargs)
+
+
+def _are_equal(input: torch.Tensor, other: torch.Tensor) -> bool:
+    if not isinstance(input, LowBitTensor) or not isinstance(other, LowBitTensor):
+        return torch.equal(_dense(input), _dense(other))
+    if any(getattr(input, name) != getattr(other, name) for name in ("scheme", "shape", "dtype")):
+        return False
+    pairs = (input.qdata, other.qdata), (input.scale, other.scale)
+    # Codes of FP8 as bytes: PyTorch compares no FP8 numbers.
+    return all(torch.equal(*(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in pair)) for pair in pairs)
+
+
+@LowBitTensor.implements_torch_function(
+    [
+        torch.isclose,
+        torch.Tensor.isclose,
+        torch.allclose,
+        torch.Tensor.allclose,
+        # Not `torch.flatten`: `torch.testing.assert_close` calls the method to say what differs.
+        torch.Tensor.flatten,
+    ]
+)
+def _of_dense_values(func, types, args, kwargs):
+    return func(*map(_dense, args), **{name: _dense(value) for name, value in kwargs.items()})
+
+
+def _dense(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, LowBitTensor) else value
 
 
 torch.serialization.add_safe_globals([LowBitTensor, QuantScheme])

@@ -29,6 +29,11 @@ __all__ = ["QaRLClient", "ServerLost"]
 
 _CONNECT_SECONDS = 10
 _HEALTH_SECONDS = 10
+# A server notices within milliseconds that a session's connection has gone.
+_REFUSAL_SECONDS = 10.0
+
+# All that is asked of whoever listens at the port before it has proved who it is.
+_HANDSHAKE_PATHS = ("/health", STATE_PATH, SESSION_PATH)
 
 
 class ServerLost(ConnectionError):
@@ -105,7 +110,7 @@ class QaRLClient(VLLMClient):
     Client of a server started by `trl-qarl vllm-serve`.
 
     It opens the server's session, so that no second trainer can change the weights, after both have proved that they know one
-    secret; once the session's connection has ended, nothing is sent to whatever then listens there. Retries are left to the
+    secret. Without a session only the requests of that handshake are sent, whoever listens there. Retries are left to the
     caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
 
     Args:
@@ -147,6 +152,11 @@ class QaRLClient(VLLMClient):
         start_command: str = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE",
     ):
         self._timeouts = request_timeout, generation_timeout
+        self._token, self._token_file = token, token_file
+        self._held: requests.Response | None = None
+        self._lines: Iterator[bytes] | None = None
+        self.instance: str | None = None
+        self.transfer_dir: str | None = None
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
         except ServerLost as error:
@@ -154,24 +164,18 @@ class QaRLClient(VLLMClient):
                 f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s: {error}). Start one with "
                 f"`{start_command}`, or set `vllm_server_autostart=True`."
             ) from error
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))
-        self._token, self._token_file = token, token_file
-        self._held: requests.Response | None = None
-        self._lines: Iterator[bytes] | None = None
-        self.instance: str | None = None
-        self.transfer_dir: str | None = None
-        self.open_session()
 
     @override
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """Waits for the server. The constructor calls it before its first request, which then already ends in time."""
+        """Waits for the server and opens its session. The constructor calls it before its first request."""
         self.session = _Session(*self._timeouts)
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))
         deadline = time.monotonic() + total_timeout
         while True:
             try:
                 self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
-                return
+                return self.open_session()
             except ServerLost:
                 if time.monotonic() >= deadline:
                     raise
@@ -181,7 +185,6 @@ class QaRLClient(VLLMClient):
         """Become the trainer of this server. A session this client held before is given up."""
         self.close_session()
         trainer = f"process {os.getpid()} on {socket.gethostname()}"
-        self.session.headers.pop(SESSION_HEADER, None)
         # Nothing here follows a redirection: it would lead to somebody else.
         opening = {"expected": range(200, 500), "allow_redirects": False}
         challenge = self.session.request("GET", f"{self.base_url}{STATE_PATH}", **opening)
@@ -239,6 +242,10 @@ class QaRLClient(VLLMClient):
                 f"({named_by_server!r} on its host) to this host, with mode 0600, and set `vllm_token_file` to the copy."
             ) from error
 
+    def has_session(self) -> bool:
+        """Whether a server has proved who it is and let this trainer in, be it that it has gone since."""
+        return self._held is not None
+
     def has_lost_session(self) -> bool:
         """Whether the server has closed the session's connection, which it does not while it lives."""
         held = self._held
@@ -257,33 +264,39 @@ class QaRLClient(VLLMClient):
         return True
 
     def close_session(self) -> None:
-        """Let another trainer use the server."""
+        """Let another trainer use the server. Nothing but a new handshake is sent from here on."""
+        self.session.headers.pop(SESSION_HEADER, None)
         if self._held is not None:
             self._held.close()
             self._held = self._lines = None
 
     def reconnect(self, timeout: float) -> bool:
         """
-        Wait up to `timeout` seconds for the server and open a session again; returns whether it is another server process.
+        Wait up to `timeout` seconds for the server and open a session again; returns whether it is another server process. What
+        answers and opens no session is not waited for: it works for another trainer, or has taken the port.
 
         Raises:
             ServerLost: if no server answers in time.
         """
         self.close_session()
-        instance, deadline = self.instance, time.monotonic() + timeout
+        instance, start, refused_since = self.instance, time.monotonic(), None
         while True:
             # What is left of the connections leads to whoever answered before.
             self.session.close()
+            reason: Any = "it is not healthy."
             try:
                 if self.is_healthy():
                     self.open_session()
                     return self.instance != instance
-            except (OSError, RuntimeError, StopIteration, ValueError, KeyError) as error:
+                refused_since = None
+            except OSError as error:
+                reason, refused_since = error, None
+            except (RuntimeError, StopIteration, ValueError, KeyError) as error:
                 # The server notices only after a moment that the old session's connection has gone.
-                if time.monotonic() >= deadline:
-                    raise ServerLost(f"No vLLM server at {self.base_url} after {timeout:g} s: {error}") from error
-            if time.monotonic() >= deadline:
-                raise ServerLost(f"No healthy vLLM server at {self.base_url} after {timeout:g} s.")
+                reason, refused_since = error, refused_since or time.monotonic()
+            now = time.monotonic()
+            if now - start >= timeout or (refused_since is not None and now - refused_since >= _REFUSAL_SECONDS):
+                raise ServerLost(f"No vLLM server at {self.base_url} after {now - start:.0f} s: {reason}")
             time.sleep(1.0)
 
     def is_healthy(self) -> bool:
@@ -347,7 +360,10 @@ def _json(response: requests.Response) -> dict:
 
 
 class _SessionAdapter(HTTPAdapter):
-    """Sends requests as long as the server that proved who it is holds the session's connection open."""
+    """
+    Sends requests as long as the server that proved who it is holds the session's connection open, and without a session only
+    those of the handshake.
+    """
 
     def __init__(self, client: QaRLClient, **kwargs):
         super().__init__(**kwargs)
@@ -356,8 +372,12 @@ class _SessionAdapter(HTTPAdapter):
 
     def send(self, request, *args, **kwargs):
         client = self._client()
-        if client is not None and client.has_lost_session():
-            raise requests.ConnectionError("the server has ended the session", request=request)
+        if client is not None:
+            if client.has_lost_session():
+                raise requests.ConnectionError("the server has ended the session", request=request)
+            path = urlsplit(request.url).path.removeprefix(urlsplit(client.base_url).path)
+            if not client.has_session() and path not in _HANDSHAKE_PATHS:
+                raise requests.ConnectionError("this trainer holds no session of the server", request=request)
         return super().send(request, *args, **kwargs)
 
 

@@ -192,6 +192,11 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _set_publisher(self, transport) -> None:
         self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
         self.engine = self.publisher.check_engine()
+        if self.engine["device"] == "cpu" and "seed" in self.generation_kwargs:
+            raise ValueError(
+                f"generation_kwargs={self.generation_kwargs} has a seed, and the engine runs on a CPU: there vLLM dies of a request "
+                "with one whose prompt is prefilled in pieces. Remove it; `seed` of the configuration stays."
+            )
         logger.info("vLLM engine on %s, kernels %s", self.engine["device"], self.engine["kernels"])
 
     @override
@@ -375,8 +380,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.vllm_client.close_session()
         time.sleep(min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), 30.0))
         try:
-            if self.server is not None and not self.vllm_client.is_healthy():
-                # Also where the server still runs: one whose engine has died does not end by itself.
+            if self.server is not None and not (self.server.is_running and self.vllm_client.is_healthy()):
+                # Also where the server still runs: one whose engine has died does not end by itself. Where it does not, whoever
+                # answers in its place is somebody else.
                 self.server.stop()
                 self.server.start()
                 self.server.wait(self.vllm_client.base_url, self.server_timeout)

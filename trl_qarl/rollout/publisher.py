@@ -144,6 +144,8 @@ class Publisher:
                 "The engine no longer held what was published to it; something else writes into its memory. Sent again: %s",
                 ", ".join(sorted({_layer_of(name) for name in changed})),
             )
+            # What was computed with them stays in blocks that attention reads whole: 0 times NaN is NaN.
+            self.transport.clear_cache()
         chunk: Tensors = []
         for layer in self._changed_layers(published, fingerprints):
             if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
@@ -179,6 +181,7 @@ class Publisher:
         difference = (engine - learner).abs().mean().item()
         # Also where it is not a number.
         if not difference <= CANARY_LIMIT:
+            self.transport.clear_cache()
             raise PublishError(
                 f"After publication the engine's log-probs of {len(learner)} fixed tokens are {difference:.3g} nats from the "
                 f"learner's on average, more than {CANARY_LIMIT}, although it holds the learner's tensors: one of the two computes "

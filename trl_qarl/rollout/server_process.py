@@ -37,6 +37,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_TRACKER_SECONDS = 5.0
+
 _NO_DRAFT = "no weights are published to a draft model"
 _LORA = "it follows from --max_lora_rank"
 _ONE_REPLICA = "weights are published to one replica; start one server for each trainer"
@@ -346,8 +348,7 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 logger.warning("The vLLM server did not end when asked to; ending it the hard way.")
         # Workers outlive a server that was killed.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        _end_group(self._process.pid)
         self._process.wait()
         self._process = None
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
@@ -378,6 +379,33 @@ def exit_on_sigterm() -> Callable[[], None]:
 
     signal.signal(signal.SIGTERM, leave)
     return restore
+
+
+def _end_group(group: int) -> None:
+    """
+    Kill a process group. Python's resource trackers in it end by themselves when the others have, and first remove what those
+    left in shared memory: vLLM's message queues, of some hundred MiB.
+    """
+    deadline = time.monotonic() + _TRACKER_SECONDS
+    while (members := _members(group)) and time.monotonic() < deadline:
+        for pid, command in members.items():
+            if b"multiprocessing.resource_tracker" not in command:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _members(group: int) -> dict[int, bytes]:
+    """Processes of a group that have not ended, and their command lines; none without `/proc`."""
+    members = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, its_group, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                members[int(entry.name)] = (entry / "cmdline").read_bytes()
+    return members
 
 
 def _check_port_is_free(port: int) -> None:

@@ -8,6 +8,7 @@ How tensors reach an engine.
 | [`DirectTransport`] | trainer and engine in one process | the tensors themselves |
 """
 
+import logging
 import math
 import os
 import shutil
@@ -20,10 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..wire.protocol import PublishError
-from ..wire.transfer_dir import check_transfer_dir, owned_prefix, remove_leftovers
+from ..wire.transfer_dir import check_transfer_dir, make_transfer_dir, owned_prefix, remove_leftovers
 
 
 __all__ = ["DirectTransport", "FileTransport", "NCCLTransport", "Tensors", "Transport", "num_bytes_of"]
+
+logger = logging.getLogger(__name__)
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -48,6 +51,9 @@ class Transport(Protocol):
 
     def score(self, token_ids: list[int]) -> list[float]:
         """The engine's log-probs of the tokens from the second on; NaN where there is none."""
+
+    def clear_cache(self) -> None:
+        """Set all keys and values that the engine holds to 0."""
 
 
 class DirectTransport:
@@ -124,6 +130,11 @@ class DirectTransport:
             for entry, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         ]
 
+    def clear_cache(self) -> None:
+        # Sleeping has discarded it, and its memory with it.
+        if not self.llm.llm_engine.is_sleeping():
+            self._worker.qarl_clear_cache()
+
 
 class _ServerTransport:
     """The requests that every transport to a server makes; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]."""
@@ -170,21 +181,40 @@ class _ServerTransport:
         values = [(entry or {}).get(str(token), {}) for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
         return [math.nan if value.get("logprob") is None else value["logprob"] for value in values]
 
+    def clear_cache(self) -> None:
+        self.client.call_workers("qarl_clear_cache")
+
 
 class FileTransport(_ServerTransport):
     """Writes each chunk to the server's transfer directory, which must be the same directory on both hosts."""
 
+    _known_dir: str | None = None
+    """A directory that has been seen on this host."""
+
     def begin(self) -> list[str]:
         directory = self.client.transfer_dir
+        if directory and directory == self._known_dir and not os.path.lexists(directory):
+            # What clears shared memory and temporary directories takes it for forgotten.
+            self._make_again(directory)
         if not directory or not os.access(directory, os.W_OK | os.X_OK):
             raise PublishError(
                 f"The server takes weights from {directory!r}, which this host cannot write to. Start the server with "
                 "`trl-qarl vllm-serve --transfer_dir DIR`, where DIR is a directory both hosts share."
             )
         check_transfer_dir(directory)
+        self._known_dir = directory
         # What killed trainers left. Another server may take weights from the same directory, and its trainer's files stay.
         remove_leftovers(directory, also=self.client.instance)
         return super().begin()
+
+    def _make_again(self, directory: str) -> None:
+        logger.warning("Something has removed the transfer directory %s; it is made again.", directory)
+        try:
+            make_transfer_dir(directory)
+        except (OSError, ValueError) as error:
+            raise PublishError(
+                f"The transfer directory {directory!r} has gone and cannot be made again: {error}"
+            ) from error
 
     def send(self, tensors: Tensors) -> None:
         directory = self.client.transfer_dir

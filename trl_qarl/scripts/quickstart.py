@@ -103,7 +103,7 @@ def main(args: Namespace) -> None:
 
 
 def _build(args: Namespace):
-    """The trainer and the held-out problems."""
+    """Return the trainer and the held-out problems."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, ProgressCallback
@@ -164,7 +164,7 @@ def _build(args: Namespace):
 
 
 def _describe_vllm(trainer) -> str:
-    """What the engine ran and what a weight sync cost, from the log."""
+    """Say what the engine ran and what a weight sync cost, from the log."""
 
     def mean(name: str) -> float:
         values = [row[name] for row in trainer.state.log_history if name in row]
@@ -179,7 +179,7 @@ def _describe_vllm(trainer) -> str:
 
 
 def _make_progress_callback(max_minutes: float):
-    """A class, because transformers is imported late: a progress bar with the reward, and the time budget."""
+    """Make a class, because transformers is imported late: a progress bar with the reward, and the time budget."""
     from tqdm.auto import tqdm
     from transformers import TrainerCallback
 
@@ -221,7 +221,10 @@ def _engine_dtype(trainer):
 
 
 def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
-    """Greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's dtype."""
+    """
+    Return greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's
+    dtype.
+    """
     from ..quantization.swap import engine_precision
 
     with engine_precision(trainer.model, _engine_dtype(trainer)):
@@ -229,7 +232,7 @@ def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
 
 
 def _answer(model, tokenizer, problems: list[dict[str, str]], bf16: bool) -> list[str]:
-    """Greedy completions of all problems."""
+    """Return greedy completions of all problems."""
     import torch
 
     was_training = model.training

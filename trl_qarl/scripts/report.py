@@ -106,7 +106,7 @@ def _write(
 
 
 def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: bool) -> None:
-    """Writes the page whenever metrics have grown. A run that has not logged yet is waited for."""
+    """Write the page whenever metrics have grown. A run that has not logged yet is waited for."""
     with configuration_errors():
         for path in map(Path, run_dirs):
             if not path.is_dir():
@@ -140,7 +140,7 @@ def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: 
 
 
 def _sizes(run_dirs: Iterable[str]) -> dict[Path, int]:
-    """Size of each file of metrics, by which growth is noticed."""
+    """Return the size of each file of metrics, by which growth is noticed."""
     paths = [
         file
         for folder in map(Path, run_dirs)

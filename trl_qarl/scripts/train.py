@@ -8,6 +8,7 @@ inside `main`, so it cannot be called with another one.
 import importlib
 import os
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +21,38 @@ if TYPE_CHECKING:
     from trl import TrlParser
 
 
-__all__ = ["USAGE", "get_export_dir", "get_reward_funcs", "main", "make_parser", "parse_resume_from_checkpoint"]
+__all__ = [
+    "USAGE",
+    "get_export_dir",
+    "get_reward_funcs",
+    "hide_inherited_options",
+    "main",
+    "make_parser",
+    "parse_resume_from_checkpoint",
+]
 
 USAGE = "trl-qarl train --model_name_or_path MODEL --dataset_name DATASET --reward_funcs FUNC [FUNC ...] [options]"
+DESCRIPTION = "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options."
+EPILOG = (
+    "`--config FILE` names a YAML file with any of the options; the command line wins. Options may be spelled with dashes too, "
+    "as in --model-name-or-path. `--help-all` lists every option of TRL and transformers as well. Options unknown to all of "
+    "them, and `--accelerate_config`, go to `accelerate launch`."
+)
+# Shown by `--help` beside those of QaRLConfig.
+MAIN_OPTIONS = (
+    "model_name_or_path",
+    "dataset_name",
+    "reward_funcs",
+    "output_dir",
+    "export_dir",
+    "resume_from_checkpoint",
+)
 # Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
 DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
-    """Parser of the options of `trl grpo`, with [`QaRLConfig`] instead of `GRPOConfig`, and of `--export_dir`."""
+    """Return the parser of the options of `trl grpo`, with [`QaRLConfig`] instead of `GRPOConfig`, and of `--export_dir`."""
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
     from trl.scripts.grpo import GRPOScriptArguments
 
@@ -51,12 +75,24 @@ def make_parser(prog: str | None = None) -> "TrlParser":
 
     types = (ScriptArguments, QaRLConfig, ModelArguments, DatasetMixtureConfig)
     # A usage line of 300 options would bury the error below it.
-    return TrlParser(types, prog=prog, usage=USAGE)
+    return TrlParser(types, prog=prog, usage=USAGE, description=DESCRIPTION, epilog=EPILOG)
+
+
+def hide_inherited_options(parser: "TrlParser") -> None:
+    """Leave the options of TRL and transformers out of the help of `parser`, but for `MAIN_OPTIONS`."""
+    from ..qarl_config import QaRLConfig
+
+    shown = {"help", *MAIN_OPTIONS, *QaRLConfig.__annotations__}
+    for action in parser._actions:
+        if action.dest not in shown:
+            action.help = SUPPRESS
+        # The other spelling is taken all the same.
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
 
 
 def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = None) -> list[str | Callable]:
     """
-    Reward functions by name, as `trl grpo` looks them up.
+    Return reward functions by name, as `trl grpo` looks them up.
 
     Args:
         names (`list[str]`):
@@ -103,7 +139,8 @@ def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = N
 
 def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path | None:
     """
-    Folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for `"none"`.
+    Return the folder for the low-bit policy after training: `output_dir/scheme` where none is named, `None` for
+    `"none"`.
 
     Raises:
         ValueError: for a folder that holds other weights or will, so that no training ends in that error.
@@ -120,7 +157,7 @@ def get_export_dir(export_dir: str | None, output_dir: str, scheme: str) -> Path
 
 
 def parse_resume_from_checkpoint(value: str | None) -> str | bool | None:
-    """`"true"` and `"last"` as `True` (the Trainer's last checkpoint), `"false"` as `None`, a path as it is."""
+    """Return `"true"` and `"last"` as `True` (the Trainer's last checkpoint), `"false"` as `None`, a path as it is."""
     return {"true": True, "last": True, "false": None}.get(value.lower(), value) if value else None
 
 

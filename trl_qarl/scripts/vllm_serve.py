@@ -120,7 +120,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 
 
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:
-    """What the learner's `quantization_config` will be, from the shapes of the model alone."""
+    """Return what the learner's `quantization_config` will be, from the shapes of the model alone."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model
@@ -146,7 +146,7 @@ def _largest_chunk(args: Namespace) -> int:
 
 
 def _linear_layers(args: Namespace) -> list[str]:
-    """Last components of the names of the layers that an adapter may stand beside."""
+    """Return the last components of the names of the layers that an adapter may stand beside."""
     from torch import nn
 
     model = _shapes(args)
@@ -156,7 +156,7 @@ def _linear_layers(args: Namespace) -> list[str]:
 
 
 def _shapes(args: Namespace):
-    """The model without its weights."""
+    """Return the model without its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

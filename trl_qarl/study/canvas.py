@@ -46,7 +46,7 @@ def to_svg(
     draw: Callable, name: str, title: str, size: tuple[float, float], margins: dict[str, float] | None = None
 ) -> str:
     """
-    One panel as an `<svg>` element, drawn with variables of the page in place of colours.
+    Draw one panel as an `<svg>` element, drawn with variables of the page in place of colours.
 
     Args:
         draw (`Callable`):
@@ -85,7 +85,8 @@ def to_svg(
 
 def to_png(panels: list[tuple[str, Callable]], legend: list[tuple[str, str, str]], path: Path) -> None:
     """
-    Panels with their titles in two columns, under a legend of `(label, colour, line style)`, for papers and slides.
+    Draw panels with their titles in two columns, under a legend of `(label, colour, line style)`, for papers and
+    slides.
     """
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)

@@ -12,7 +12,10 @@ HEADER = ["model", "task", "pass@1", "difference", "problems", "samples of each"
 
 
 def read_evals(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Results of `trl-qarl eval` in a run's folder and in those inside it, where exports lie, and notes on files that are not used."""
+    """
+    Read the results of `trl-qarl eval` in a run's folder and in those inside it, where exports lie, and notes on files
+    that are not used.
+    """
     found, notes = [], []
     for file in _files(path):
         try:
@@ -31,7 +34,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def eval_rows(result: dict[str, Any]) -> list[list[str]]:
-    """Cells under [`HEADER`], a row for each model and task; raises what a file of another form raises."""
+    """Return cells under [`HEADER`], a row for each model and task; raises what a file of another form raises."""
     options, rows, first = result["options"], [], result["results"][0]["model"]
     sampling = f"{'vLLM' if options['vllm'] else 'transformers'}, " + (
         f"temperature {options['temperature']:g}, top_p {options['top_p']:g}" if options["temperature"] else "greedy"
@@ -53,7 +56,7 @@ def eval_rows(result: dict[str, Any]) -> list[list[str]]:
 
 
 def _short(model: str) -> str:
-    """Of a folder on this machine its last two names."""
+    """Return the last two names of a folder on this machine, anything else as it is."""
     return "/".join(model.rstrip("/").split("/")[-2:]) if model.startswith(("/", ".")) else model
 
 

@@ -126,7 +126,7 @@ class Figure:
 
 
 def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> list[Figure]:
-    """The figures of which some run has values, `with_png` also as files beside the page `output`."""
+    """Draw the figures of which some run has values, `with_png` also as files beside the page `output`."""
     figures = [figure for heading, metrics in METRICS.items() if (figure := _lines(groups, heading, metrics))]
     figures += [figure for spec in _DISTRIBUTIONS if (figure := _distribution(groups, *spec))]
     panels = [
@@ -150,7 +150,7 @@ def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> l
 
 
 def draw_result(groups: list[Group], summaries: list[dict[str, Any]], what: str) -> str:
-    """Final results by group with their range over seeds, as SVG."""
+    """Draw final results by group with their range over seeds, as SVG."""
     from .canvas import to_svg
 
     draw = partial(draw_finals, groups=groups, summaries=summaries, xlabel=what)
@@ -158,7 +158,7 @@ def draw_result(groups: list[Group], summaries: list[dict[str, Any]], what: str)
 
 
 def plain(text: str) -> str:
-    """Without what a font cannot draw; a `$` in a name would start a formula."""
+    """Leave out what a font cannot draw; a `$` in a name would start a formula."""
     return printable(text).replace("$", r"\$")
 
 

@@ -74,8 +74,9 @@ def load_grid(path: str | Path) -> dict[str, Any]:
 
 def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     """
-    Cells of a grid: the product of the axes under `grid`, the last of which varies fastest, or the list under `cells`.
-    In a product the scheme `bf16` has one cell for all values of `quantize_learner`, which then has nothing to act on.
+    Return the cells of a grid: the product of the axes under `grid`, the last of which varies fastest, or the list
+    under `cells`. In a product the scheme `bf16` has one cell for all values of `quantize_learner`, which then has
+    nothing to act on.
 
     Example:
 
@@ -127,7 +128,7 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
 
 
 def cell_name(cell: dict[str, str | int]) -> str:
-    """Name of a cell's directory: what the report calls it and its seed, such as `QaRL-tbpo-w4a16-seed0`."""
+    """Return the name of a cell's directory: what the report calls it and its seed, such as `QaRL-tbpo-w4a16-seed0`."""
     return "-".join(label_parts(cell) + ([f"seed{cell['seed']}"] if "seed" in cell else []))
 
 
@@ -140,7 +141,7 @@ def build_command(
     key: str | None = None,
 ) -> list[str]:
     """
-    Arguments that train, or with `key="evaluate"` evaluate, one cell.
+    Return the arguments that train, or with `key="evaluate"` evaluate, one cell.
 
     Args:
         config (`dict`):
@@ -221,7 +222,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _check_placeholders(config: dict[str, Any], cells: list[dict]) -> None:
-    """Without a placeholder for it, cells that differ along an axis would all be the same run."""
+    """Raise for an axis without a placeholder: cells that differ along it would all be the same run."""
     if "command" not in config:
         return
     words = " ".join(map(str, config["command"]))

@@ -72,8 +72,8 @@ mark { background: color-mix(in srgb, var(--watch) 35%, transparent); color: inh
 
 def table(header: list[str], rows: list[list[str]], levels: list[list[str]] | None = None) -> str:
     """
-    A table of text that scrolls sideways, and on a narrow screen has its rows as lists, each cell after the name of its column.
-    `levels` colour the cells of [`LEVELS`][trl_qarl.telemetry.advisor.LEVELS].
+    Make a table of text that scrolls sideways, and on a narrow screen has its rows as lists, each cell after the name
+    of its column. `levels` colour the cells of [`LEVELS`][trl_qarl.telemetry.advisor.LEVELS].
     """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = []
@@ -90,7 +90,7 @@ def table(header: list[str], rows: list[list[str]], levels: list[list[str]] | No
 
 
 def prose(text: str) -> str:
-    """Text whose names between backticks are set as code."""
+    """Set names between backticks as code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
@@ -99,11 +99,11 @@ def bullets(lines: list[str]) -> str:
 
 
 def details(summary: str, content: str) -> str:
-    """Content that is folded until somebody asks; `content` is HTML."""
+    """Fold content until somebody asks; `content` is HTML."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def swatch(color: str, line: str) -> str:
-    """A piece of the line that a group is drawn with."""
+    """Draw a piece of the line that a group is drawn with."""
     style = {"-": "solid", "--": "dashed", "-.": "dashed", ":": "dotted"}[line]
     return f'<span class="swatch" style="border-color: var(--{color}); border-top-style: {style}"></span>'

@@ -37,7 +37,8 @@ _WORDS = ("positive", "only", "on", "policy", "dual", "clip")
 
 def name_parts(config: Mapping[str, Any]) -> list[str]:
     """
-    What a setting is called, from those of `quantize_learner`, `objective`, `scheme` and `lora_mode` that it has.
+    Return what a setting is called, from those of `quantize_learner`, `objective`, `scheme` and `lora_mode` that it
+    has.
 
     The scheme of a quantized run is named only where the others say nothing: a report adds it where schemes differ.
 
@@ -61,7 +62,7 @@ def name_parts(config: Mapping[str, Any]) -> list[str]:
 
 
 def setting_color(config: Mapping[str, Any]) -> str:
-    """Key of [`COLORS`] for a setting, always the same one."""
+    """Return the key of [`COLORS`] for a setting, always the same one."""
     kind, objective = _kind(config), str(config.get("objective"))
     if (kind, objective) in _FIXED:
         return _FIXED[kind, objective]
@@ -74,8 +75,8 @@ def setting_color(config: Mapping[str, Any]) -> str:
 
 def choose_colors(configs: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """
-    Colour and line style of each setting of a report: the first with a colour keeps it, others of the same name take the colours
-    that are free, and further line styles when none is left.
+    Choose colour and line style of each setting of a report: the first with a colour keeps it, others of the same name
+    take the colours that are free, and further line styles when none is left.
     """
     configs = list(configs)
     wanted = [setting_color(config) for config in configs]

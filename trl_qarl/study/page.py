@@ -37,7 +37,7 @@ _FIELDS = (
 
 def make_page(groups: list[Group], figures: list[Figure], notes: list[str], refresh: int | None = None) -> str:
     """
-    The page.
+    Return the page.
 
     Args:
         groups (`list[Group]`):
@@ -98,7 +98,7 @@ def _document(title: str, subtitle: str, sections: list[tuple[str, list[str]]], 
 
 
 def _short(heading: str) -> str:
-    """What a link to a section says, so that all fit into one line."""
+    """Return what a link to a section says, so that all fit into one line."""
     names = {
         "Mismatch between learner and rollout": "Mismatch",
         "Share of dropped sequences": "Dropped",
@@ -155,7 +155,10 @@ def _warnings(groups: list[Group]) -> list[str]:
 
 
 def _evaluation(scores: list[list[str]], num_runs: int) -> list[str]:
-    """Results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences where there are none."""
+    """
+    Return results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences
+    where there are none.
+    """
     header = ["run", *HEADER]
     kept = [i for i in range(len(header)) if (i > 0 or num_runs > 1) and any(row[i] != "-" for row in scores)]
     note = "By trl-qarl eval. pass@1 is the share of right completions, ± its standard error over the problems."
@@ -175,7 +178,7 @@ def _panels(figure: Figure) -> list[str]:
 
 
 def _group_table(groups: list[Group], summaries: list[dict[str, Any]]) -> list[str]:
-    """What all groups share in one line; a table of what they differ in, and of what came out."""
+    """Return what all groups share in one line; a table of what they differ in, and of what came out."""
     configs = [flatten(group.config) for group in groups]
     names = list(dict.fromkeys(name for config in configs for name in config))
     differing = [name for name in names if len({config.get(name) for config in configs}) > 1]

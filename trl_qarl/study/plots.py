@@ -60,8 +60,8 @@ def has_values(groups: list[Group], metric: str) -> bool:
 
 def draw_metric(axes, groups: list[Group], metric: Metric) -> None:
     """
-    A metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest. A cross marks a
-    value that is not finite, a triangle one of 0 or below on a logarithmic axis.
+    Draw a metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest. A
+    cross marks a value that is not finite, a triangle one of 0 or below on a logarithmic axis.
     """
     marked = 0
     for group in groups:
@@ -87,7 +87,7 @@ def draw_metric(axes, groups: list[Group], metric: Metric) -> None:
 
 
 def _draw_group(axes, group: Group, metric: Metric, marked: int) -> bool:
-    """Draws one group, its marks above those of the `marked` groups that have some already. Returns whether it has marks."""
+    """Draw one group, its marks above those of the `marked` groups that have some already. Return whether it has marks."""
     values: dict[float, list[float]] = {}
     for run in group.runs:
         for step, value in run.values(metric.name).items():
@@ -119,7 +119,7 @@ def _draw_group(axes, group: Group, metric: Metric, marked: int) -> bool:
 
 
 def _tick_logarithmic(axes) -> None:
-    """At least two ticks, also where the values lie within a decade."""
+    """Set at least two ticks, also where the values lie within a decade."""
     from matplotlib.ticker import LogLocator
 
     low, high = axes.get_ylim()
@@ -134,8 +134,8 @@ def _tick_logarithmic(axes) -> None:
 
 def draw_distribution(axes, group: Group, rows: list[dict[str, Any]], xlabel: str, shared: dict[str, Any]) -> None:
     """
-    Distribution of one quantity over the tokens or sequences of a group with one sign of the advantage, all steps and seeds
-    together, with the clip bounds of the last step.
+    Draw the distribution of one quantity over the tokens or sequences of a group with one sign of the advantage, all
+    steps and seeds together, with the clip bounds of the last step.
 
     Args:
         axes:
@@ -169,7 +169,7 @@ def draw_distribution(axes, group: Group, rows: list[dict[str, Any]], xlabel: st
 
 
 def share_axis(rows: list[dict[str, Any]], largest: float) -> dict[str, Any]:
-    """What the panels of a figure of distributions have in common; the `largest` of them counts that many."""
+    """Set what the panels of a figure of distributions have in common; the `largest` of them counts that many."""
     limits = []
     for row in rows:
         filled = [index for index, count in enumerate(row["counts"]) if count]
@@ -182,8 +182,8 @@ def share_axis(rows: list[dict[str, Any]], largest: float) -> dict[str, Any]:
 
 def scale_around_one(rows: list[dict]):
     """
-    A scale for positive values around 1, and its inverse: linear in `log x` where the middle fifth of the counts lies,
-    logarithmic in its distance from 0 beyond. Ratios concentrate around 1 within 1e-4, and some lie far out: no
+    Make a scale for positive values around 1, and its inverse: linear in `log x` where the middle fifth of the counts
+    lies, logarithmic in its distance from 0 beyond. Ratios concentrate around 1 within 1e-4, and some lie far out: no
     ordinary axis shows both.
     """
     import numpy as np
@@ -208,7 +208,7 @@ def scale_around_one(rows: list[dict]):
 
 
 def ticks_around_one(low: float, high: float, forward) -> list[float]:
-    """Round values within the limits, not too near to each other on the axis, those next to the limits first."""
+    """Return round values within the limits, not too near to each other on the axis, those next to the limits first."""
     small = [10.0**-k for k in range(1, 7)]
     values = [
         1.0,
@@ -232,7 +232,10 @@ def ticks_around_one(low: float, high: float, forward) -> list[float]:
 
 
 def draw_bars(axes, groups: list[Group], metric: str) -> None:
-    """Mean of a metric over steps: bars are means over the runs of a group, whiskers go from smallest to largest."""
+    """
+    Draw the mean of a metric over steps: bars are means over the runs of a group, whiskers go from smallest to
+    largest.
+    """
     for index, group in enumerate(groups):
         means = _means(group.runs, metric)
         if not means:
@@ -248,7 +251,10 @@ def draw_bars(axes, groups: list[Group], metric: str) -> None:
 
 
 def draw_finals(axes, groups: list[Group], summaries: list[dict[str, Any]], xlabel: str) -> None:
-    """Final results by group: a dot for the mean, a whisker from the smallest to the largest seed, a ring for each seed."""
+    """
+    Draw final results by group: a dot for the mean, a whisker from the smallest to the largest seed, a ring for each
+    seed.
+    """
     for index, (group, summary) in enumerate(zip(groups, summaries, strict=True)):
         color = COLORS[group.color][0]
         if summary["mean"] is None:

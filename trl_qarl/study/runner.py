@@ -39,7 +39,7 @@ def progress_line(
     done: int, total: int, running: dict[str, float], elapsed: float, durations: list[float], num_devices: int = 1
 ) -> str:
     """
-    State of a grid in one line.
+    Return the state of a grid in one line.
 
     Args:
         done (`int`):
@@ -65,7 +65,7 @@ def progress_line(
 
 def check_evaluation(text: str) -> dict[str, dict[str, int]]:
     """
-    The last line of what an evaluation printed, `{name: {"correct": int, "total": int}}`.
+    Read the last line of what an evaluation printed, `{name: {"correct": int, "total": int}}`.
 
     Raises:
         ValueError: if the line is anything else.
@@ -151,7 +151,7 @@ def _run_cell(
     device: str | None,
     stop: threading.Event,
 ) -> str | None:
-    """Train and evaluate one cell. Returns why it failed, `None` if it did not."""
+    """Train and evaluate one cell. Return why it failed, `None` if it did not."""
     cell_dir.mkdir(exist_ok=True)
     _write(cell_dir / CELL_FILE, json.dumps(_cell_record(config, cell), indent=2) + "\n")
     with open(cell_dir / LOG_FILE, "a", encoding="utf-8") as log:
@@ -181,7 +181,7 @@ def _run_cell(
 
 
 def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | None, stop: threading.Event) -> int:
-    """Exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None` all."""
+    """Return the exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None` all."""
     log.write(f"$ {shlex.join(command)}\n")
     log.flush()
     # The process inherits the lock: as long as it runs a second command is refused, even if this one was killed.
@@ -212,7 +212,8 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
 
 def cell_state(config: dict[str, Any], cell: dict, cell_dir: Path) -> str:
     """
-    `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or `"new"`.
+    Return `"finished"`, `"evaluates"` (trained, but not evaluated in the way that the file has now), `"resumes"` or
+    `"new"`.
 
     Raises:
         ValueError: if the directory holds results of other options than the file has now.

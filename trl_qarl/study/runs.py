@@ -52,17 +52,18 @@ class Run:
         return max(self.rows)
 
     def values(self, metric: str) -> dict[int, float]:
-        """Finite values of a metric by step."""
+        """Return the finite values of a metric by step."""
         return {step: value for step, row in self.rows.items() if (value := row.get(metric)) is not None}
 
     def gaps(self, metric: str) -> list[int]:
-        """Steps at which the metric was logged and not finite."""
+        """Return the steps at which the metric was logged and not finite."""
         return [step for step, row in self.rows.items() if metric in row and row[metric] is None]
 
 
 def label_parts(config: dict[str, Any]) -> list[str]:
     """
-    What a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and `lora_mode`.
+    Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and
+    `lora_mode`.
 
     Example:
 
@@ -85,7 +86,8 @@ def label_parts(config: dict[str, Any]) -> list[str]:
 
 def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """
-    Runs of the given directories, or of the directories inside one that is itself no run, as `trl-qarl compare` makes.
+    Read the runs of the given directories, or of the directories inside one that is itself no run, as `trl-qarl
+    compare` makes.
 
     Returns:
         The runs, and notes on directories that were left out.
@@ -200,7 +202,7 @@ def read_run(path: str | Path) -> Run:
 
 def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
     """
-    Neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among
+    Return neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among
     1, 3, ..., 9, 31, ... Fewer than three steps have no usual distance.
     """
     pairs = list(itertools.pairwise(steps))
@@ -211,7 +213,7 @@ def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def is_evaluation(scores: Any) -> bool:
-    """Whether `scores` is `{name: {"correct": int, "total": int}}`, with at least one name."""
+    """Return whether `scores` is `{name: {"correct": int, "total": int}}`, with at least one name."""
     return (
         isinstance(scores, dict)
         and bool(scores)
@@ -225,7 +227,7 @@ def is_evaluation(scores: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which HTML does not allow, and surrogates, which UTF-8 does not."""
+    """Replace control characters, which HTML does not allow, and surrogates, which UTF-8 does not."""
     return "".join(char if char in "\n\t" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
@@ -238,11 +240,6 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a mapping, not {str(config)[:40]!r}.")
-    if "alignment" in config:
-        raise ValueError(
-            f"{path} has `alignment`, which `quantize_learner` has replaced: this version does not read "
-            "earlier runs. Train the run again."
-        )
     for name in ("seed", "max_steps"):
         if isinstance(config.get(name), dict | list):
             raise ValueError(f"{path}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
@@ -252,7 +249,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_jsonl(path: Path, is_valid) -> tuple[list[dict[str, Any]], list[tuple[int, bool]]]:
-    """Valid rows, and number and finality of every line that is not one."""
+    """Return the valid rows, and number and finality of every line that is not one."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     while lines and not lines[-1].strip():
         lines.pop()
@@ -285,8 +282,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    # An integer beyond the range of floats cannot be converted.
-    # Squares of what is finite must be, too.
+    # Squares must be finite too, and an integer beyond the range of floats cannot be converted.
     return _is_number(value) and abs(value) < 1e100
 
 
@@ -318,7 +314,7 @@ def _is_worst(row: dict[str, Any]) -> bool:
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, float | None]:
-    """Numbers of a row; `null`, and the `NaN` that JSON does not have but Python writes, become `None`."""
+    """Return the numbers of a row; `null`, and the `NaN` that JSON does not have but Python writes, become `None`."""
     return {
         name: float(value) if _is_finite(value) else None
         for name, value in row.items()

@@ -20,9 +20,9 @@ RULE = (
 
 def describe_differences(groups: list[Group], score: str | None = None) -> dict[str, list[str]]:
     """
-    One sentence per pair of groups that train the same model for the same reward, about their final rewards or their
-    evaluation `score`. The sentences come under `"exceeds"`, `"within"` and `"unknown"` as [`compare_groups`] judges
-    them, pairs that differ in the fewest settings first, then larger differences.
+    Return one sentence per pair of groups that train the same model for the same reward, about their final rewards or
+    their evaluation `score`. The sentences come under `"exceeds"`, `"within"` and `"unknown"` as [`compare_groups`]
+    judges them, pairs that differ in the fewest settings first, then larger differences.
     """
     what, ends_at = ("final reward", "ends at") if score is None else (f"{score} score", f"has a {score} score of")
     summaries = summarize(groups, score)
@@ -59,9 +59,9 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
 
 def find_gaps(run: Run) -> list[str]:
     """
-    Sentences about values that are not finite, or not positive where an axis is logarithmic, or missing between others
-    of the run. Metrics with the same gaps share a sentence. The first update has no code flips: there is nothing to compare
-    with.
+    Return sentences about values that are not finite, or not positive where an axis is logarithmic, or missing between
+    others of the run. Metrics with the same gaps share a sentence. The first update has no code flips: there is
+    nothing to compare with.
     """
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for metric in dict.fromkeys(metric for row in run.rows.values() for metric in row):
@@ -82,7 +82,7 @@ def find_gaps(run: Run) -> list[str]:
 
 
 def _ranges(steps: list[int], logged: list[int]) -> str:
-    """Steps as ranges of neighbours among those that were logged, at most ten of them."""
+    """Write steps as ranges of neighbours among those that were logged, at most ten of them."""
     position = {step: index for index, step in enumerate(logged)}
     ranges: list[list[int]] = []
     for step in steps:

@@ -78,8 +78,8 @@ def make_groups(runs: list[Run]) -> list[Group]:
 
 def summarize(groups: list[Group], score: str | None = None) -> list[dict[str, Any]]:
     """
-    Final reward of each group: the mean of `reward` over the logged steps in the last quarter. With `score`, the name
-    of an evaluation, it is the share that was solved.
+    Return the final reward of each group: the mean of `reward` over the logged steps in the last quarter. With
+    `score`, the name of an evaluation, it is the share that was solved.
 
     The last quarter ends at the largest step that any run with the same `max_steps` has reached, so runs that ended
     before it have no final reward.
@@ -125,7 +125,7 @@ def summarize(groups: list[Group], score: str | None = None) -> list[dict[str, A
 
 def compare_groups(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """
-    Whether the final rewards of two groups differ by more than the noise between seeds: Student's test at 5 %,
+    Say whether the final rewards of two groups differ by more than the noise between seeds: Student's test at 5 %,
     `|m_a - m_b| > t s sqrt(1 / n_a + 1 / n_b)` with the pooled standard deviation `s` over seeds.
 
     Args:
@@ -151,7 +151,7 @@ def compare_groups(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 def merge_histograms(rows: list[dict[str, Any]], max_bins: int = 200) -> tuple[list[float], list[float]]:
     """
-    Sum of histograms: edges and counts.
+    Add histograms up: edges and counts.
 
     Histograms with other edges than the first one's are redistributed as if each bin were uniform, over `max_bins`
     equal bins that cover all of them.
@@ -183,7 +183,7 @@ def merge_histograms(rows: list[dict[str, Any]], max_bins: int = 200) -> tuple[l
 
 
 def _trim(edges: list[float], counts: list[float]) -> tuple[list[float], list[float]]:
-    """Without the empty bins on either side."""
+    """Leave out the empty bins on either side."""
     filled = [index for index, count in enumerate(counts) if count]
     if not filled:
         return edges, counts
@@ -191,7 +191,7 @@ def _trim(edges: list[float], counts: list[float]) -> tuple[list[float], list[fl
 
 
 def _cumulative(edges: list[float], counts: list[float], x: float) -> float:
-    """Counts below `x`."""
+    """Return the counts below `x`."""
     if x >= edges[-1]:
         return float(sum(counts))
     index = bisect_right(edges, x) - 1
@@ -201,7 +201,7 @@ def _cumulative(edges: list[float], counts: list[float], x: float) -> float:
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Settings by dotted name, as text."""
+    """Return settings by dotted name, as text."""
     flat = {}
     for name, value in config.items():
         if isinstance(value, dict):

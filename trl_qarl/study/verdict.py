@@ -17,7 +17,7 @@ _WORDS = {"fine": "fine", "watch": "look at it", "bad": "not healthy"}
 
 
 def assess_group(group: Group) -> list[tuple[Finding, str]]:
-    """What the rules say of the runs of a group: of each rule the worst finding, and the run that it is about."""
+    """Return what the rules say of the runs of a group: of each rule the worst finding, and the run that it is about."""
     worst: dict[str, tuple[Finding, str]] = {}
     for run in group.runs:
         rows = [{"step": step, **row} for step, row in run.rows.items()]
@@ -29,14 +29,14 @@ def assess_group(group: Group) -> list[tuple[Finding, str]]:
 
 
 def summarize_findings(findings: list[tuple[Finding, str]]) -> str:
-    """One line for the console: the main numbers, and what is not fine."""
+    """Return one line for the console: the main numbers, and what is not fine."""
     main = [finding.value for finding, _ in findings if finding.card in MAIN_CARDS]
     troubled = list(dict.fromkeys(f"{f.card} ({_WORDS[f.level]})" for f, _ in findings if f.level != "fine"))
     return "; ".join(main) + (f". Not fine: {', '.join(troubled)}" if troubled else ". All fine" if main else "")
 
 
 def make_verdict(groups: list[Group], summaries: list[dict[str, Any]]) -> list[str]:
-    """Cards of a single group, or a table of all, the final rewards, and the differences between groups."""
+    """Make cards of a single group, or a table of all, the final rewards, and the differences between groups."""
     found = [assess_group(group) for group in groups]
     if len(groups) == 1:
         return [*_cards(found[0], len(groups[0].runs)), *_differences_of_scores(groups)]
@@ -144,7 +144,7 @@ def _differences(groups: list[Group], score: str | None) -> list[str]:
 
 
 def legend(groups: list[Group]) -> str:
-    """Names and lines of the groups, where there are several."""
+    """Return names and lines of the groups, where there are several."""
     if len(groups) == 1:
         return ""
     items = "".join(f"<li>{swatch(group.color, group.line)}{escape(group.title)}</li>" for group in groups)
@@ -152,7 +152,7 @@ def legend(groups: list[Group]) -> str:
 
 
 def final_words(summary: dict[str, Any]) -> str:
-    """Final reward of a group with its range over seeds."""
+    """Return the final reward of a group with its range over seeds."""
     if summary["mean"] is None:
         return "-"
     if summary["sd"] is None:

@@ -73,7 +73,7 @@ class Finding:
 
 def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
     """
-    What the rules say of a run.
+    Return what the rules say of a run.
 
     Args:
         rows (`Iterable[Mapping[str, float | None]]`):
@@ -88,7 +88,7 @@ def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
 
 def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding], frozenset[str]]:
     """
-    The findings to log, one per episode: a rule speaks again only after it was fine in between.
+    Choose the findings to log, one per episode: a rule speaks again only after it was fine in between.
 
     Args:
         findings (`Iterable[Finding]`):
@@ -107,7 +107,8 @@ def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding
 
 def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     """
-    Mean difference of log-probs (nats per token) up to which it is rounding, and above which learner and sampler are two policies.
+    Return the mean differences of log-probs (nats per token) up to which it is rounding, and above which there are two
+    policies.
 
     `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do not.
     """
@@ -280,7 +281,7 @@ def _zero_spread(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
 
 
 def _judged(rule: str, card: str, level: str, value: str, threshold: str, advice: str) -> Finding:
-    """A finding with advice unless it is fine."""
+    """Return a finding with advice unless it is fine."""
     return Finding(rule, card, level, value, threshold, "" if level == "fine" else advice)
 
 
@@ -292,13 +293,13 @@ def _values(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[flo
 
 
 def _recent(rows: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:
-    """The last quarter of the values, at least four where there are as many."""
+    """Return the last quarter of the values, at least four where there are as many."""
     values = _values(rows, metric)
     return values[-max(4, len(values) // 4) :]
 
 
 def _ends(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """First and last quarter of at least eight values."""
+    """Return first and last quarter of at least eight values."""
     quarter = len(values) // 4
     return values[:quarter], values[-quarter:]
 
@@ -308,5 +309,5 @@ def _rising(value: float, fine: float, bad: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Two digits, small values by their exponent."""
+    """Format with two digits, small values by their exponent."""
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.2g}"

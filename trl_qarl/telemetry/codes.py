@@ -20,7 +20,8 @@ _NUM_SAMPLED_ROWS = 32
 
 def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
     """
-    Share of low-bit codes that changed at the last update of the masters, which are quantized here if they were not yet.
+    Return the share of low-bit codes that changed at the last update of the masters, which are quantized here if they
+    were not yet.
 
     NaN before the second quantization. A rate of 0 over many updates means that the masters move less than the codes
     can show: the low-bit policy is stalled.
@@ -36,15 +37,15 @@ def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
 
 @torch.no_grad()
 def sampled_masters(layers: Mapping[str, QuantizedLinear]) -> dict[str, torch.Tensor]:
-    """Copies of up to 32 evenly spaced rows of each master weight, for [`update_to_step`]."""
+    """Copy up to 32 evenly spaced rows of each master weight, for [`update_to_step`]."""
     return {name: layer.master()[_sampled_rows(layer)].clone() for name, layer in layers.items()}
 
 
 @torch.no_grad()
 def update_to_step(before: Mapping[str, torch.Tensor], layers: Mapping[str, QuantizedLinear]) -> float:
     """
-    Mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it moves a master
-    relative to the distance of neighbouring low-bit values.
+    Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it
+    moves a master relative to the distance of neighbouring low-bit values.
 
     `step` is the scale of the weight's group for integer codes. E4M3 codes lie `2^(max(floor(log2 |q|), -6) - 3)` scales
     apart around the code `q`. NaN without layers.
@@ -71,9 +72,9 @@ def _sampled_rows(layer: QuantizedLinear) -> torch.Tensor:
 @torch.no_grad()
 def sqnr(layers: Mapping[str, QuantizedLinear]) -> dict[str, float]:
     """
-    Signal-to-quantization-noise ratio of the quantized weights, `10 log10(sum w^2 / sum (w - w')^2)`, in dB: `quant/sqnr` of all
-    together, `quant/sqnr/NAME` of the layers whose name ends in `NAME`, such as `q_proj`. NaN without noise; nothing about
-    layers whose masters are gone.
+    Return the signal-to-quantization-noise ratio of the quantized weights, `10 log10(sum w^2 / sum (w - w')^2)`, in
+    dB: `quant/sqnr` of all together, `quant/sqnr/NAME` of the layers whose name ends in `NAME`, such as `q_proj`. NaN
+    without noise; nothing about layers whose masters are gone.
     """
     sums: dict[str, list[float]] = {}
     for name, layer in layers.items():

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
 from .advisor import advise, assess
@@ -38,7 +39,7 @@ _COLUMNS = (
 
 def format_row(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None) -> str:
     """
-    One line of about ten values; what a row lacks is left out.
+    Format one line of about ten values; what a row lacks is left out.
 
     Example:
 
@@ -97,12 +98,12 @@ class RowPrinter(PrinterCallback):
             print(_row(logs, state, self._start), flush=True)
 
 
-def show_rows(trainer) -> None:
-    """Short rows in place of transformers' full ones. A callback of another kind, such as a notebook's table, stays."""
+def show_rows(handler: CallbackHandler) -> None:
+    """Put short rows in place of transformers' full ones. A callback of another kind, such as a notebook's table, stays."""
     for theirs, ours in ((ProgressCallback, RowProgress), (PrinterCallback, RowPrinter)):
-        if any(type(callback) is theirs for callback in trainer.callback_handler.callbacks):
-            trainer.remove_callback(theirs)
-            trainer.add_callback(ours())
+        if any(type(callback) is theirs for callback in handler.callbacks):
+            handler.remove_callback(theirs)
+            handler.add_callback(ours())
 
 
 class Advisor(TrainerCallback):

@@ -31,7 +31,7 @@ def mismatch_sums(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Sums that reduce exactly over processes, over the tokens that count and whose sampling log-prob is known.
+    Return sums that reduce exactly over processes, over the tokens that count and whose sampling log-prob is known.
 
     With `d = old_per_token_logps - sampling_per_token_logps`, all `(B, T)`, in nats:
 
@@ -50,7 +50,7 @@ def mismatch_sums(
 
 def mismatch_metrics(sums: torch.Tensor, maximum: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
     """
-    `mismatch/*` metrics.
+    Return the `mismatch/*` metrics.
 
     Args:
         sums (`torch.Tensor`): `(5,)` sums of [`mismatch_sums`], added over processes.
@@ -81,7 +81,7 @@ def split_sums(
     mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Sums for [`split_metrics`], which add up over processes, and maxima.
+    Return sums for [`split_metrics`], which add up over processes, and maxima.
 
     Arguments as in [`mismatch_sums`], and `advantages` of shape `(B,)`. A token's quarter is that of its rank among the
     tokens of its completion that count, `floor(4 rank / L)`.
@@ -109,8 +109,9 @@ def split_sums(
 
 def split_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
     """
-    Mean and maximum of `|d|`, k1 and k3 by sign of the advantage and by quarter of the completion, and the share of error
-    tokens, from [`split_sums`] added over processes and its maxima over them. A split without tokens is left out.
+    Return mean and maximum of `|d|`, k1 and k3 by sign of the advantage and by quarter of the completion, and the
+    share of error tokens, from [`split_sums`] added over processes and its maxima over them. A split without tokens is
+    left out.
     """
     means = sums[:3] / sums[3]
     metrics = {}
@@ -127,8 +128,8 @@ def split_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
 
 def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
     """
-    Mean and effective sample size (a share of the sequences) of the mismatch weights `(B,)` of all sequences by the sign of their
-    advantage, `(B,)`. A sign without sequences is left out.
+    Return mean and effective sample size (a share of the sequences) of the mismatch weights `(B,)` of all sequences by
+    the sign of their advantage, `(B,)`. A sign without sequences is left out.
     """
     metrics = {}
     for name, sign in (("positive", 1), ("negative", -1)):
@@ -142,7 +143,7 @@ def weight_metrics(weights: torch.Tensor, advantages: torch.Tensor) -> dict[str,
 
 def ratio_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
-    Histograms of ratios by the sign of the advantage, over [`HISTOGRAM_EDGES`].
+    Return histograms of ratios by the sign of the advantage, over [`HISTOGRAM_EDGES`].
 
     Args:
         log_ratios (`torch.Tensor` of shape `(Q, N)`):

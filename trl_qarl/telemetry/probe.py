@@ -27,13 +27,16 @@ TOP_K = 20
 
 
 def top_log_probs(log_probs: torch.Tensor, k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and log-probs, both `(..., min(k, V))`, of the likeliest tokens of `(..., V)`, largest first."""
+    """Return ids and log-probs, both `(..., min(k, V))`, of the likeliest tokens of `(..., V)`, largest first."""
     values, ids = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1)
     return ids, values
 
 
 def likeliest(positions: Sequence[Mapping[int, float]], k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, `(N, k)`, from an engine's `{token id: log-prob}` at `N` positions, each with at least `k` entries."""
+    """
+    Return the same, `(N, k)`, from an engine's `{token id: log-prob}` at `N` positions, each with at least `k`
+    entries.
+    """
     ranked = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in positions]
     return torch.tensor([[i for i, _ in row] for row in ranked]), torch.tensor([[p for _, p in row] for row in ranked])
 
@@ -42,7 +45,7 @@ def compare_positions(
     engine_ids: torch.Tensor, engine_logps: torch.Tensor, learner_logps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    `KL_k` in nats and whether the likeliest token is the same, both `(N,)` float64, at `N` positions.
+    Return `KL_k` in nats and whether the likeliest token is the same, both `(N,)` float64, at `N` positions.
 
     Args:
         engine_ids (`torch.Tensor` of shape `(N, k)`):
@@ -63,8 +66,9 @@ def compare_positions(
 
 def probe_metrics(positions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
     """
-    `mismatch/probe_kl` in nats, and `mismatch/probe_top1_agreement`, the share of positions whose likeliest token is the same:
-    one minus the argmax-flip rate. Means over the positions of all results of [`compare_positions`].
+    Return `mismatch/probe_kl` in nats, and `mismatch/probe_top1_agreement`, the share of positions whose likeliest
+    token is the same: one minus the argmax-flip rate. Means over the positions of all results of
+    [`compare_positions`].
     """
     kl, agreement = (torch.cat(part).mean().item() for part in zip(*positions, strict=True))
     return {"mismatch/probe_kl": kl, "mismatch/probe_top1_agreement": agreement}

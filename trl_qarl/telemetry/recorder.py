@@ -72,23 +72,23 @@ class Recorder(TrainerCallback):
         self._masters: dict[str, torch.Tensor] = {}
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Adds values to the metrics of training, or of evaluation while the model is in that mode."""
+        """Add values to the metrics of training, or of evaluation while the model is in that mode."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in values.items():
             metrics[name].append(value)
 
     def reduce(self, metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """One number for each metric of sequences, over all processes."""
+        """Return one number for each metric of sequences, over all processes."""
         return reduce_metrics({name: self.accelerator.gather(values) for name, values in metrics.items()})
 
     def masked_mean(self, values: torch.Tensor, mask: torch.Tensor) -> float:
-        """Mean of `values` where `mask` is 1, over all processes."""
+        """Return the mean of `values` where `mask` is 1, over all processes."""
         totals = self.accelerator.reduce(torch.stack([(values.detach() * mask).sum(), mask.sum().float()]))
         return (totals[0] / totals[1].clamp(min=1.0)).item()
 
     @contextmanager
     def time(self, part: str) -> Iterator[None]:
-        """Adds the seconds until the context closes to those of `part`, without those of the parts timed inside it."""
+        """Add the seconds until the context closes to those of `part`, without those of the parts timed inside it."""
         start, outside, self._seconds_inside = time.perf_counter(), self._seconds_inside, 0.0
         try:
             yield
@@ -97,16 +97,19 @@ class Recorder(TrainerCallback):
             self._seconds_inside = outside + time.perf_counter() - start
 
     def pop_seconds(self, part: str) -> float:
-        """Seconds of `part` since the last call."""
+        """Return the seconds of `part` since the last call."""
         return self._seconds.pop(part, 0.0)
 
     def synchronize(self) -> None:
-        """A device that computes in the background would otherwise be timed with whoever waits for it first."""
+        """
+        Wait for a device that computes in the background, which would otherwise be timed with whoever waits for it
+        first.
+        """
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize(self.accelerator.device)
 
     def observe_turn(self, completion_ids: Sequence[Sequence[int]]) -> None:
-        """One call of the engine, timed as `"rollout"`."""
+        """Time one call of the engine as `"rollout"`."""
         num_tokens, seconds = sum(len(ids) for ids in completion_ids), self.pop_seconds("rollout")
         self.log(
             {
@@ -117,7 +120,7 @@ class Recorder(TrainerCallback):
         )
 
     def observe_completions(self, completion_ids: Sequence[Sequence[int]], completions: Sequence[Any]) -> None:
-        """How many completions loop or are garbled."""
+        """Count the completions that loop or are garbled."""
         loops = sum(has_loop(ids) for ids in completion_ids)
         garbled = sum(is_garbled(completion_text(completion)) for completion in completions)
         sums = torch.tensor([len(completions), loops, garbled], device=self.accelerator.device)
@@ -129,7 +132,7 @@ class Recorder(TrainerCallback):
         self, output: dict[str, Any], batch: Batch, publication: Mapping[str, float], is_scored: bool = True
     ) -> None:
         """
-        Mismatch and quantization error of a generation batch.
+        Measure mismatch and quantization error of a generation batch.
 
         Args:
             output (`dict`):
@@ -180,7 +183,7 @@ class Recorder(TrainerCallback):
 
     def probe(self, output: dict[str, Any], step: int, engine: Callable[..., Any] | None) -> None:
         """
-        Compares learner and engine over the whole vocabulary on the first few completions, where it is time to.
+        Compare learner and engine over the whole vocabulary on the first few completions, where it is time to.
 
         Args:
             output (`dict`):
@@ -229,7 +232,7 @@ class Recorder(TrainerCallback):
 
     @torch.no_grad()
     def observe_update(self, batch: Batch) -> None:
-        """Counts the ratios of a micro-batch, of which the learner's log-probs now are known."""
+        """Count the ratios of a micro-batch, of which the learner's log-probs now are known."""
         if not self.model.training:
             return
         old, sampling, advantages, mask, per_token_logps = batch
@@ -251,7 +254,7 @@ class Recorder(TrainerCallback):
 
     @override
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """Quantizes the masters and measures how many codes changed."""
+        """Quantize the masters and measure how many codes changed."""
         layers = self._trained_layers()
         rate = code_flip_rate(layers.values())
         self.synchronize()
@@ -269,8 +272,8 @@ class Recorder(TrainerCallback):
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """
-        Rows by file since the last call: generation batches and worst completions of this process, and the histograms of an
-        update, added up over all processes and micro-batches. Every process has to call it.
+        Return the rows by file since the last call: generation batches and worst completions of this process, and the
+        histograms of an update, added up over all processes and micro-batches. Every process has to call it.
         """
         rows = {WORST_FILE: self._worst, BATCHES_FILE: self._batches, DISTRIBUTIONS_FILE: []}
         counts, self._histograms, self._worst, self._batches = self._histograms, None, [], []

@@ -19,14 +19,14 @@ import json
 import math
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from typing_extensions import override
 
-from .. import __version__
+from .._version import __version__
+from ..packages import installed
 from ..quantization.schemes import get_scheme
 from .recorder import Recorder
 from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
@@ -48,7 +48,7 @@ _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "compress
 
 
 def to_row(step: int, seconds: float, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Row of `metrics.jsonl`; floats that JSON has no number for become `None`."""
+    """Make a row of `metrics.jsonl`; floats that JSON has no number for become `None`."""
     row = {"step": step, "time": seconds, **metrics}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
@@ -84,7 +84,10 @@ _INCIDENTAL = (
 
 
 def _options(args: Any) -> dict[str, Any]:
-    """What differs from the defaults, but for what [`RunLog`] records under a name of its own and what does not matter."""
+    """
+    Return what differs from the defaults, but for what [`RunLog`] records under a name of its own and what does not
+    matter.
+    """
     # Not those of a configuration made without arguments: without a GPU there is none.
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -151,12 +154,6 @@ class RunLog(TrainerCallback):
 
     def _describe(self, max_steps: int) -> dict[str, Any]:
         args = self.args
-        versions = {"python": platform.python_version(), "trl-qarl": __version__}
-        for package in _PACKAGES:
-            try:
-                versions[package] = version(package)
-            except PackageNotFoundError:
-                continue
         return {
             "objective": args.objective,
             "scheme": args.scheme,
@@ -169,5 +166,5 @@ class RunLog(TrainerCallback):
             "learning_rate": args.learning_rate,
             "max_steps": max_steps,
             "options": _options(args),
-            "versions": versions,
+            "versions": {"python": platform.python_version(), "trl-qarl": __version__, **installed(*_PACKAGES)},
         }

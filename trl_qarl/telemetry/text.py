@@ -13,7 +13,10 @@ _MAX_LOOP_PERIOD, _MIN_LOOP_REPEATS, _MIN_LOOP_TOKENS = 64, 4, 16
 
 
 def worst_span(scores: Sequence[float]) -> tuple[int, int]:
-    """`(start, stop)` of the run of tokens around the largest score whose scores all exceed a quarter of it; NaN is no score."""
+    """
+    Return `(start, stop)` of the run of tokens around the largest score whose scores all exceed a quarter of it; NaN
+    is no score.
+    """
     values = [-math.inf if math.isnan(score) else score for score in scores]
     peak = max(range(len(values)), key=values.__getitem__)
     start, stop = peak, peak + 1
@@ -34,8 +37,9 @@ def worst_examples(
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
     """
-    Two completions as text with the offending span between `⟦` and `⟧`, see [`worst_span`]: that of the largest `|d|`
-    (`"mismatch"`), and that of the token least likely under learner and sampler alike (`"improbable"`, by `-log p`).
+    Return two completions as text with the offending span between `⟦` and `⟧`, see [`worst_span`]: that of the largest
+    `|d|` (`"mismatch"`), and that of the token least likely under learner and sampler alike (`"improbable"`, by `-log
+    p`).
 
     Args:
         old_per_token_logps, sampling_per_token_logps, mask (`torch.Tensor` of shape `(B, T)`):
@@ -79,8 +83,9 @@ def worst_examples(
 
 def has_loop(token_ids: Sequence[int]) -> bool:
     """
-    Whether a completion repeats itself: a block of up to 64 tokens that occurs at least 4 times in a row, over at least 16
-    tokens. A stretch of `n` tokens has period `p` where `n - p` tokens in a row equal the one `p` before them.
+    Return whether a completion repeats itself: a block of up to 64 tokens that occurs at least 4 times in a row, over
+    at least 16 tokens. A stretch of `n` tokens has period `p` where `n - p` tokens in a row equal the one `p` before
+    them.
     """
     ids = torch.as_tensor(token_ids)
     for period in range(1, min(_MAX_LOOP_PERIOD, len(ids) // _MIN_LOOP_REPEATS) + 1):
@@ -94,14 +99,14 @@ def has_loop(token_ids: Sequence[int]) -> bool:
 
 def is_garbled(text: str) -> bool:
     """
-    Whether a text holds U+FFFD, the mark of bytes that are no character. At the end it does not count: there a completion
-    may have been cut inside a character.
+    Return whether a text holds U+FFFD, the mark of bytes that are no character. At the end it does not count: there a
+    completion may have been cut inside a character.
     """
     return "\ufffd" in text.rstrip("\ufffd")
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
-    """Text of a completion, which may be a list of messages."""
+    """Return the text of a completion, which may be a list of messages."""
     if isinstance(completion, str):
         return completion
     contents = (message.get("content") for message in completion)
@@ -109,5 +114,5 @@ def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
 
 
 def without_padding(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    """Token ids of each row of `(B, T)` where `mask` is 1."""
+    """Return the token ids of each row of `(B, T)` where `mask` is 1."""
     return [row[keep].tolist() for row, keep in zip(ids, mask.bool(), strict=True)]

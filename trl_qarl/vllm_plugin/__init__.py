@@ -6,11 +6,21 @@ It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transf
 ([`trl_qarl.vllm_plugin.cpu_kernels`], [`trl_qarl.vllm_plugin.cuda_kernels`]).
 """
 
-from ..wire.handshake import take_token
-from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+from ..wire.handshake import TOKEN_FILE_VARIABLE, take_token
+from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND, TRANSFER_DIR_VARIABLE
 
 
 __all__ = ["register"]
+
+_LEAVE_SECONDS = 30.0
+
+_watcher: threading.Thread | None = None
 
 
 def register() -> None:
@@ -22,6 +32,7 @@ def register() -> None:
 
     # Before vLLM starts its engine's process, which would inherit it.
     take_token()
+    _end_with_parent()
     for backend, name in ((FILE_BACKEND, "FileEngine"), (NCCL_BACKEND, "NCCLEngine")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)
@@ -38,3 +49,25 @@ def register() -> None:
         from .cuda_kernels import register_kernels
 
         register_kernels()
+
+
+def _end_with_parent() -> None:
+    """
+    Have an engine's process end when the server that has started it is gone. vLLM's goes on when that was killed, and keeps
+    memory and device.
+    """
+    global _watcher
+    parent = multiprocessing.parent_process()
+    is_ours = TOKEN_FILE_VARIABLE in os.environ or TRANSFER_DIR_VARIABLE in os.environ
+    if parent is None or not is_ours or _watcher is not None:
+        return
+
+    def watch():
+        parent.join()
+        # In order, if it can: it removes what it has in shared memory.
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_LEAVE_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _watcher = threading.Thread(target=watch, name="trl-qarl-parent", daemon=True)
+    _watcher.start()

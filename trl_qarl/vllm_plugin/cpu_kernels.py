@@ -15,10 +15,9 @@ learner the same arithmetic; the tensors are used as they arrive, so a reload ha
 one kernel, whatever the number of rows: prefill and decode of the engine give the same bits.
 """
 
-import torch
 from vllm.platforms.interface import PlatformEnum
 
-from ..numerics.cpu import PackedLinear
+from ..numerics.cpu import dispatch_row_invariant
 from .linear_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel, is_our_engine, put_first
 
 
@@ -34,7 +33,7 @@ def register_kernels() -> None:
 def use_in_engine(is_ours) -> None:
     """
     Have vLLM engines for which `is_ours()` run their unquantized linear layers, output head included, through
-    [`PackedLinear`]; calling it again changes nothing.
+    [`~trl_qarl.numerics.cpu.PackedLinear`]; calling it again changes nothing.
 
     vLLM has a registry for quantized kernels alone. Its method for unquantized layers looks this function up in its module
     each time weights have been loaded.
@@ -42,24 +41,5 @@ def use_in_engine(is_ours) -> None:
     from vllm.model_executor.layers import utils
 
     original = utils.dispatch_cpu_unquantized_gemm
-    if getattr(original, "is_row_invariant", False):
-        return
-
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        weight = layer.weight
-        if not (
-            is_ours()
-            and torch.cpu._is_amx_tile_supported()
-            and not weight.is_meta
-            and weight.ndim == 2
-            and weight.dtype is torch.bfloat16
-        ):
-            original(layer, remove_weight)
-            return
-        product = PackedLinear(weight.detach())
-        layer.cpu_linear = lambda x, weight, bias: product(x, bias)
-        if remove_weight:
-            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
-
-    dispatch.is_row_invariant = True
-    utils.dispatch_cpu_unquantized_gemm = dispatch
+    if not getattr(original, "is_row_invariant", False):
+        utils.dispatch_cpu_unquantized_gemm = dispatch_row_invariant(original, is_ours)

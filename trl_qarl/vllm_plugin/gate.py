@@ -29,7 +29,7 @@ from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_D
 __all__ = ["WORKER_METHODS", "PublicationGate"]
 
 # What `/collective_rpc` may call. vLLM's workers have methods that write files and set environment variables.
-WORKER_METHODS = frozenset(["qarl_begin", "qarl_describe", "qarl_expect"])
+WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_expect"])
 
 # Methods that change nothing in any of vLLM's routes.
 _READING_METHODS = frozenset(["GET", "HEAD", "OPTIONS"])
@@ -54,6 +54,7 @@ _GENERATING_PATHS = frozenset(
         "/v1/rerank",
         "/v1/responses",
         "/v1/score",
+        "/v1/systemone",
         "/v2/embed",
         "/v2/rerank",
     ]

@@ -57,6 +57,13 @@ class WorkerExtension:
         self.weight_transfer_engine.abandon()
         return self.weight_transfer_engine.changed()
 
+    def qarl_clear_cache(self) -> None:
+        """Set keys and values to 0. Attention on a CPU multiplies those of unused slots by 0, which leaves NaN what it is."""
+        for cache in self.model_runner.kv_caches:
+            # A layer with states of several kinds has one tensor for each.
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+                tensor.zero_()
+
     def qarl_expect(self, fingerprints: dict[str, str]) -> None:
         """Say what a complete publication consists of."""
         engine = self.weight_transfer_engine

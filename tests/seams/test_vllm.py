@@ -1,0 +1,240 @@
+"""
+What we lean on in vLLM, by capability: names, arguments, registries, endpoints. Whether its kernels compute what the learner does is in
+`tests/numerics/test_compare.py`.
+"""
+
+import dataclasses
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("vllm")
+
+from seams import imported_names, resolve, takes, without_place
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(("module", "name"), imported_names("vllm"))
+def test_what_is_imported_is_there(module, name):
+    file = Path(import_module("vllm").__file__).parent.joinpath(*module.split(".")[1:])
+    if module.endswith(".determinism"):
+        # It imports Triton, which a CPU build lacks.
+        assert file.joinpath(f"{name}.py").exists()
+    elif module.endswith(".fa_utils"):
+        # It defines names by platform.
+        assert name in file.with_suffix(".py").read_text()
+    else:
+        assert resolve(module, name) is not None
+
+
+def test_what_we_register_is_looked_up():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, register_linear_kernel
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP
+
+    assert DEFAULT_PLUGINS_GROUP == "vllm.general_plugins"
+    assert isinstance(WeightTransferEngineFactory._registry, dict)
+    # Three strings: a name, and module and class to be imported when it is asked for.
+    inspect.signature(WeightTransferEngineFactory.register_engine).bind("name", "module", "class")
+    assert len(inspect.signature(register_linear_kernel).parameters) >= 3
+    assert all(isinstance(kernels, list) for kernels in _POSSIBLE_KERNELS.values())
+
+
+def test_unquantized_layers_look_their_product_up_each_time():
+    """`use_in_engine` puts a function into the module that they import it from."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    assert takes(utils.dispatch_cpu_unquantized_gemm, "layer", "remove_weight") == []
+    for module in (linear, vocab_parallel_embedding):
+        assert re.search(
+            r"\n\s+from vllm\.model_executor\.layers\.utils import dispatch_cpu_unquantized_gemm",
+            inspect.getsource(module),
+        ), module
+
+
+def test_kernels_are_configured_by_the_fields_that_we_read():
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+        FP8ScaledMMLinearKernel,
+        FP8ScaledMMLinearLayerConfig,
+        Int8ScaledMMLinearKernel,
+        Int8ScaledMMLinearLayerConfig,
+    )
+
+    fields = lambda cls: {field.name for field in dataclasses.fields(cls)}  # noqa: E731
+    assert {"weight_type", "act_type", "group_size", "zero_points"} <= fields(MPLinearLayerConfig)
+    assert {"is_channelwise", "is_static_input_scheme", "input_symmetric"} <= fields(Int8ScaledMMLinearLayerConfig)
+    assert {"weight_quant_key", "activation_quant_key"} <= fields(FP8ScaledMMLinearLayerConfig)
+    assert hasattr(Int8ScaledMMLinearKernel, "_get_layer_params") and hasattr(
+        FP8ScaledMMLinearKernel, "_get_layer_params"
+    )
+
+
+def test_the_weight_transfer_has_the_steps_that_we_check():
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    for name in (
+        "start_weight_update",
+        "finish_weight_update",
+        "update_weights",
+        "receive_weights",
+        "init_transfer_engine",
+    ):
+        assert hasattr(WeightTransferEngine, name), name
+    for name in ("parse_update_info", "reset_weight_update_target", "shutdown"):
+        assert hasattr(WeightTransferEngine, name), name
+    from trl_qarl.vllm_plugin.weight_transfer import FileEngine, NCCLEngine
+
+    assert not FileEngine.__abstractmethods__ and not NCCLEngine.__abstractmethods__
+    source = inspect.getsource(WeightTransferEngine.__init__)
+    for name in ("self.model ", "self.model_config", "self.parallel_config", "self.device"):
+        assert name in source, name
+
+
+def test_the_worker_has_what_the_extension_reads_and_calls():
+    from vllm.v1.worker.gpu_worker import Worker
+
+    source = inspect.getsource(Worker)
+    for name in ("self.weight_transfer_engine", "self._weight_update_active", "self.model_runner", "self.vllm_config"):
+        assert name in source, name
+    for name in ("start_weight_update", "finish_weight_update"):
+        assert hasattr(Worker, name), name
+
+
+def test_an_engine_is_started_and_spoken_to_as_we_do():
+    from vllm import LLM, SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    options = """model load_format hf_overrides dtype logprobs_mode enforce_eager weight_transfer_config worker_extension_cls
+        tensor_parallel_size gpu_memory_utilization max_model_len max_num_seqs enable_sleep_mode model_impl seed
+        distributed_executor_backend max_num_batched_tokens trust_remote_code skip_tokenizer_init enable_prefix_caching
+        enable_lora max_loras max_lora_rank lora_target_modules attention_backend block_size max_logprobs"""
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert set(options.split()) <= known, set(options.split()) - known
+    for name, arguments in {
+        "generate": ["prompts", "sampling_params", "use_tqdm", "lora_request"],
+        "sleep": ["level"],
+        "wake_up": ["tags"],
+        "reset_prefix_cache": [],
+        "reset_mm_cache": [],
+        "get_weight_version": [],
+        "update_weight_version": [],
+        "apply_model": ["func"],
+    }.items():
+        assert takes(getattr(LLM, name), *arguments) == [], name
+    assert takes(LLMEngine.abort_request, "request_ids", "internal") == []
+    assert hasattr(LLMEngine, "reset_encoder_cache") and hasattr(LLMEngine, "is_sleeping")
+    source = inspect.getsource(LLMEngine)
+    assert "self.output_processor" in source and "self.model_executor" in source and "self.engine_core" in source
+    sampling = ["n", "temperature", "max_tokens", "logprobs", "prompt_logprobs", "ignore_eos", "detokenize", "seed"]
+    assert takes(SamplingParams, *sampling) == []
+
+
+def test_variables_that_we_set_are_read():
+    from vllm import envs
+
+    names = """VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE VLLM_CPU_INT4_W4A8 VLLM_CPU_ATTN_SPLIT_KV VLLM_SERVER_DEV_MODE
+        VLLM_ENABLE_V1_MULTIPROCESSING VLLM_BATCH_INVARIANT VLLM_USE_V2_MODEL_RUNNER VLLM_LOGGING_LEVEL"""
+    assert set(names.split()) <= set(envs.environment_variables)
+    assert callable(envs.disable_envs_cache)
+
+
+def test_the_server_has_the_endpoints_and_options_that_we_use():
+    from vllm.entrypoints import openai
+
+    sources = [path.read_text() for path in Path(openai.__file__).parent.parent.rglob("*.py")]
+    for path in [
+        "/pause",
+        "/resume",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/weight_info",
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/health",
+        "/v1/completions",
+        "/inference/v1/generate",
+    ]:
+        assert any(f'"{path}"' in source for source in sources), path
+    assert any("middleware" in source and "import_module" in source for source in sources)
+    assert any(re.search(r"\bmode\b.*\"abort\"", source) for source in sources)
+
+
+def test_an_adapter_is_loaded_into_buffers_of_these_names():
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+
+    assert takes(LoRAModel.from_lora_tensors, "tensors", "peft_helper", "device", "dtype") == []
+    assert takes(PEFTHelper, "r", "lora_alpha", "target_modules") == []
+    for name in ("add_adapter", "activate_adapter", "remove_adapter", "lora_index_to_id"):
+        assert name in inspect.getsource(LoRAModelManager), name
+    runner = inspect.getsource(import_module("vllm.v1.worker.gpu_model_runner"))
+    runner += inspect.getsource(import_module("vllm.v1.worker.lora_model_runner_mixin"))
+    assert "def execute_model(" in runner and "def reset_lora_state(" in runner and "scheduled_new_reqs" in runner
+
+
+def test_names_of_a_checkpoint_are_mapped_as_we_map_them():
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    mapper = WeightsMapper(orig_to_new_prefix={"model.": "inner."})
+    assert mapper._map_name("model.x") == "inner.x" and dataclasses.replace(mapper)._map_name("y") == "y"
+
+
+def test_kernels_of_a_cpu_take_the_arguments_that_we_give():
+    import vllm._custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    for name, arguments in {
+        "create_onednn_mm": [],
+        "onednn_mm": [],
+        "weight_packed_linear_cpu": [],
+        "cpu_gemm_wna16": ["input", "q_weight", "scales", "zeros", "bias", "pack_factor", "isa_hint"],
+        "cpu_attn_reshape_and_cache": [],
+        "cpu_attention_with_kv_cache": [
+            "query",
+            "key_cache",
+            "value_cache",
+            "output",
+            "query_start_loc",
+            "seq_lens",
+            "scale",
+            "causal",
+            "alibi_slopes",
+            "sliding_window",
+            "block_table",
+            "softcap",
+            "scheduler_metadata",
+            "s_aux",
+        ],
+        "cpu_attn_get_scheduler_metadata": [
+            "num_reqs",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "seq_lens",
+            "dtype",
+            "query_start_loc",
+            "causal",
+            "sliding_window_size",
+            "isa",
+            "enable_kv_split",
+        ],
+    }.items():
+        assert takes(getattr(ops, name), *arguments) == [], name
+    assert len(inspect.signature(_get_attn_isa).parameters) >= 3
+
+
+def test_methods_of_our_kernels_override_vllms():
+    from trl_qarl.vllm_plugin.cpu_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel
+
+    for cls in (QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel):
+        assert not cls.__abstractmethods__ and without_place(cls, "vllm") == []

@@ -1,0 +1,159 @@
+"""
+Whether a release of vLLM for CPUs computes what the learner computes: two products and one attention, each by the learner's function
+and by the class or function that vLLM's own layers call. All bits must be equal, also for other numbers of rows.
+
+This stands in for a list of releases: what has moved or changed is named, whatever the release is called. What is not compared here
+(norms, rotation, sampling) shows in the first batch, every one of which is checked ([`trl_qarl.numerics.exact`]).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from ..quantization.schemes import get_scheme
+from ..quantization.tensors import LowBitTensor
+
+
+__all__ = ["first_difference"]
+
+ROWS = (1, 5, 40)
+"""Decoding of one sequence and of several, and a prefill."""
+
+
+@torch.no_grad()
+def first_difference(
+    int4_linear: Callable[[LowBitTensor], Callable[..., torch.Tensor]],
+    linear: Callable[[torch.Tensor], Callable[..., torch.Tensor]],
+    dispatch: Callable[[nn.Module, bool], None],
+    attention: Callable[..., torch.Tensor],
+    num_keys: int,
+    block_size: int,
+) -> str | None:
+    """
+    What vLLM computes otherwise than the learner, in words, or `None`.
+
+    Args:
+        int4_linear (`Callable`):
+            Makes the learner's product of an INT4 weight.
+        linear (`Callable`):
+            Makes its product of an unquantized weight.
+        dispatch (`Callable`):
+            Gives a layer of vLLM its unquantized product, as an engine that is told to use the learner's does.
+        attention (`Callable`):
+            The learner's attention.
+        num_keys (`int`):
+            Length of the sequence that attends.
+        block_size (`int`):
+            Keys per block of the engine's cache.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for name, pairs in (
+        ("product of INT4 weights", lambda: _int4_products(int4_linear, generator)),
+        ("product of unquantized weights", lambda: _products(linear, dispatch, generator)),
+        ("attention", lambda: _attentions(attention, num_keys, block_size, generator)),
+    ):
+        try:
+            differing = next((pair for pair in pairs() if not torch.equal(*pair)), None)
+        # A release may have moved, renamed or removed anything.
+        except Exception as error:
+            return f"its {name} cannot be compared ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        if differing is not None:
+            ours, theirs = (tensor.float() for tensor in differing)
+            where = ours != theirs
+            largest = (ours - theirs).abs().max().item()
+            return f"its {name} differs from the learner's in {where.sum()} of {where.numel()} numbers, by up to {largest:.2g}"
+    return None
+
+
+def _int4_products(int4_linear, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.scalar_type import scalar_types
+
+    num_outputs, num_inputs = 64, 256
+    x, weight, bias = _random(generator, (max(ROWS), num_inputs), (num_outputs, num_inputs), (num_outputs,))
+    low_bit = LowBitTensor.from_hp(weight, get_scheme("w4a16"), torch.bfloat16)
+    shape = num_inputs, num_outputs
+    config = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, torch.bfloat16, 128, False)
+    layer = nn.Module()
+    layer.bias = None
+    for name, tensor in (("weight_packed", low_bit.qdata), ("weight_scale", low_bit.scale)):
+        parameter = nn.Parameter(tensor.clone(), requires_grad=False)
+        # As vLLM's parameters of compressed-tensors say of themselves.
+        parameter.output_dim, parameter.input_dim, parameter.packed_dim = 0, 1, 1
+        setattr(layer, name, parameter)
+    kernel = CPUWNA16LinearKernel(config, "weight_packed", "weight_scale")
+    # As every engine that is started here.
+    with patch.dict(os.environ, {"VLLM_CPU_INT4_W4A8": "0"}):
+        kernel.process_weights_after_loading(layer)
+    ours = int4_linear(low_bit)(x, bias)
+    for rows in ROWS:
+        yield ours[:rows], kernel.apply_weights(layer, x[:rows], bias)
+
+
+def _products(linear, dispatch, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    x, weight, bias = _random(generator, (max(ROWS), 256), (64, 256), (64,))
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    dispatch(layer, False)
+    ours = linear(weight)(x, bias)
+    for rows in ROWS:
+        yield ours[:rows], layer.cpu_linear(x[:rows], layer.weight, layer.bias)
+
+
+def _attentions(attention, num_keys, block_size, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    import vllm._custom_ops as ops
+    from vllm.v1.attention.backends import cpu_attn
+
+    heads, key_heads, head_dim, scale = 4, 2, 64, 0.125
+    query, key, value = _random(generator, *((num_keys, count, head_dim) for count in (heads, key_heads, key_heads)))
+    ours = attention(query, key, value, (num_keys,), (num_keys,), scale)
+    # All that the engine's attention asks of its configuration.
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=query.dtype))
+    with patch.object(cpu_attn, "get_current_vllm_config", lambda: config, create=True):
+        engine = cpu_attn.CPUAttentionBackendImpl(heads, head_dim, scale, key_heads, None, None, "auto")
+    layer: Any = SimpleNamespace(isa=cpu_attn._get_attn_isa(query.dtype, block_size, head_dim))
+    layer._k_scale_float = layer._v_scale_float = 1.0
+    blocks = -(-num_keys // block_size)
+    cache = query.new_zeros(blocks, key_heads, block_size, 2 * head_dim)
+    engine.do_kv_cache_update(layer, key, value, cache, torch.arange(num_keys))
+    lengths = torch.tensor([num_keys], dtype=torch.int32)
+    for rows in (1, num_keys):
+        starts = torch.tensor([0, rows], dtype=torch.int32)
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=heads,
+            num_kv_heads=key_heads,
+            head_dim=head_dim,
+            seq_lens=lengths,
+            dtype=query.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=layer.isa,
+            enable_kv_split=False,
+        )
+        metadata = cpu_attn.CPUAttentionMetadata(
+            num_actual_tokens=rows,
+            max_query_len=rows,
+            query_start_loc=starts,
+            max_seq_len=num_keys,
+            seq_lens=lengths,
+            block_table=torch.arange(blocks, dtype=torch.int32)[None],
+            slot_mapping=torch.arange(num_keys - rows, num_keys),
+            scheduler_metadata=schedule,
+        )
+        queries = query[-rows:].contiguous()
+        output = torch.zeros_like(queries)
+        engine.forward(layer, queries, key[-rows:], value[-rows:], cache, metadata, output)
+        yield ours[-rows:], output
+
+
+def _random(generator: torch.Generator, *shapes: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    return (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)

@@ -107,6 +107,17 @@ def test_the_trainers_side_does_not_import_what_runs_in_vllm(graph):
     assert importers and all(module.startswith("trl_qarl.vllm_plugin") for module in importers)
 
 
+def test_no_class_is_assigned():
+    """A layer's behaviour is its parts: sources, products, operations."""
+    stores = {
+        f"{module}:{node.lineno}"
+        for module, path in module_files(ROOT).items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+    }
+    assert not stores
+
+
 def test_arrows_and_circles_are_found_in_a_package_that_has_them(tmp_path):
     sources = {
         "__init__.py": "from .a import x",

@@ -175,7 +175,8 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
     def with_high_precision_rollout(self, *args, **kwargs):
         restore_model(self.model)
         result = original(self, *args, **kwargs)
-        prepare_model(self.model, self.swap_report.scheme, scale_dtype=torch.float32)
+        (scheme,) = self.swap_report.plan.schemes
+        prepare_model(self.model, scheme, scale_dtype=torch.float32)
         return result
 
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", with_high_precision_rollout)

@@ -184,6 +184,7 @@ def make_trainer(
     eval_dataset=None,
     callbacks=None,
     peft_config=None,
+    rollout_func=None,
     **arguments,
 ):
     """A [`QaRLTrainer`] with the arguments [`TRAINING`], whose rollouts come from the learner itself."""
@@ -198,7 +199,30 @@ def make_trainer(
         eval_dataset,
         callbacks=callbacks,
         peft_config=peft_config,
+        rollout_func=rollout_func,
     )
+
+
+def fixed_completions(prompts, trainer):
+    """
+    A `rollout_func` whose completions depend on their place in the batch of all processes alone; the learner with engine numerics
+    scores them one by one.
+    """
+    import torch
+
+    from trl_qarl.numerics.ops import token_log_probs
+
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    output = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    for place, prompt in enumerate(prompts, trainer.accelerator.process_index * len(prompts)):
+        ids = trainer.processing_class(prompt)["input_ids"]
+        completion = torch.randint(4, 260, (8,), generator=torch.Generator().manual_seed(place))
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids + completion.tolist()]), use_cache=False).logits
+        output["prompt_ids"].append(ids)
+        output["completion_ids"].append(completion.tolist())
+        output["logprobs"].append(token_log_probs(logits[0, len(ids) - 1 : -1], completion).tolist())
+    return output
 
 
 def stop_at(step: int):
@@ -262,7 +286,7 @@ def product_reference(layer, x, grad):
 
     weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     seen, grad = x.detach().double(), grad.double()
-    if layer.scheme.activation_type is not None:
+    if layer.scheme.activation is not None:
         seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
     return seen @ weight.t() + layer.bias.detach().double(), grad @ weight, grad.t() @ seen, grad.sum(0)
 

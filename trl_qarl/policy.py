@@ -18,6 +18,7 @@ from .adapters.base import base_fingerprint, check_record, keep_adapter_precise,
 from .adapters.engine import lora_arguments
 from .adapters.tensors import describe_adapter, is_adapter_folder
 from .checkpoint.batch import scheme_record
+from .checkpoint.cards import described_settings
 from .checkpoint.export import export_checkpoint
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, check_launch, problems_of_masters
@@ -26,7 +27,6 @@ from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
 from .quantization.names import is_peft_model
-from .quantization.schemes import get_scheme
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model
 
 
@@ -70,13 +70,16 @@ class Policy:
         self.args, self._peft_config = args, peft_config
         self.exactness = Exactness(args.exact, is_asked_for=args.numerics is not None)
         self._adapter_folder: str | None = None
+        self._loaded_adapter: dict[str, torch.Tensor] = {}
         self._base: str | None = None
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """The model of that name, in place of TRL's `create_model_from_path`: also an adapter's folder, or a low-bit base."""
+        model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
         if is_adapter_folder(name_or_path):
             self._adapter_folder = name_or_path
-        return load_policy(name_or_path, self._peft_config, model_init_kwargs)
+            self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return model
 
     def prepare(self, model: Any, num_processes: int) -> None:
         """
@@ -88,7 +91,8 @@ class Policy:
         args = self.args
         self.model, self.has_adapter = model, is_peft_model(model)
         if self.has_adapter:
-            keep_adapter_precise(model)
+            keep_adapter_precise(model, self._loaded_adapter)
+            self._loaded_adapter = {}
         raise_problems([*problems_of_masters(model, args, self.has_adapter)])
         if self.has_adapter:
             raise_problems([*problems_of_adapted_model(model)])
@@ -107,13 +111,12 @@ class Policy:
 
     def _quantize(self) -> None:
         args = self.args
-        scheme = get_scheme(args.scheme, args.group_size)
         if not self.has_adapter:
-            self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
+            self.swap_report = prepare_model(self.model, args.plan, **self._swap_arguments)
             return
         self.swap_report = prepare_base(
             self.model,
-            scheme,
+            args.plan,
             keep_masters=not args.quantize_learner,
             is_merged=args.lora_mode == "merged",
             **self._swap_arguments,
@@ -133,15 +136,20 @@ class Policy:
                 adapter_rank=lora_arguments(model).get("max_lora_rank"),
             )
 
+    def check_engine(self, engine: Mapping[str, Any]) -> None:
+        """Raise where exactness is required, and the engine of that description has other arithmetic than the learner."""
+        rank = lora_arguments(self.model).get("max_lora_rank")
+        self.exactness.check_engine(engine, on_gpu=self.model.device.type == "cuda", adapter_rank=rank)
+
     def prepare_reference(self, model: Any) -> None:
         """Prepare `model` to be what the learner is kept close to: as the learner started, the low-bit model."""
         if self.args.quantize_learner:
-            prepare_model(model, self.swap_report.scheme, **self._swap_arguments)
+            prepare_model(model, self.swap_report.plan, **self._swap_arguments)
         self.attach_numerics(model)
 
     def record(self) -> dict[str, Any]:
         """What the weights of a checkpoint are trained for, to tell it from others."""
-        record = scheme_record(self.args, self.swap_report.scheme, self.dtype)
+        record = scheme_record(self.args, self.swap_report.plan, self.dtype)
         if self.has_adapter:
             record |= {"lora_mode": self.args.lora_mode, "base": self._base}
         return record
@@ -154,6 +162,7 @@ class Policy:
     def card_facts(self) -> dict[str, Any]:
         """Settings that a model card names."""
         settings = {"objective": self.args.objective, **self.record(), "temperature": self.args.temperature}
+        settings |= described_settings(self.swap_report.plan)
         return {name: value for name, value in settings.items() if value is not None}
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:

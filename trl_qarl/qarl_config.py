@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from transformers.utils import is_torch_xla_available
@@ -32,7 +33,7 @@ from .checks.refused import LORA_MODES
 from .objectives.options import UNSET, trl_default
 from .objectives.registry import OBJECTIVES, get_objective
 from .quantization.gemm import has_fast_bf16
-from .quantization.schemes import SCHEMES
+from .quantization.plan import QuantPlan, get_plan, parse_scheme
 
 
 __all__ = ["QaRLConfig"]
@@ -79,9 +80,11 @@ class QaRLConfig(GRPOConfig):
     Inherited options that are not honoured raise one `ValueError` that names all of them and their fixes.
 
     Parameters:
-        scheme (`str`, *optional*, defaults to `"w4a16"`):
-            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, or `"bf16"` for the
-            unquantized baseline.
+        scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
+            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"w3a16"` or `"w2a16"`
+            (3 or 2 bits, stored as INT4), or `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in
+            torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
+            `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller one.
         quantize_learner (`bool`, *optional*, defaults to `True`):
@@ -90,6 +93,10 @@ class QaRLConfig(GRPOConfig):
         exclude_modules (`list[str]` or `str`, *optional*):
             Linear layers to keep in high precision: names, last components of names, or regular expressions over the
             whole name.
+        high_precision_first (`int`, *optional*, defaults to `0`):
+            How many of the first decoder layers stay in high precision.
+        high_precision_last (`int`, *optional*, defaults to `0`):
+            How many of the last decoder layers stay in high precision.
         lora_mode (`str`, *optional*, defaults to `"adapter"`):
             With a PEFT adapter, what generates: `"adapter"`, the frozen low-bit base with the adapter beside it in high
             precision; `"merged"`, the low-bit form of base and adapter together.
@@ -172,10 +179,12 @@ class QaRLConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS
 
-    scheme: str = field(default="w4a16", metadata={"choices": list(SCHEMES)})
+    scheme: dict[str, Any] | str | None = "w4a16"
     group_size: int | None = None
     quantize_learner: bool = True
     exclude_modules: list[str] | None = None
+    high_precision_first: int = 0
+    high_precision_last: int = 0
     lora_mode: str = field(default="adapter", metadata={"choices": list(LORA_MODES)})
     numerics: str | None = field(default=None, metadata={"choices": list(NUMERICS)})
     exact: str | None = field(default=None, metadata={"choices": list(EXACT)})
@@ -205,6 +214,7 @@ class QaRLConfig(GRPOConfig):
 
     def __post_init__(self):
         loss_type = self.loss_type
+        self.scheme = parse_scheme(self.scheme)
         self._choose_device()
         generation_kwargs = as_dict(self.generation_kwargs)
         if generation_kwargs.get("do_sample") is True:
@@ -239,8 +249,16 @@ class QaRLConfig(GRPOConfig):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything runs low-bit weights."""
-        return self.scheme != "bf16"
+        """Whether anything runs low-bit weights; also of a scheme that is refused, so that every problem can be told at once."""
+        try:
+            return self.plan.is_quantized
+        except ValueError:
+            return True
+
+    @property
+    def plan(self) -> QuantPlan:
+        """The scheme of each layer. Raises `ValueError` for one that does not exist."""
+        return get_plan(self.scheme, self.group_size, self.high_precision_first, self.high_precision_last)
 
     def _choose_device(self) -> None:
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()

@@ -58,7 +58,7 @@ class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
     Attributes:
         export_dir (`Path`):
             Where the low-bit policy is written to before it is pushed: by default a folder of the output directory that is
-            named after the scheme.
+            named after the scheme, or schemes.
         swap_report ([`SwapReport`]):
             Which layers were quantized, how, and which were not.
         numerics (`str`):
@@ -117,7 +117,7 @@ class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
         }
         check_arguments(**given)
         self.policy = Policy(args, peft_config)
-        self.export_dir = Path(args.output_dir, args.scheme)
+        self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args.objective)
         self._calls_tools = False
         with replaced_in_trl(
@@ -158,7 +158,7 @@ class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
             start_command=start_command(args, self.model, policy.dtype),
         )
         if self.numerics == "engine" and self.accelerator.is_main_process:
-            policy.exactness.check_engine(generation.engine, on_gpu=self.accelerator.device.type == "cuda")
+            policy.check_engine(generation.engine)
         return generation
 
     def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:

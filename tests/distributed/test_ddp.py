@@ -7,10 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from datasets import Dataset
 from hub_stand_in import StandInHub
 from hub_stand_in import environment as hub_environment
 
-from testing_utils import make_tiny_model
+from testing_utils import fixed_completions, logged, make_tiny_model, make_trainer, relative_error
 from trl_qarl.rollout.server_process import free_port
 
 
@@ -35,6 +37,16 @@ def train_on_two_processes(tmp_path, environment, runs, with_failures) -> tuple[
 
 # Of the three updates after the checkpoint, the first has completions that were saved in it.
 RESUMING = {"save_strategy": "steps", "save_steps": 1, "resume": "checkpoint-1"}
+# One update per batch: which of its sequences come first is chosen in each process.
+ENGINE = {
+    "numerics": "engine",
+    "bf16": True,
+    "fixed_completions": True,
+    "steps_per_generation": 1,
+    "max_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+}
 LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -42,7 +54,7 @@ LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "C
 def trained(tmp_path_factory):
     """Trainings on two processes, one after the other; their folder, what each rank wrote, what they pushed, and the failures."""
     tmp_path = tmp_path_factory.mktemp("ddp")
-    runs = {"masters": RESUMING}
+    runs = {"masters": RESUMING, "engine": ENGINE}
     if find_spec("peft"):
         # Where the low-bit codes follow the adapter, they have to move.
         merged = {
@@ -95,6 +107,27 @@ class TestTwoProcesses:
         counted = [sum(row["counts"]) for row in histograms if row["name"] == "ratio"]
         # Two processes with two sequences each, of which only one with an advantage of 0 is not counted.
         assert [sum(counted[i : i + 2]) for i in range(0, 8, 2)] == [4, 4, 4, 4]
+
+    def test_engine_numerics_train_what_they_train_on_one_process(self, trained, tmp_path):
+        folder, ranks, *_ = trained
+        ours, theirs = ranks["engine"]
+        assert ours["digest"] == theirs["digest"]
+        model = str(folder.parent / "qwen2")
+        options = {key: value for key, value in ENGINE.items() if key != "fixed_completions"}
+        prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+        one = make_trainer(model, tmp_path, train_dataset=prompts, rollout_func=fixed_completions, **options)
+        before = [parameter.detach().clone() for parameter in one.model.parameters()]
+        one.train()
+        names = ("loss", "reward", "entropy", "grad_norm", "tbpo/ratio/mean", "mismatch/abs_logp_max")
+        for name in names:
+            logged_by_two = [row[name] for row in ours["rows"] if name in row]
+            assert logged_by_two == pytest.approx(logged(one, name), rel=1e-2, abs=1e-6), name
+        assert logged(one, "mismatch/abs_logp_max") == [0.0, 0.0]
+        for start, alone, together in zip(
+            before, one.model.parameters(), torch.load(folder / "engine" / "weights.pt"), strict=True
+        ):
+            # Backward rounds to bfloat16, and sums over other rows.
+            assert relative_error(together - start, (alone - start).double()) < 2**-6
 
     @pytest.mark.parametrize("mode", ["masters", "adapter", "merged"])
     def test_they_train_the_same_weights(self, trained, mode):

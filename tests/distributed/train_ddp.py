@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 
-from testing_utils import make_trainer
+from testing_utils import fixed_completions, make_trainer
 
 
 def make(model, folder, options):
@@ -23,6 +23,8 @@ def make(model, folder, options):
         from peft import LoraConfig
 
         peft_config = LoraConfig(**lora)
+    if options.pop("fixed_completions", False):
+        options["rollout_func"] = fixed_completions
     prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
     return make_trainer(model, folder, train_dataset=prompts, peft_config=peft_config, **options)
 
@@ -45,6 +47,7 @@ def run(model, folder, options):
     trainer.train()
     moved = [not torch.equal(*pair) for pair in zip(before, trained_weights(trainer), strict=True)]
     written = {"digest": digest_of(trainer), "moved": moved, "rows": trainer.state.log_history}
+    torch.save(trained_weights(trainer), f"{folder}/weights.pt")
     if "hub_model_id" in options:
         trainer.push_to_hub()
     if checkpoint is not None:
@@ -55,11 +58,12 @@ def run(model, folder, options):
     return written
 
 
-model, output_dir, runs, *failures = sys.argv[1:]
-written = {name: run(model, f"{output_dir}/{name}", options) for name, options in json.loads(runs).items()}
-if failures:
-    import fail_ddp
+if __name__ == "__main__":
+    model, output_dir, runs, *failures = sys.argv[1:]
+    written = {name: run(model, f"{output_dir}/{name}", options) for name, options in json.loads(runs).items()}
+    if failures:
+        import fail_ddp
 
-    written["failed"] = fail_ddp.run_all(model, output_dir)
-with open(f"{output_dir}/rank{PartialState().process_index}.json", "w") as file:
-    json.dump(written, file)
+        written["failed"] = fail_ddp.run_all(model, output_dir)
+    with open(f"{output_dir}/rank{PartialState().process_index}.json", "w") as file:
+        json.dump(written, file)

@@ -85,7 +85,7 @@ def test_bounds_are_those_of_the_installed_packages():
     ],
 )
 def test_gpus_that_lack_an_instruction_of_the_scheme(capability, scheme, expected):
-    assert levels(doctor.check_gpu("GPU", capability, scheme and get_scheme(scheme))) == expected
+    assert levels(doctor.check_gpu("GPU", capability, scheme and [get_scheme(scheme)])) == expected
 
 
 def test_kernels_that_fail_or_are_emulated():

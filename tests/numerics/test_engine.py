@@ -320,6 +320,13 @@ def test_an_engine_on_another_processor_is_refused(key, value, message):
         check_arithmetic({"arithmetic": theirs | {key: value}})
 
 
+def test_an_engine_that_fills_up_adapters_to_another_rank_is_refused():
+    theirs = kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    check_arithmetic({"arithmetic": theirs, "lora": {"max_rank": 8}}, adapter_rank=8)
+    with pytest.raises(ValueError, match="max_lora_rank: learner 8, engine 64"):
+        check_arithmetic({"arithmetic": theirs, "lora": {"max_rank": 64}}, adapter_rank=8)
+
+
 def test_a_log_prob_that_is_not_known_does_not_pass_for_equal():
     old, sampling = torch.zeros(2, 3), torch.zeros(2, 3)
     sampling[1, 1] = torch.nan

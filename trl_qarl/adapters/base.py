@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from trl.trainer.utils import create_model_from_path
 from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model, base_modules
-from ..quantization.schemes import QuantScheme
+from ..quantization.plan import QuantPlan
+from ..quantization.selection import reasons_to_skip
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen
 from ..quantization.tensors import LowBitTensor
 from .tensors import CONFIG_FILE, is_adapter_folder, saved_adapter_config
@@ -95,14 +97,14 @@ def _as_linear(config: "PeftConfig") -> "PeftConfig":
 
 
 def prepare_base(
-    model: nn.Module, scheme: QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
+    model: nn.Module, plan: QuantPlan, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
     """
     Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop the masters that are not
     needed, unless they are to be kept or are gone already.
 
     Raises:
-        ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint does not have `scheme`.
+        ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint does not have the schemes of `plan`.
     """
     layers = quantized_layers(model)
     if any(layer.is_frozen for layer in layers.values()):
@@ -111,30 +113,38 @@ def prepare_base(
                 "lora_mode='merged' quantizes base and adapter together, but the base comes from a low-bit checkpoint: its "
                 "masters are gone. Start from the high-precision checkpoint, or use lora_mode='adapter'."
             )
-        _check_same_scheme(layers, scheme, keep_masters, **arguments)
+        _check_same_schemes(model, plan, keep_masters, **arguments)
         _hide_from_ddp(model)
-        return report_frozen(model)
-    if not scheme.is_quantized:
+        return report_frozen(model, None if plan.is_uniform else plan)
+    if not plan.is_quantized:
         # Also a base that bitsandbytes has quantized.
-        return SwapReport(scheme, {}, {}, 0, 0, 0)
-    report = prepare_model(model, scheme, **arguments)
+        return SwapReport(plan, {}, {}, 0, 0, 0)
+    report = prepare_model(model, plan, **arguments)
     if is_merged:
         # PEFT is optional.
         from .merged import merge_adapters
 
         merge_adapters(model)
-    if not keep_masters and scheme.is_quantized:
+    if not keep_masters:
         report = replace(report, dropped_bytes=freeze_model(model))
         _hide_from_ddp(model)
     return report
 
 
-def keep_adapter_precise(model: nn.Module) -> None:
-    """Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing."""
+def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
+    """
+    Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing.
+
+    Args:
+        model (`nn.Module`):
+            The model with its adapter.
+        loaded (`Mapping[str, torch.Tensor]`):
+            The values, by the names of parameters, of an adapter that was loaded. Others keep what the rounding left.
+    """
     if getattr(base_model(model), "is_loaded_in_4bit", False):
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+                parameter.data = loaded.get(name, parameter.data).to(parameter.device, torch.float32)
 
 
 def _hide_from_ddp(model: nn.Module) -> None:
@@ -143,30 +153,46 @@ def _hide_from_ddp(model: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
-def _check_same_scheme(layers, scheme: QuantScheme, keep_masters: bool, exclude_modules, scale_dtype) -> None:
+def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, exclude_modules, scale_dtype) -> None:
     if keep_masters:
         raise ValueError(
             "quantize_learner=False needs the base in high precision, but it comes from a low-bit checkpoint. Leave out "
             "`quantize_learner`, or start from the high-precision checkpoint."
         )
-    layer = next(iter(layers.values()))
-    theirs, ours = (layer.scheme.name, layer.scale_dtype), (scheme.name, scale_dtype)
-    if scheme.scale_dtype is not None:
-        theirs, ours = theirs[:1], ours[:1]
-    sizes = {layer.group_size for layer in layers.values()}
-    if theirs != ours or any(
-        layer.group_size != scheme.group_size_for(layer.in_features) for layer in layers.values()
-    ):
+    layers = quantized_layers(model)
+    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
+    skipped = reasons_to_skip(model, {name: m for name, m in linears.items() if name not in layers}, None)
+    # Of one scheme alone the checkpoint says which layers have it.
+    ours = (
+        dict.fromkeys(layers, plan.schemes[0])
+        if plan.is_uniform and plan.schemes
+        else plan.assign(linears, skipped)[0]
+    )
+    differing = [name for name in dict.fromkeys([*layers, *ours]) if not _has_scheme(layers, name, ours, scale_dtype)]
+    if differing:
+        layer = layers.get(differing[0]) or next(iter(layers.values()))
+        sizes = {layer.group_size for layer in layers.values()}
+        names = "', '".join(dict.fromkeys(layer.scheme.name for layer in layers.values()))
         raise ValueError(
-            f"The base is a low-bit checkpoint of scheme {layer.scheme.name!r} with group sizes {sorted(map(str, sizes))} and "
-            f"scales in {layer.scale_dtype}; this run has scheme={scheme.name!r}, group_size={scheme.group_size} and scales in "
-            f"{scale_dtype} (`bf16`). Use the same, or start from the high-precision checkpoint."
+            f"The base is a low-bit checkpoint of scheme '{names}' with group sizes {sorted(map(str, sizes))} and "
+            f"scales in {layer.scale_dtype}; this run has scheme={plan.written!r}, group_size={plan.group_size} and scales in "
+            f"{scale_dtype} (`bf16`), and {len(differing)} layers differ, such as {differing[0]!r}. Use the same, or start from "
+            "the high-precision checkpoint."
         )
     if exclude_modules:
         raise ValueError(
             f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint says itself which layers are quantized. "
             "Remove it."
         )
+
+
+def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
+    if name not in layers or name not in ours:
+        return False
+    layer, scheme = layers[name], ours[name]
+    is_same_scale = scheme.scale_dtype is not None or layer.scale_dtype == scale_dtype
+    is_same_scheme = layer.scheme.name == scheme.name and layer.group_size == scheme.group_size_for(layer.in_features)
+    return is_same_scheme and is_same_scale
 
 
 @torch.no_grad()
@@ -201,11 +227,11 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
         )
         return
     theirs = json.loads(path.read_text())
-    names = ("scheme", "group_size", "scale_dtype", "base")
+    names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
     differing = [
         f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
         for name in names
-        if theirs.get(name) != record[name]
+        if theirs.get(name) != record.get(name)
     ]
     if differing:
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from transformers import trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..quantization.plan import QuantPlan
 from .marker import is_complete
 
 
@@ -38,15 +39,16 @@ torch.serialization.register_package(
 )
 
 
-def scheme_record(args, scheme, scale_dtype: torch.dtype) -> dict[str, Any]:
+def scheme_record(args, plan: QuantPlan, scale_dtype: torch.dtype) -> dict[str, Any]:
     """What the weights of a checkpoint were trained for."""
     excluded = args.exclude_modules
     return {
-        "scheme": scheme.name,
+        "scheme": plan.written,
         "quantize_learner": args.quantize_learner,
-        "group_size": scheme.group_size,
+        "group_size": plan.group_size,
         "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
         "scale_dtype": str(scale_dtype).removeprefix("torch."),
+        **plan.options,
     }
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_modules, base_state_dict
-from ..quantization.schemes import QuantScheme
+from ..quantization.schemes import QuantScheme, group_name
 from ..quantization.selection import stacked_experts
 from ..quantization.swap import quantized_layers
 from ..quantization.tensors import LowBitTensor
@@ -55,18 +55,17 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
     expression.
     """
     formats = quantized_formats(model)
-    by_format: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
-        by_format[scheme.name, group_size].append(name)
+        by_format[scheme, group_size].append(name)
     groups = {}
-    for index, ((_, group_size), names) in enumerate(by_format.items()):
-        scheme, _ = formats[names[0]]
-        groups[f"group_{index}"] = {
+    for index, ((scheme, group_size), names) in enumerate(by_format.items()):
+        groups[group_name(index, scheme)] = {
             "targets": ["Linear"] if len(by_format) == 1 else _targets(names, formats),
             "weights": scheme.weight_args(group_size),
             "input_activations": scheme.activation_args,
             "output_activations": None,
-            "format": scheme.format,
+            "format": scheme.container.checkpoint_format,
         }
     checkpoint_formats = {group["format"] for group in groups.values()}
     return {

@@ -10,7 +10,6 @@ import torch
 from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
 from ..objectives.options import default
-from ..quantization.schemes import get_scheme
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
     LORA_MODES,
@@ -44,15 +43,16 @@ EXACT = ("require", "warn")
 
 def check_scheme(config) -> Iterator[str]:
     try:
-        get_scheme(config.scheme, config.group_size)
+        plan = config.plan
     except ValueError as error:
         yield str(error)
-    if config.scheme == "bf16" and not config.quantize_learner:
+        return
+    if not plan.is_quantized and not config.quantize_learner:
         yield (
-            "quantize_learner=False with scheme='bf16': there is no low-bit weight for the rollout to run. Choose a "
+            f"quantize_learner=False with scheme={config.scheme!r}: there is no low-bit weight for the rollout to run. Choose a "
             "quantized scheme, or leave out `quantize_learner`."
         )
-    if config.exclude_modules and config.scheme == "bf16":
+    if config.exclude_modules and not plan.is_quantized:
         yield f"exclude_modules={config.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
 
 

@@ -6,6 +6,7 @@ what masters, gradients, AdamW's two moments (float32 each) and the low-bit weig
 come on top.
 """
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
-from ..quantization.schemes import QuantScheme
+from ..quantization.plan import QuantPlan, get_plan
+from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
 from ..quantization.swap import SwapReport, prepare_model
 
 
@@ -129,7 +131,7 @@ def _check_was_run(name: str, version: str) -> list[Finding]:
     return [Finding("warning", text, "trl-qarl doctor --engine tries it: publication, audit and sampling")]
 
 
-def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None = None) -> list[Finding]:
+def check_gpu(name: str, capability: tuple[int, int], schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
     """
     A CUDA device against what the products of docs/schemes.md need.
 
@@ -138,16 +140,15 @@ def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None
             Name of the device.
         capability (`tuple[int, int]`):
             Its compute capability.
-        scheme ([`QuantScheme`], *optional*):
-            The only scheme to look at; all by default.
+        schemes (`Sequence[QuantScheme]`, *optional*):
+            The only schemes to look at; all by default.
     """
     findings = [Finding("ok", f"GPU {name}, compute capability {capability[0]}.{capability[1]}")]
     if capability < (8, 0):
         findings.append(
             Finding("warning", "this GPU has no bf16 arithmetic", "train in float32, or on capability 8.0 or newer")
         )
-    is_float = scheme is None or scheme.activation_type == "float"
-    if is_float and capability < (8, 9):
+    if any(scheme.activation == E4M3 for scheme in schemes or SCHEMES.values()) and capability < (8, 9):
         findings.append(
             Finding(
                 "warning",
@@ -155,10 +156,10 @@ def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None
                 "use w4a16 or w8a8, or a GPU of compute capability 8.9",
             )
         )
-    if (scheme is None or scheme.has_fp8_scales) and capability != (9, 0):
+    if any(scheme.has_fp8_scales for scheme in schemes or SCHEMES.values()) and capability != (9, 0):
         findings.append(
             Finding(
-                "warning" if scheme is None else "error",
+                "warning" if schemes is None else "error",
                 "vLLM's kernel of w4a8 needs compute capability 9.0",
                 "use another scheme, or use_vllm=False",
             )
@@ -179,56 +180,63 @@ def check_kernels(lines: Iterable[str]) -> list[Finding]:
     return findings
 
 
-def check_model(model: nn.Module, scheme: QuantScheme) -> tuple[list[Finding], SwapReport | None]:
+def check_model(
+    model: nn.Module, scheme: QuantPlan | QuantScheme, exclude_modules: Sequence[str] | None = None
+) -> tuple[list[Finding], SwapReport | None]:
     """
-    Prepare `model`, which may be on the meta device, and say what the scheme does to it.
+    Prepare `model`, which may be on the meta device, and say what the plan does to it.
 
     Args:
         model (`nn.Module`):
             Unquantized model, changed in place.
-        scheme ([`QuantScheme`]):
-            Scheme to apply.
+        scheme ([`~trl_qarl.quantization.plan.QuantPlan`] or [`QuantScheme`]):
+            Plan to apply, or one scheme for every layer.
+        exclude_modules (`Sequence[str]`, *optional*):
+            Layers to leave alone.
 
     Returns:
-        Findings: one error for each number of input features that the scheme cannot quantize; and the swap report, `None` where
+        Findings: one error for each number of input features that a scheme cannot quantize; and the swap report, `None` where
         nothing can be quantized.
     """
+    plan = get_plan(scheme)
     refused = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             try:
-                scheme.group_size_for(module.in_features)
+                plan.scheme_of(name).group_size_for(module.in_features)
             except ValueError as error:
                 refused[name] = str(error)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     try:
-        report = prepare_model(model, scheme, exclude_modules=list(refused) or None)
+        report = prepare_model(model, plan, exclude_modules=[*refused, *(exclude_modules or ())] or None)
     except ValueError as error:
         reasons = dict.fromkeys(refused.values()) or [str(error)]
-        return [Finding("error", f"scheme {scheme.name}: {reason}") for reason in reasons], None
+        return [Finding("error", f"scheme {plan.name}: {reason}") for reason in reasons], None
     findings = []
     for reason in dict.fromkeys(refused.values()):
         names = [name for name, why in refused.items() if why == reason and report.skipped[name] == "exclude_modules"]
         if names:
             some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
             findings.append(Finding("error", f"{len(names)} layers ({some}): {reason}"))
-    sizes = set(report.converted.values())
-    if scheme.group_size is not None and sizes - {scheme.group_size}:
-        count = sum(size != scheme.group_size for size in report.converted.values())
+    for size in dict.fromkeys(scheme.group_size for scheme in report.schemes.values()):
+        used = [report.converted[name] for name, scheme in report.schemes.items() if scheme.group_size == size]
+        smaller = sorted({found for found in used if found is not None and found != size})
+        if not smaller:
+            continue
+        count = sum(found != size for found in used)
         findings.append(
             Finding(
                 "warning",
-                f"group_size={scheme.group_size} does not divide the input of {count} of {len(report.converted)} layers, which "
-                f"get {sorted(size for size in sizes if size is not None and size != scheme.group_size)}",
-                f"--group_size {min(size for size in sizes if size is not None)} gives all layers one",
+                f"group_size={size} does not divide the input of {count} of {len(used)} layers, which get {smaller}",
+                f"--group_size {smaller[0]} gives all layers one",
             )
         )
-    if scheme.is_quantized:
+    if plan.is_quantized:
         share = report.bf16_bytes / 2 / num_weights
         findings.append(
             Finding(
                 "ok" if share >= 0.5 else "warning",
-                f"{len(report.converted)} linear layers with {share:.0%} of the {num_weights:,} weights become {scheme.name}: "
+                f"{len(report.converted)} linear layers with {share:.0%} of the {num_weights:,} weights become {plan.name}: "
                 f"{report.low_bit_bytes / 2**20:,.1f} MiB instead of {report.bf16_bytes / 2**20:,.1f} in bf16",
                 "" if share >= 0.5 else "embeddings, head and stacked experts stay in high precision: little is saved",
             )
@@ -287,20 +295,20 @@ def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
     )
 
 
-def check_engine(scheme: QuantScheme) -> list[Finding]:
+def check_engine(scheme: QuantPlan | QuantScheme) -> list[Finding]:
     """
     Start vLLM in this process with a tiny random model, publish to it, have it audited, and sample one prompt twice.
 
     Takes as long as a start of vLLM. Whatever goes wrong is a finding.
     """
     try:
-        return _try_engine(scheme)
+        return _try_engine(get_plan(scheme))
     except Exception as error:
         # vLLM raises whatever goes wrong below it; none of it may hide the other findings.
         return [Finding("error", f"vLLM failed: {type(error).__name__}: {_first_line(error)}", "see the log above")]
 
 
-def _try_engine(scheme: QuantScheme) -> list[Finding]:
+def _try_engine(plan: QuantPlan) -> list[Finding]:
     from ..quantization.gemm import has_fast_bf16
     from ..rollout.engines import make_engine
     from ..rollout.publisher import Publisher
@@ -311,7 +319,7 @@ def _try_engine(scheme: QuantScheme) -> list[Finding]:
     dtype = torch.float32 if on_cpu and not has_fast_bf16() else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
         model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
-        prepare_model(model, scheme, scale_dtype=dtype)
+        prepare_model(model, _in_small(plan), scale_dtype=dtype)
         llm = make_engine(
             model,
             dtype,
@@ -334,11 +342,19 @@ def _try_engine(scheme: QuantScheme) -> list[Finding]:
     return [
         Finding(
             "ok",
-            f"vLLM took {result['publish/tensors']:.0f} tensors of a tiny {scheme.name} model in {result['publish/seconds']:.1f} s "
+            f"vLLM took {result['publish/tensors']:.0f} tensors of a tiny {plan.name} model in {result['publish/seconds']:.1f} s "
             f"and holds every one of them; it runs {names}",
         ),
         check_samples(samples),
     ]
+
+
+def _in_small(plan: QuantPlan) -> QuantPlan:
+    """Every scheme of a plan in the two layers of [`_tiny_model`], which are called otherwise than the layers of the plan."""
+    if plan.is_uniform or not plan.is_quantized:
+        return plan
+    parts = [f"re:.*layers.{layer}.{part}.*" for layer in (0, 1) for part in ("self_attn", "mlp")]
+    return get_plan(dict(zip(parts, itertools.cycle(plan.schemes))))
 
 
 def _tiny_model(folder: str):

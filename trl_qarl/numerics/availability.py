@@ -5,6 +5,7 @@ account is answered here: by the options alone ([`contradicting_options`]), by a
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model, base_modules
+from ..quantization.schemes import E4M3_CODES, INT4_PACKED, QuantScheme
 from . import cpu as kernels
 from . import cuda
 from .modules import ENGINE_OPERATIONS, TRANSPARENT, head_dim_of
@@ -101,9 +103,9 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tup
             "the learner would compute with other weights than the engine. Leave it out",
         ),
         (
-            not config.is_quantized or config.scheme in kernels.SCHEMES,
+            all(map(kernels.covers, _schemes(config))),
             f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *kernels.SCHEMES]} have",
+            f"its product has not been compared with the engine's; those of {['bf16', *kernels.covered_schemes()]} have",
         ),
         (
             not config.cast_lm_head_to_fp32,
@@ -129,6 +131,13 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tup
     ):
         if not is_met:
             yield option, reason
+
+
+def _schemes(config: Any) -> tuple[QuantScheme, ...]:
+    """Return the quantized schemes of a configuration; none where it is wrong, which its checks say."""
+    with suppress(ValueError):
+        return config.plan.schemes
+    return ()
 
 
 def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -190,18 +199,18 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
             f"{path!r} has a `forward` of its own on the instance, as accelerate's `device_map` sets one",
         )
         if isinstance(module, QuantizedLinear):
-            scheme = module.scheme.name
+            scheme = module.scheme
             yield (
-                scheme in kernels.SCHEMES,
-                f"{path!r} has scheme {scheme!r}, which is none of {list(kernels.SCHEMES)}",
+                kernels.covers(scheme),
+                f"{path!r} has scheme {scheme.name!r}, which is none of {kernels.covered_schemes()}",
             )
             yield (
-                not on_gpu or scheme != "fp8" or torch.cuda.get_device_capability() >= (8, 9),
-                f"{path!r} has scheme 'fp8', which vLLM runs with 16-bit activations below compute capability 8.9",
+                not on_gpu or scheme.container != E4M3_CODES or torch.cuda.get_device_capability() >= (8, 9),
+                f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
             )
             shape = tuple(module.weight.shape)
             yield (
-                scheme != "w4a16" or not is_engine or not any(size % 32 for size in shape),
+                scheme.container != INT4_PACKED or not is_engine or not any(size % 32 for size in shape),
                 f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",
             )
 

@@ -31,8 +31,9 @@ import torch
 import torch.nn.functional as F
 
 from ..packages import installed
+from ..quantization.formats import int4_packed
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
-from ..quantization.quantize import unpack_int4
+from ..quantization.schemes import E4M3, E4M3_CODES, INT4_PACKED, INT8, INT8_CODES, SCHEMES, QuantScheme
 from ..quantization.tensors import LowBitTensor
 from . import cuda, portable
 from .compare import first_difference
@@ -40,10 +41,11 @@ from .compare import first_difference
 
 __all__ = [
     "KV_BLOCK_SIZE",
-    "SCHEMES",
     "PackedInt4Linear",
     "PackedLinear",
     "attention",
+    "covered_schemes",
+    "covers",
     "describe_arithmetic",
     "dispatch_row_invariant",
     "has_engine_kernels",
@@ -59,12 +61,20 @@ __all__ = [
     "silu_mul",
 ]
 
-SCHEMES = ("w4a16", "w8a8", "fp8")
-"""Schemes whose products learner and engine share."""
 
 KV_BLOCK_SIZE = 128
 MIN_ROWS = 5
 """Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
+
+
+def covers(scheme: QuantScheme) -> bool:
+    """Whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
+    return (scheme.container, scheme.activation) in ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
+
+
+def covered_schemes() -> list[str]:
+    """Names of the schemes that [`covers`] knows."""
+    return [name for name, scheme in SCHEMES.items() if covers(scheme)]
 
 
 def has_engine_kernels() -> bool:
@@ -199,13 +209,13 @@ class PackedInt4Linear:
 
     Args:
         low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
-            Weight `(N, K)` of scheme `w4a16`, both multiples of 32.
+            Weight `(N, K)` in the container `int4-packed`, both multiples of 32.
     """
 
     name = "vllm::cpu_gemm_wna16"
 
     def __init__(self, low_bit: LowBitTensor):
-        codes = unpack_int4(low_bit.qdata).t()
+        codes = int4_packed.unsigned_codes(low_bit.qdata).t()
         num_inputs = codes.shape[0]
         # Blocks of 16 output channels with 8 codes per int32.
         shifts = 4 * torch.arange(8, dtype=torch.int32)

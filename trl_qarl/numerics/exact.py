@@ -42,10 +42,10 @@ class Exactness:
         """Whether sequences may be so long that the engine rounds otherwise."""
         return not self.is_required
 
-    def check_engine(self, engine: Mapping[str, Any], on_gpu: bool) -> None:
+    def check_engine(self, engine: Mapping[str, Any], on_gpu: bool, adapter_rank: int | None = None) -> None:
         """[`check_arithmetic`], where exactness is required."""
         if self.is_required:
-            check_arithmetic(engine, on_gpu)
+            check_arithmetic(engine, on_gpu, adapter_rank)
 
     def check(
         self,
@@ -87,7 +87,7 @@ class Exactness:
         self._has_warned = self._warns_once
 
 
-def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False) -> None:
+def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_rank: int | None = None) -> None:
     """
     Raise unless the engine of that description computes with the kernels that this process has.
 
@@ -97,6 +97,8 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False) -> None:
             [`trl_qarl.numerics.cuda`] under `"arithmetic"`.
         on_gpu (`bool`, *optional*, defaults to `False`):
             Whether the learner is on a GPU.
+        adapter_rank (`int`, *optional*):
+            Rank to which the learner fills up adapters beside its layers.
 
     Raises:
         ValueError: naming both values of everything that differs.
@@ -104,6 +106,8 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False) -> None:
     # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
     ours = cuda.describe_arithmetic() if on_gpu else kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     theirs = engine.get("arithmetic") or {}
+    if adapter_rank is not None:
+        ours, theirs = ours | {"max_lora_rank": adapter_rank}, theirs | {"max_lora_rank": engine["lora"]["max_rank"]}
     lines = [
         f"{name}: learner {ours[name]}, engine {theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]
     ]

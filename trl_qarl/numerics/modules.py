@@ -22,6 +22,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import weight_version
+from ..quantization.schemes import INT4_PACKED
 from ..quantization.tensors import LowBitTensor
 from . import cpu as kernels
 from . import cuda, ops
@@ -91,7 +92,7 @@ def engine_product(
     """
     if kernels.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
-    if low_bit.scheme.name != "w4a16":
+    if low_bit.scheme.container != INT4_PACKED:
         return low_bit_linear(rows, low_bit, bias)
     if not kernels.has_engine_kernels():
         return low_bit_linear(rows, low_bit, bias, row_invariant=True)

@@ -129,9 +129,10 @@ def start_command(args, model, dtype: torch.dtype) -> str:
     """The command with which a user starts a server for a prepared `model` and a [`QaRLConfig`]."""
     options = {
         "model": model.name_or_path,
-        "scheme": args.scheme,
-        "group_size": args.group_size,
+        "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
+        "group_size": args.group_size if isinstance(args.scheme, str) else None,
         "exclude_modules": args.exclude_modules,
+        **args.plan.options,
         "dtype": str(dtype).removeprefix("torch."),
         "max_lora_rank": lora_arguments(model).get("max_lora_rank"),
         "numerics": "engine" if _is_repeated_on_gpu(model) else None,

@@ -5,6 +5,7 @@ process of `vllm_server_autostart=True`.
 
 import atexit
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..quantization.schemes import scheme_of_group
 from ..wire.handshake import TOKEN_VARIABLE, make_token
 from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir, remove_leftover_dirs
@@ -137,8 +139,8 @@ def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str,
     Raises:
         ValueError: for `w4a8` on a CPU or in another dtype than bfloat16.
     """
-    groups = (quantization_config or {}).get("config_groups", {}).values()
-    if not any(group["weights"]["num_bits"] == 4 and group["input_activations"] for group in groups):
+    schemes = itertools.starmap(scheme_of_group, (quantization_config or {}).get("config_groups", {}).items())
+    if not any(scheme is not None and scheme.has_fp8_scales for scheme in schemes):
         return
     if on_cpu:
         raise ValueError(

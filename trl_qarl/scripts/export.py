@@ -6,9 +6,10 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..quantization.schemes import SCHEMES
+from ..quantization.plan import get_plan
 from ..telemetry.run_files import METRICS_FILE
 from .errors import EXIT_PUSH_FAILED, configuration_errors
+from .plan_options import EDGES, add_plan_options, plan_of
 
 
 __all__ = ["main", "make_parser", "merge_with_record", "read_history", "read_record"]
@@ -31,14 +32,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="master weights: hub id or folder; or a folder with an adapter",
     )
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--scheme", choices=list(SCHEMES), help="quantization scheme")
-    parser.add_argument("--group_size", type=int, help="group size for w4a16: 32, 64 or 128 (default)")
-    parser.add_argument(
-        "--exclude_modules",
-        nargs="+",
-        metavar="NAME",
-        help="linear layers to leave alone: names, last components, or regular expressions over the whole name",
-    )
+    add_plan_options(parser, default=None)
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
@@ -72,10 +66,9 @@ def main(args: Namespace) -> int:
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint import uploads as hub
     from ..checkpoint.batch import SCHEME_FILE
-    from ..checkpoint.cards import TrainingFacts
+    from ..checkpoint.cards import TrainingFacts, described_settings
     from ..checkpoint.export import export_checkpoint
     from ..checkpoint.serving import folder_size, serve_command, serve_words
-    from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
@@ -111,21 +104,20 @@ def main(args: Namespace) -> int:
             ) from error
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         dtype = getattr(torch, settings["scale_dtype"])
-        scheme = get_scheme(settings["scheme"], settings["group_size"])
+        plan = plan_of(settings)
         arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": dtype}
         if has_adapter:
-            report = prepare_base(model, scheme, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
+            report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
             print(report)
             check_record(args.model_name_or_path, settings | {"base": base_fingerprint(model)})
             if args.merge_adapter:
                 model, loss = merge_adapter(model)
                 print(f"Warning: {loss}")
         else:
-            report = prepare_model(model, scheme, **arguments)
+            report = prepare_model(model, plan, **arguments)
             print(report)
-        known = {
-            name: settings.get(name) for name in ("objective", "quantize_learner", "group_size", "exclude_modules")
-        }
+        shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
+        known = {name: settings.get(name) for name in shown} | described_settings(plan)
         facts = TrainingFacts(
             {name: value for name, value in known.items() if value is not None},
             read_history(args.model_name_or_path),
@@ -138,7 +130,7 @@ def main(args: Namespace) -> int:
     if repo_id is not None:
         upload = hub.policy_upload(repo_id, folder)
         try:
-            message = f"Low-bit checkpoint ({settings['scheme']})"
+            message = f"Low-bit checkpoint ({plan.name})"
             hub.push([upload], message, private=args.hub_private_repo or None, revision=args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
@@ -204,7 +196,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
         return value is None or isinstance(value, str) or _is_list_of_names(value)
 
     for name, is_valid, allowed in (
-        ("scheme", lambda value: value in list(SCHEMES), f"one of {list(SCHEMES)}"),
+        ("scheme", lambda value: isinstance(value, str | dict), "a scheme's name or a mapping from patterns to names"),
         ("group_size", lambda value: value is None or type(value) is int, "a number or null"),
         ("exclude_modules", is_exclude_modules, "a string, a list of strings or null"),
         ("scale_dtype", lambda value: value in DTYPES, f"one of {list(DTYPES)}"),
@@ -213,6 +205,10 @@ def read_record(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"{path} has no entry {name!r}. {advice}")
         if not is_valid(record[name]):
             raise ValueError(f"{path}: {name}={record[name]!r} is not {allowed}. {advice}")
+    try:
+        plan_of(record)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error} {advice}") from None
     return record
 
 
@@ -233,7 +229,8 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
             Where the master weights come from, for messages.
 
     Returns:
-        `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`.
+        `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`, and `high_precision_first` or `high_precision_last` where there
+        are such layers.
 
     Raises:
         ValueError: if an option contradicts the record, or if there is neither a record nor `--scheme`.
@@ -243,17 +240,21 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         "group_size": args.group_size,
         "exclude_modules": args.exclude_modules,
         "scale_dtype": args.dtype,
+        **{name: getattr(args, name) or None for name in EDGES},
     }
     if record is None:
         if args.scheme is None:
             raise ValueError(f"{source} does not say how it was trained (no qarl.json). Give `--scheme`.")
         return {**given, "scale_dtype": args.dtype or "bfloat16"}
+    if isinstance(args.scheme, dict) and get_plan(args.scheme, args.group_size).written == record["scheme"]:
+        # The same in other words.
+        given |= {"scheme": None, "group_size": None}
     for name, value in given.items():
         # A record of Python may hold the one name or expression that is a list of one here.
-        if value is not None and value not in (record[name], [record[name]]):
+        if value is not None and value not in (record.get(name), [record.get(name)]):
             option = "dtype" if name == "scale_dtype" else name
             raise ValueError(
-                f"--{option}={value!r} contradicts the {record[name]!r} with which {source} was trained (qarl.json): "
+                f"--{option}={value!r} contradicts the {record.get(name)!r} with which {source} was trained (qarl.json): "
                 f"the policy would not be the one that was trained. Leave `--{option}` out, or delete qarl.json to "
                 "quantize the master weights anew."
             )

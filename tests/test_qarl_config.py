@@ -11,10 +11,15 @@ from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
 from trl_qarl.checks.options import low_precision_masters
-from trl_qarl.checks.refused import MODEL_INIT_KWARGS_REFUSED, REFUSED, REFUSED_BY_TBPO
-from trl_qarl.objectives.presets import OBJECTIVES, PRESETS
+from trl_qarl.checks.refused import MODEL_INIT_KWARGS_REFUSED, REFUSED
+from trl_qarl.objectives.presets import Preset
+from trl_qarl.objectives.registry import OBJECTIVES, all_objectives
+from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.quantization.plan import get_plan
+
+
+PRESETS = {name: objective for name, objective in all_objectives().items() if isinstance(objective, Preset)}
 
 
 def config(tmp_path, **kwargs):

@@ -12,7 +12,7 @@ from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .checkpoint.uploads import HUB_EXPORTS
-from .checks.objective import check_objective, check_ratios, default, refused_by_tbpo
+from .checks.objective import check_objective, check_ratios, refused_by_objective
 from .checks.options import (
     EXACT,
     NUMERICS,
@@ -29,8 +29,9 @@ from .checks.options import (
     raise_problems_of_config,
     refused_by_all,
 )
-from .checks.refused import LORA_MODES, UNSET
-from .objectives.presets import OBJECTIVES, PRESETS
+from .checks.refused import LORA_MODES
+from .objectives.options import UNSET, trl_default
+from .objectives.registry import OBJECTIVES, get_objective
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import QuantPlan, get_plan, parse_scheme
 
@@ -221,12 +222,13 @@ class QaRLConfig(GRPOConfig):
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
         problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
         problems += check_adapters(self)
-        not_of_tbpo = [*refused_by_tbpo(self)] if self.objective == "tbpo" else []
+        refused = [*refused_by_objective(self)]
         self._apply_objective()
         problems += [*check_ratios(self), *check_inherited(self), *check_probe(self), *check_vllm(self)]
         problems += check_hub(self)
-        raise_problems_of_config(problems, not_of_tbpo, loss_type if loss_type in OBJECTIVES else "grpo")
-        is_on_policy = self.objective in PRESETS and PRESETS[self.objective].is_on_policy
+        alternative = loss_type if loss_type in OBJECTIVES else "grpo"
+        raise_problems_of_config(problems, self.objective, refused, alternative)
+        is_on_policy = get_objective(self.objective).is_on_policy
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = (1 if is_on_policy else 8) * self.gradient_accumulation_steps
         # transformers knows no such optimizer name; the trainer builds it.
@@ -276,19 +278,14 @@ class QaRLConfig(GRPOConfig):
         """Sets what `objective` decides, and TRL's defaults where an option of its loss was not given."""
         if self.objective not in OBJECTIVES:
             return
-        preset = PRESETS.get(self.objective)
-        self.loss_type = self.objective if preset is None else "grpo"
-        if preset is not None:
-            for name, value in preset.options.items():
+        objective = get_objective(self.objective)
+        self.loss_type = objective.loss_type
+        for name, value in objective.options.items():
+            setattr(self, name, value)
+        for name, value in objective.defaults.items():
+            if getattr(self, name) is None:
                 setattr(self, name, value)
-            for name, value in preset.defaults.items():
-                if getattr(self, name) is None:
-                    setattr(self, name, value)
-        if self.objective == "tbpo":
-            # TBPO has a mismatch weight of its own; TRL would compute one that nothing uses, and log it.
-            self.vllm_importance_sampling_correction = False
-            return
-        for name in UNSET:
+        for name in UNSET if objective.takes_options_of_trl else ():
             is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
             if getattr(self, name) is None and not is_unused:
-                setattr(self, name, default(GRPOConfig, name))
+                setattr(self, name, trl_default(name))

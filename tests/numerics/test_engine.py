@@ -320,7 +320,7 @@ def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tm
 def test_fast_numerics_are_chosen_with_a_reason(tmp_path, caplog, monkeypatch, arguments, reason):
     # No engine is needed to choose.
     monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", lambda **kwargs: None)
-    with caplog.at_level("INFO", "trl_qarl.qarl_trainer"):
+    with caplog.at_level("INFO", "trl_qarl.policy"):
         trainer = make_trainer(tmp_path, **({"numerics": None} | arguments))
     assert trainer.numerics == "fast"
     (message,) = [record.message for record in caplog.records if record.message.startswith("numerics=")]

@@ -17,13 +17,12 @@ from trl_qarl.adapters.base import prepare_base
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import ops, portable
 from trl_qarl.numerics.attach import (
-    COVERED_CLASSES,
     attach_engine_numerics,
-    check_engine_numerics,
     detach_engine_numerics,
     engine_numerics,
     has_engine_numerics,
 )
+from trl_qarl.numerics.availability import COVERED_CLASSES, check_engine_numerics
 from trl_qarl.numerics.ops import token_log_probs
 from trl_qarl.quantization.gemm import linear_in_blocks
 from trl_qarl.quantization.tensors import LowBitTensor

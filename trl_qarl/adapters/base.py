@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ __all__ = [
     "keep_adapter_precise",
     "load_adapter",
     "load_base",
-    "load_start",
+    "load_policy",
     "prepare_base",
 ]
 
@@ -43,23 +44,23 @@ logger = logging.getLogger(__name__)
 RECORD_FILE = "qarl.json"
 
 
-def load_start(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any] | None) -> str | nn.Module:
+def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any]) -> nn.Module:
     """
-    What to train for `model="..."`: a folder with an adapter is loaded on the base it names, to go on training; a low-bit
-    checkpoint that gets an adapter is loaded without a high-precision copy. Everything else stays a name, which TRL loads.
+    Load what is trained for `model="..."`: a folder with an adapter on the base it names, to go on training; a low-bit
+    checkpoint that gets an adapter without a high-precision copy; everything else as TRL does.
     """
-    kwargs = dict(model_init_kwargs or {})
     if is_adapter_folder(name_or_path):
-        return load_adapter(name_or_path, kwargs, is_trainable=True)
-    if peft_config is not None and is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
+        return load_adapter(name_or_path, model_init_kwargs, is_trainable=True)
+    if peft_config is not None and is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
         _as_linear(peft_config)
-        return load_base(name_or_path, kwargs)
-    return name_or_path
+        return load_base(name_or_path, model_init_kwargs)
+    return create_model_from_path(name_or_path, **model_init_kwargs)
 
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
     """The base model, in the precision of its checkpoint: low-bit without masters, or high."""
-    kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None}
+    # Without a `device_map` one is chosen, which several processes must not have.
+    kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
         return create_model_from_path(name_or_path, **kwargs)
     known = ("dtype", "revision", "trust_remote_code", "attn_implementation")
@@ -132,12 +133,20 @@ def prepare_base(
     return report
 
 
-def keep_adapter_precise(model: nn.Module) -> None:
-    """Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing."""
+def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
+    """
+    Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing.
+
+    Args:
+        model (`nn.Module`):
+            The model with its adapter.
+        loaded (`Mapping[str, torch.Tensor]`):
+            The values, by the names of parameters, of an adapter that was loaded. Others keep what the rounding left.
+    """
     if getattr(base_model(model), "is_loaded_in_4bit", False):
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+                parameter.data = loaded.get(name, parameter.data).to(parameter.device, torch.float32)
 
 
 def _hide_from_ddp(model: nn.Module) -> None:

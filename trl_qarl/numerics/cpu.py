@@ -55,6 +55,7 @@ __all__ = [
     "one_pass_requests",
     "queries_in_one_pass",
     "reason_against",
+    "reason_against_installation",
     "reason_not_to_call",
     "rms_norm",
     "rotate",
@@ -111,14 +112,19 @@ def reason_against() -> str | None:
     return None if difference is None else f"vLLM {_vllm_version()} is installed, and {difference}"
 
 
-@lru_cache(maxsize=1)
-def reason_not_to_call() -> str | None:
-    """Why vLLM's kernels for CPUs cannot be called in this process at all, or `None`."""
+def reason_against_installation() -> str | None:
+    """Why vLLM's kernels for CPUs cannot be called here, as far as that can be said without loading vLLM, or `None`."""
     if find_spec("vllm") is None:
         return "vLLM for CPUs is not installed"
     # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
-    if not torch.cpu._is_avx512_supported():
-        return "this processor has no AVX512"
+    return None if torch.cpu._is_avx512_supported() else "this processor has no AVX512"
+
+
+@lru_cache(maxsize=1)
+def reason_not_to_call() -> str | None:
+    """Why they cannot be called in this process at all, or `None`."""
+    if reason := reason_against_installation():
+        return reason
     from vllm.platforms import current_platform
 
     # Loads the build for this processor's instructions, which registers its operators.

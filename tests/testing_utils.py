@@ -126,7 +126,7 @@ def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
 
 def set_engine_environment(patch) -> None:
     """What vLLM in this process needs and would set itself, by a monkeypatch, so that the test's end takes it back."""
-    from trl_qarl.rollout.server_process import cpu_environment
+    from trl_qarl.rollout.server_command import cpu_environment
 
     for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         patch.setenv(name, value)

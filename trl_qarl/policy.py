@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from trl.trainer.base_trainer import _BaseTrainer
 
-from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_policy, prepare_base
+from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.engine import lora_arguments
 from .adapters.tensors import describe_adapter, is_adapter_folder
-from .checkpoint.batch import scheme_record
 from .checkpoint.cards import described_settings
 from .checkpoint.export import export_checkpoint
+from .checkpoint.record import check_record, scheme_record
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, check_launch, problems_of_masters
 from .checks.options import raise_problems

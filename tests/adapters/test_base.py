@@ -5,11 +5,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config, product_reference, relative_error
-from trl_qarl.adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
+from trl_qarl.adapters.base import base_fingerprint, load_adapter, prepare_base
 from trl_qarl.adapters.merge_at_export import merge_adapter
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors, is_adapter_folder
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import load_frozen_model
+from trl_qarl.checkpoint.record import check_record
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.names import is_peft_model
 from trl_qarl.quantization.plan import get_plan

@@ -27,7 +27,7 @@ from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.quantize import quantize_activation
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
-from trl_qarl.rollout.server_process import build_server_command
+from trl_qarl.rollout.server_command import build_server_command
 
 
 HAS_VLLM = kernels._vllm_version().startswith(tuple(f"{release}." for release in cuda.KNOWN_VLLM))

@@ -19,7 +19,8 @@ from trl_qarl.numerics.exact import check_arithmetic, describe_difference, large
 from trl_qarl.rollout.engines import make_engine
 from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.rollout.scoring import prompt_log_probs
-from trl_qarl.rollout.server_process import cpu_environment, free_port
+from trl_qarl.rollout.server_command import cpu_environment
+from trl_qarl.rollout.server_process import free_port
 from trl_qarl.rollout.transports import DirectTransport
 
 

@@ -2,9 +2,8 @@ import re
 
 import pytest
 
-from trl_qarl.quantization.plan import get_plan
+from trl_qarl.quantization.plan import get_plan, plan_of
 from trl_qarl.scripts import doctor, export, vllm_serve
-from trl_qarl.scripts.plan_options import plan_of
 
 
 REQUIRED = {

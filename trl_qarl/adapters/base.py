@@ -29,19 +29,9 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-__all__ = [
-    "base_fingerprint",
-    "check_record",
-    "keep_adapter_precise",
-    "load_adapter",
-    "load_base",
-    "load_policy",
-    "prepare_base",
-]
+__all__ = ["base_fingerprint", "keep_adapter_precise", "load_adapter", "load_base", "load_policy", "prepare_base"]
 
 logger = logging.getLogger(__name__)
-
-RECORD_FILE = "qarl.json"
 
 
 def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any]) -> nn.Module:
@@ -218,25 +208,3 @@ def base_fingerprint(model: nn.Module) -> str:
 
 def _base_scale(layer: QuantizedLinear) -> torch.Tensor:
     return (layer.quantize(layer.weight) if layer.holds_adapter else layer.low_bit_weight()).scale
-
-
-def check_record(folder: str | Path, record: dict[str, Any]) -> None:
-    """Raises `ValueError` if the adapter in `folder` was trained beside another base or scheme than those of `record`."""
-    path = Path(folder) / RECORD_FILE
-    if not path.is_file():
-        logger.warning(
-            "%s has no %s, so whether its adapter fits this base and scheme is not known.", folder, RECORD_FILE
-        )
-        return
-    theirs = json.loads(path.read_text())
-    names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
-    differing = [
-        f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
-        for name in names
-        if json.dumps(theirs.get(name)) != json.dumps(record.get(name))
-    ]
-    if differing:
-        raise ValueError(
-            f"The adapter in {folder} was trained beside another low-bit base ({'; '.join(differing)}); `base` is a "
-            "fingerprint of its scales. Use the same base, scheme, group_size and bf16, or train a new adapter."
-        )

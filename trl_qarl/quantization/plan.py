@@ -22,7 +22,7 @@ from typing import Any
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
-__all__ = ["FUSED", "QuantPlan", "check_fused", "get_plan", "parse_scheme"]
+__all__ = ["EDGES", "FUSED", "QuantPlan", "check_fused", "get_plan", "parse_scheme", "plan_of"]
 
 DEFAULT = "_default"
 _EXPRESSION = "re:"
@@ -342,3 +342,12 @@ def _decoder_layers(names: list[str]) -> dict[str, int]:
             f"{[stack[1:] for stack in chosen] or 'none'}. Name the layers in `exclude_modules`."
         )
     return next(iter(chosen.values()))
+
+
+EDGES = ("high_precision_first", "high_precision_last")
+
+
+def plan_of(options: Mapping[str, Any]) -> QuantPlan:
+    """Return the plan of a command's options, or of a record."""
+    edges = {name: options.get(name) or 0 for name in EDGES}
+    return get_plan(options["scheme"], options.get("group_size"), **edges)

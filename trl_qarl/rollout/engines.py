@@ -18,7 +18,8 @@ from ..quantization.swap import quantized_layers
 from ..wire.protocol import FILE_BACKEND, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .publisher import largest_chunk
-from .server_process import ServerProcess, build_server_command, check_engine_runs, cpu_environment
+from .server_command import build_server_command, check_engine_runs, cpu_environment
+from .server_process import ServerProcess
 
 
 __all__ = ["load_engine", "make_engine", "server_process", "start_command"]

@@ -2,8 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 
+from ..quantization.plan import EDGES, plan_of
 from .errors import configuration_errors
-from .plan_options import EDGES, add_plan_options, plan_of
+from .plan_options import add_plan_options
 
 
 __all__ = ["main", "make_parser"]

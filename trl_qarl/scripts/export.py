@@ -6,15 +6,14 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..quantization.plan import get_plan
+from ..checkpoint.record import DTYPES, read_record
+from ..quantization.plan import EDGES, get_plan, plan_of
 from ..telemetry.run_files import METRICS_FILE
 from .errors import EXIT_PUSH_FAILED, configuration_errors
-from .plan_options import EDGES, add_plan_options, plan_of
+from .plan_options import add_plan_options
 
 
-__all__ = ["main", "make_parser", "merge_with_record", "read_history", "read_record"]
-
-DTYPES = ("bfloat16", "float16", "float32")
+__all__ = ["main", "make_parser", "merge_with_record", "read_history"]
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -61,13 +60,13 @@ def main(args: Namespace) -> int:
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from ..adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
+    from ..adapters.base import base_fingerprint, load_adapter, prepare_base
     from ..adapters.merge_at_export import merge_adapter
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint import uploads as hub
-    from ..checkpoint.batch import SCHEME_FILE
     from ..checkpoint.cards import TrainingFacts, described_settings
     from ..checkpoint.export import export_checkpoint
+    from ..checkpoint.record import SCHEME_FILE, check_record
     from ..checkpoint.serving import folder_size, serve_command, serve_words
     from ..quantization.swap import prepare_model
 
@@ -175,45 +174,6 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     except ValueError:
         # The last line of a run that was killed; the card then has no results.
         return []
-
-
-def read_record(path: str | Path) -> dict[str, Any]:
-    """
-    Read the `qarl.json` that a trainer wrote beside its master weights.
-
-    Raises:
-        ValueError: naming the file and what is wrong with it: not JSON, an entry missing or of another kind.
-    """
-    advice = "Restore it from another checkpoint of the run, or delete it and give `--scheme`."
-    try:
-        record = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} holds a {type(record).__name__}, not an object. {advice}")
-
-    def is_exclude_modules(value):
-        return value is None or isinstance(value, str) or _is_list_of_names(value)
-
-    for name, is_valid, allowed in (
-        ("scheme", lambda value: isinstance(value, str | dict), "a scheme's name or a mapping from patterns to names"),
-        ("group_size", lambda value: value is None or type(value) is int, "a number or null"),
-        ("exclude_modules", is_exclude_modules, "a string, a list of strings or null"),
-        ("scale_dtype", lambda value: value in DTYPES, f"one of {list(DTYPES)}"),
-    ):
-        if name not in record:
-            raise ValueError(f"{path} has no entry {name!r}. {advice}")
-        if not is_valid(record[name]):
-            raise ValueError(f"{path}: {name}={record[name]!r} is not {allowed}. {advice}")
-    try:
-        plan_of(record)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error} {advice}") from None
-    return record
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:

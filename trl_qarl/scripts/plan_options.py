@@ -1,16 +1,13 @@
 """Options of commands that say which scheme each layer has."""
 
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping
 from typing import Any
 
-from ..quantization.plan import QuantPlan, get_plan, parse_scheme
+from ..quantization.plan import EDGES, get_plan, parse_scheme
 from ..quantization.schemes import SCHEMES
 
 
-__all__ = ["EDGES", "add_plan_options", "plan_of"]
-
-EDGES = ("high_precision_first", "high_precision_last")
+__all__ = ["add_plan_options"]
 
 
 def add_plan_options(parser: ArgumentParser, default: str | None, has_layers: bool = True) -> None:
@@ -47,12 +44,6 @@ def add_plan_options(parser: ArgumentParser, default: str | None, has_layers: bo
         parser.add_argument(
             f"--{name}", type=int, default=0, metavar="N", help=f"{end} decoder layers that stay in high precision"
         )
-
-
-def plan_of(options: Mapping[str, Any]) -> QuantPlan:
-    """Return the plan of a command's options, or of a record."""
-    edges = {name: options.get(name) or 0 for name in EDGES}
-    return get_plan(options["scheme"], options.get("group_size"), **edges)
 
 
 def _scheme(text: str) -> Any:

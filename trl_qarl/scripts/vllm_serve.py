@@ -6,12 +6,13 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from ..rollout.server_process import build_server_command
+from ..quantization.plan import plan_of
+from ..rollout.server_command import build_server_command
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
 from .errors import configuration_errors
-from .plan_options import add_plan_options, plan_of
+from .plan_options import add_plan_options
 
 
 __all__ = ["main", "make_parser"]

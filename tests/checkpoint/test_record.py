@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_qarl.checkpoint.batch import find_checkpoint, scheme_record, write_scheme
+from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.quantization.plan import get_plan
 
 

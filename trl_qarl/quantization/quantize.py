@@ -13,6 +13,17 @@ zero (an all-zero group) is replaced by the machine epsilon of its dtype. This i
 bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`), and the forward pass,
 publication, checkpoint and export all come to [`quantize_weight`].
 
+The rule above leaves the largest weight half a step from its code. A grid with *signed scales* puts it on the smallest one:
+
+    scale = w_max / qmin,  w_max the element of largest magnitude *with its sign*
+
+with `qmin` -2, -4 or -8, so that `w_max` is exactly this code and the scale has the opposite sign. Of `+a` and `-a` the
+negative one counts, wherever it stands, and `+a` becomes the largest code (7 for INT4), a whole step off, as does what lies within
+half a step of it. The arithmetic is float32 (float64 for such masters), so a 16-bit master has the codes of its float32
+copy. Division by a power of two is exact: of a bf16 master with bf16 scales `w_max` is kept as it is, and the scales of 3 and 2
+bits are 2 and 4 times those of 4, down to denormal numbers. Where rounding makes a scale smaller, codes are clamped.
+The rule is that of llama.cpp's `Q4_0` (https://github.com/ggml-org/llama.cpp/pull/729), which takes the first of `+a` and `-a`.
+
 `w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8 E4M3 and
 one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
 (`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So `s` is chosen such that the
@@ -37,7 +48,7 @@ import torch
 
 from .formats import int4_packed
 from .formats.registry import format_of
-from .schemes import Container, QuantScheme
+from .schemes import Container, Grid, QuantScheme
 
 
 __all__ = [
@@ -79,8 +90,10 @@ def quantize_weight(
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
         weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
+    if scheme.grid.has_signed_scales:
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     groups = weight.reshape(out_features, -1, group_size)
-    scale = groups.abs().amax(dim=-1) / scheme.grid.scale_divisor
+    scale = _largest(groups, scheme.grid) / scheme.grid.scale_divisor
     if scheme.has_fp8_scales:
         scale = _fp8_exact_scales(scale)
     scale = scale.to(scale_dtype)
@@ -145,6 +158,15 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
 def count_code_flips(before: torch.Tensor, after: torch.Tensor, container: Container) -> torch.Tensor:
     """Number of codes that differ between two `qdata`, as a 0-d int64 tensor on their device."""
     return format_of(container).count_flips(before, after)
+
+
+def _largest(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Largest magnitude of each group, with the sign of its element where `grid` has signed scales."""
+    if not grid.has_signed_scales:
+        return groups.abs().amax(dim=-1)
+    # Not `argmax`: which of several it finds depends on the order of the weights.
+    lowest, highest = groups.aminmax(dim=-1)
+    return torch.where(highest > -lowest, highest, lowest)
 
 
 def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,9 @@ wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], th
 | `w4a16` | INT4 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
 | `w3a16` | INT3 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
 | `w2a16` | INT2 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w4a16-signed` | INT4 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w3a16-signed` | INT3 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w2a16-signed` | INT2 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
 | `w8a16` | INT8 symmetric | `int8-packed` | output channel | none | `pack-quantized` |
 | `w8a8` | INT8 symmetric | `int8` | output channel | INT8, per token, dynamic | `int-quantized` |
 | `fp8` | FP8 E4M3 | `e4m3` | output channel | FP8 E4M3, per token, dynamic | `float-quantized` |
@@ -54,11 +57,15 @@ class Grid:
             `"int"` or `"float"`, as compressed-tensors calls it.
         num_bits (`int`):
             Bits that tell its codes apart.
+        has_signed_scales (`bool`, *optional*, defaults to `False`):
+            Whether the largest of the numbers that share a scale, with its sign, is the smallest code, which may make the
+            scale negative; else the largest magnitude is half the range of codes.
     """
 
     name: str
     type: Literal["int", "float"]
     num_bits: int
+    has_signed_scales: bool = False
 
     @property
     def quant_range(self) -> tuple[float, float]:
@@ -70,15 +77,23 @@ class Grid:
     @property
     def scale_divisor(self) -> float:
         """
-        `amax / scale`: half the code range, as compressed-tensors has it: 7.5 for INT4, 127.5 for INT8, 448 for E4M3.
+        What the largest number is divided by to give the scale: half the code range, as compressed-tensors has it (7.5 for INT4,
+        127.5 for INT8, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4).
         """
         qmin, qmax = self.quant_range
-        return (qmax - qmin) / 2
+        return qmin if self.has_signed_scales else (qmax - qmin) / 2
 
 
 INT2, INT3, INT4, INT8 = (Grid(f"int{bits}", "int", bits) for bits in (2, 3, 4, 8))
+INT2_SIGNED, INT3_SIGNED, INT4_SIGNED = (Grid(f"int{bits}-signed", "int", bits, True) for bits in (2, 3, 4))
 E4M3 = Grid("e4m3", "float", 8)
-GRIDS = {grid.name: grid for grid in (INT2, INT3, INT4, INT8, E4M3)}
+GRIDS = {grid.name: grid for grid in (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E4M3)}
+
+_AGAINST_SIGNED_SCALES = (
+    "Signed scales are for weights of 4 bits and fewer that meet 16-bit activations: what vLLM and CUTLASS make of the scales of "
+    "`w4a8` in FP8 follows from the largest of an output channel, so negative ones would be lost, and with 8 bits there is "
+    "nothing to gain. Use 'w4a16-signed', or the scheme without '-signed'."
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,8 @@ class Container:
             Group sizes that its kernels accept, largest first; empty for one scale per output channel.
         activations (`tuple[Grid | None, ...]`, *optional*, defaults to `(None,)`):
             Grids of activations that its kernels multiply with; `None` for activations that are left alone.
+        takes_signed_scales (`bool`, *optional*, defaults to `False`):
+            Whether it holds grids with signed scales, which all its kernels for 16-bit activations multiply by as they are.
     """
 
     name: str
@@ -111,18 +128,21 @@ class Container:
     word_size: int = 1
     group_sizes: tuple[int, ...] = ()
     activations: tuple[Grid | None, ...] = (None,)
+    takes_signed_scales: bool = False
 
     def holds(self, grid: Grid | None) -> bool:
         """Whether every code of `grid` is one of the container's, `None` standing for no grid at all."""
         if grid is None or self.type is None:
             return grid is None and self.type is None
+        if grid.has_signed_scales and not self.takes_signed_scales:
+            return False
         # Integers of fewer bits are integers of more; floating-point codes of fewer are not.
         return grid.type == self.type and (
             grid.num_bits <= self.num_bits if grid.type == "int" else grid.num_bits == self.num_bits
         )
 
 
-INT4_PACKED = Container("int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3))
+INT4_PACKED = Container("int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3), takes_signed_scales=True)
 INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
 INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
@@ -171,6 +191,11 @@ class QuantScheme:
             raise ValueError(
                 f"Scheme {self.name!r}: no kernel multiplies container {self.container.name!r} with activations in "
                 f"{self.activation and self.activation.name!r}. Choose one of {allowed}."
+            )
+        if self.grid is not None and self.grid.has_signed_scales and self.activation is not None:
+            raise ValueError(
+                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {self.activation.name!r}. "
+                + _AGAINST_SIGNED_SCALES
             )
         if self.group_size not in (self.group_sizes or (None,)):
             raise ValueError(
@@ -260,6 +285,9 @@ SCHEMES = {
         QuantScheme("w4a8", INT4, INT4_PACKED, 128, E4M3),
         QuantScheme("w3a16", INT3, INT4_PACKED, 128),
         QuantScheme("w2a16", INT2, INT4_PACKED, 128),
+        QuantScheme("w4a16-signed", INT4_SIGNED, INT4_PACKED, 128),
+        QuantScheme("w3a16-signed", INT3_SIGNED, INT4_PACKED, 128),
+        QuantScheme("w2a16-signed", INT2_SIGNED, INT4_PACKED, 128),
         QuantScheme("bf16", None, DENSE),
     )
 }
@@ -282,6 +310,8 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
         if scheme not in SCHEMES:
             meant = get_close_matches(scheme.lower(), SCHEMES, n=1)
             hint = f" Did you mean {meant[0]!r}?" if meant else ""
+            if scheme.removesuffix("-signed") in SCHEMES:
+                hint = f" {_AGAINST_SIGNED_SCALES}"
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.{hint}")
         scheme = SCHEMES[scheme]
     if group_size is None:
@@ -300,9 +330,10 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
 
 
 def group_name(index: int, scheme: QuantScheme) -> str:
-    """Key of a group of a `quantization_config`, which readers ignore: it names a grid that does not fill its container."""
-    fills = scheme.grid is None or scheme.grid.num_bits == scheme.container.num_bits
-    return f"group_{index}" if fills else f"group_{index}-{scheme.grid.name}"
+    """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's own."""
+    grid = scheme.grid
+    fills = grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales)
+    return f"group_{index}" if fills else f"group_{index}-{grid.name}"
 
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:

@@ -47,14 +47,14 @@ def update_to_step(before: Mapping[str, torch.Tensor], layers: Mapping[str, Quan
     Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it
     moves a master relative to the distance of neighbouring low-bit values.
 
-    `step` is the scale of the weight's group for integer codes. E4M3 codes lie `2^(max(floor(log2 |q|), -6) - 3)` scales
+    `step` is the magnitude of the scale of the weight's group for integer codes. E4M3 codes lie `2^(max(floor(log2 |q|), -6) - 3)` scales
     apart around the code `q`. NaN without layers.
     """
     total = count = 0.0
     for name, old in before.items():
         layer, rows = layers[name], _sampled_rows(layers[name])
         low_bit = layer.low_bit_weight()
-        scale = low_bit.scale[rows].float().unsqueeze(-1)  # (R, groups, 1)
+        scale = low_bit.scale[rows].float().abs().unsqueeze(-1)  # (R, groups, 1)
         change = (layer.master()[rows].float() - old.float()).abs().view(*scale.shape[:2], -1)
         if layer.scheme.grid.type == "float":
             codes = low_bit.qdata[rows].float().abs().view_as(change)

@@ -22,6 +22,7 @@ from ..quantization.schemes import QuantScheme
 from ..quantization.selection import reasons_to_skip
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen
 from ..quantization.tensors import LowBitTensor
+from ..quantization.walk import iter_layers
 from .tensors import CONFIG_FILE, is_adapter_folder, saved_adapter_config
 
 
@@ -194,15 +195,14 @@ def base_fingerprint(model: nn.Module) -> str:
     where nothing is quantized, the first row of each layer.
     """
     digest = hashlib.sha256()
-    layers = quantized_layers(model)
-    for name, module in base_modules(base_model(model)):
-        if not isinstance(module, nn.Linear):
-            continue
-        digest.update(f"{name}{tuple(module.weight.shape)}".encode())
-        if name in layers or not layers:
-            # Other layers are in high precision in a run and in 16 bits in its export.
-            tensor = _base_scale(layers[name]) if name in layers else module.weight[0].bfloat16()
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    is_quantized = bool(quantized_layers(model))
+    for layer in iter_layers(model):
+        for name, linear in layer.linears.items():
+            digest.update(f"{name}{tuple(linear.weight.shape)}".encode())
+            if isinstance(linear, QuantizedLinear) or not is_quantized:
+                # Other layers are in high precision in a run and in 16 bits in its export.
+                tensor = _base_scale(linear) if is_quantized else linear.weight[0].bfloat16()
+                digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -7,35 +7,45 @@ Format: https://github.com/vllm-project/compressed-tensors.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_modules, base_state_dict
+from ..quantization.names import base_modules
 from ..quantization.schemes import QuantScheme, group_name
 from ..quantization.selection import stacked_experts
-from ..quantization.swap import quantized_layers
 from ..quantization.tensors import LowBitTensor
+from ..quantization.walk import LayerWeights, iter_layers
 
 
 __all__ = [
     "has_stacked_experts",
+    "iter_checkpoint_layers",
     "iter_checkpoint_tensors",
     "quantization_config",
     "quantized_formats",
 ]
 
 
-def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of [`checkpoint_state_dict`] one at a time, on the model's device, layer by layer."""
-    layers = quantized_layers(model)
+def iter_checkpoint_layers(model: nn.Module, dtype: torch.dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """
+    Yield the tensors of the low-bit policy under their names in a checkpoint, a layer at a time, on the model's device. What is not
+    quantized is in `dtype`; of tied tensors, the first is there.
+    """
     seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in base_state_dict(model).items():
+    for layer in iter_layers(model):
+        yield list(_checkpoint_tensors(layer, dtype, seen))
+
+
+def _checkpoint_tensors(layer: LayerWeights, dtype, seen) -> Iterator[tuple[str, torch.Tensor]]:
+    quantized = layer.quantized
+    for name, tensor in layer.tensors.items():
         prefix, _, leaf = name.rpartition(".")
-        if leaf == "weight" and prefix in layers:
-            tensor = layers[prefix].low_bit_weight()
+        if leaf == "weight" and prefix in quantized:
+            tensor = quantized[prefix].low_bit_weight()
         if isinstance(tensor, LowBitTensor):
             for key, value in tensor.checkpoint_tensors().items():
                 yield f"{prefix}.{key}", value.detach()
@@ -45,6 +55,11 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
             continue
         seen.add(identity)
         yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach()
+
+
+def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of [`iter_checkpoint_layers`] one by one."""
+    return chain.from_iterable(iter_checkpoint_layers(model, dtype))
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any]:

@@ -142,7 +142,9 @@ class Container:
         )
 
 
-INT4_PACKED = Container("int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3), takes_signed_scales=True)
+INT4_PACKED = Container(
+    "int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3), takes_signed_scales=True
+)
 INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
 INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))

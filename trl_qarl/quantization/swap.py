@@ -24,11 +24,12 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from .gemm import low_bit_linear
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
-from .names import base_model, base_modules, base_state_dict
+from .names import base_model, base_modules
 from .plan import QuantPlan, check_fused, get_plan
 from .schemes import QuantScheme, get_scheme
 from .selection import reasons_to_skip, stacked_experts
 from .tensors import LowBitTensor
+from .walk import iter_layers
 
 
 __all__ = [
@@ -371,12 +372,12 @@ def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
     precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
     """
-    quantized = {f"{name}.weight" for name in quantized_layers(model)}
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [
         tensor
-        for name, tensor in base_state_dict(model).items()
-        if tensor.is_floating_point() and name not in quantized and not isinstance(tensor, LowBitTensor)
+        for layer in iter_layers(model)
+        for tensor in layer.in_high_precision.values()
+        if tensor.is_floating_point()
     ]
     saved = [tensor.detach().clone() for tensor in tensors]
     with torch.no_grad():

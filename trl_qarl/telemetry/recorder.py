@@ -17,7 +17,8 @@ from ..objectives.objective import reduce_metrics
 from ..objectives.ratios import mismatch_weight, sequence_log_ratio
 from ..objectives.registry import get_objective
 from ..quantization.linear import QuantizedLinear
-from ..quantization.swap import quantized_forward, quantized_layers
+from ..quantization.swap import quantized_forward
+from ..quantization.walk import iter_quantized_layers
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
 from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, split_metrics, split_sums, weight_metrics
 from .probe import MAX_SCORED, NUM_PROBES, TOP_K, compare_positions, likeliest, probe_metrics, top_log_probs
@@ -145,7 +146,7 @@ class Recorder(TrainerCallback):
                 Whether `old_per_token_logps` are the learner's; without them there is no mismatch to measure.
         """
         mismatch = self._mismatch(batch, output.get("importance_sampling_ratio")) if is_scored else {}
-        row = {**mismatch, **sqnr(self._layers_with_masters()), **publication}
+        row = {**mismatch, **sqnr(iter_quantized_layers(self.model)), **publication}
         self.log(row)
         if not self.model.training:
             return
@@ -255,20 +256,17 @@ class Recorder(TrainerCallback):
     @override
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Quantize the masters and measure how many codes changed."""
-        layers = self._trained_layers()
-        rate = code_flip_rate(layers.values())
+        rate = code_flip_rate(layer for _, layer in self._trained_layers())
         self.synchronize()
         self.log({"step/optimizer_seconds": time.perf_counter() - self._step_start})
-        if not layers:
+        if not self._masters:
             return
-        self.log({"quant/code_flip_rate": rate, "quant/update_to_step": update_to_step(self._masters, layers)})
+        step = update_to_step(self._masters, self._trained_layers())
+        self.log({"quant/code_flip_rate": rate, "quant/update_to_step": step})
 
-    def _layers_with_masters(self) -> dict[str, QuantizedLinear]:
-        return {name: layer for name, layer in quantized_layers(self.model).items() if not layer.is_frozen}
-
-    def _trained_layers(self) -> dict[str, QuantizedLinear]:
+    def _trained_layers(self) -> Iterator[tuple[str, QuantizedLinear]]:
         # Beside an adapter nothing of the base moves.
-        return {name: layer for name, layer in quantized_layers(self.model).items() if layer.is_trained}
+        return ((name, layer) for name, layer in iter_quantized_layers(self.model) if layer.is_trained)
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """

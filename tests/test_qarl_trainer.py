@@ -14,14 +14,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
-import trl_qarl.qarl_trainer
 import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, TRAINING, make_problems, make_tiny_model, make_tiny_tokenizer, spread, stop_at
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.forward import takes_positions
-from trl_qarl.objectives.presets import PRESETS
-from trl_qarl.objectives.token_losses import OWN_LOSSES
+from trl_qarl.objectives.presets import Preset
+from trl_qarl.objectives.registry import all_objectives, get_objective
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.schemes import SCHEMES
@@ -176,7 +175,8 @@ def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_
     def with_high_precision_rollout(self, *args, **kwargs):
         restore_model(self.model)
         result = original(self, *args, **kwargs)
-        prepare_model(self.model, self.swap_report.scheme, scale_dtype=torch.float32)
+        (scheme,) = self.swap_report.plan.schemes
+        prepare_model(self.model, scheme, scale_dtype=torch.float32)
         return result
 
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", with_high_precision_rollout)
@@ -626,7 +626,7 @@ def test_tbpo_in_the_trainer_equals_stock_sequence_level_grpo(tiny_model, tmp_pa
     assert 0 < tbpo._metrics["train"]["tbpo/dropped/total"][-1] < 1
 
 
-@pytest.mark.parametrize("objective", PRESETS)
+@pytest.mark.parametrize("objective", [name for name, o in all_objectives().items() if isinstance(o, Preset)])
 def test_objectives_of_the_comparison_train_and_weigh_embedded_rollouts_by_their_mismatch(
     tiny_model, tmp_path, objective
 ):
@@ -647,9 +647,9 @@ def test_objectives_of_the_comparison_train_and_weigh_embedded_rollouts_by_their
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
     assert len(batches) == (2 if objective == "on-policy" else 1)
     for batch in batches:
-        is_weighed = PRESETS[objective].corrects_mismatch or objective in ("icepop", "kpop", "geo-mask")
+        is_weighed = get_objective(objective).corrects_mismatch or objective in ("icepop", "kpop", "geo-mask")
         assert ("importance_sampling_ratio" in batch) == is_weighed
-    assert bool(advantages) == (objective not in OWN_LOSSES)
+    assert bool(advantages) == (not get_objective(objective).has_own_loss)
     for weighed, ratio in advantages:
         assert ratio is None or weighed.shape == ratio.shape
         assert objective != "positive-only" or (weighed.min() == 0 and weighed.max() > 0)
@@ -789,15 +789,21 @@ def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, mo
         is_first.append(False)
         return completion_ids, logps
 
-    own_loss, losses = trl_qarl.qarl_trainer.own_loss, []
+    tbpo, compute_loss, losses = type(get_objective("tbpo")), QaRLTrainer._compute_loss, []
+    own_loss = tbpo.loss
 
-    def own_loss_and_its_gradient(args, per_token_logps, inputs, mask):
-        found = own_loss(args, per_token_logps, inputs, mask)
-        losses.append((inputs, torch.autograd.grad(found[0], per_token_logps, retain_graph=True)[0]))
+    def own_loss_and_its_gradient(self, args, batch):
+        found = own_loss(self, args, batch)
+        losses[-1].append(torch.autograd.grad(found.value, batch.per_token_logps, retain_graph=True)[0])
         return found
 
+    def keep_inputs(self, model, inputs):
+        losses.append([inputs])
+        return compute_loss(self, model, inputs)
+
     monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", call_first)
-    monkeypatch.setattr(trl_qarl.qarl_trainer, "own_loss", own_loss_and_its_gradient)
+    monkeypatch.setattr(QaRLTrainer, "_compute_loss", keep_inputs)
+    monkeypatch.setattr(tbpo, "loss", own_loss_and_its_gradient)
     prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
     trainer = QaRLTrainer(
         # Longer than the prompt, or TRL leaves the answer out.

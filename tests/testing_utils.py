@@ -126,7 +126,7 @@ def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
 
 def set_engine_environment(patch) -> None:
     """What vLLM in this process needs and would set itself, by a monkeypatch, so that the test's end takes it back."""
-    from trl_qarl.rollout.server_process import cpu_environment
+    from trl_qarl.rollout.server_command import cpu_environment
 
     for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         patch.setenv(name, value)
@@ -303,7 +303,7 @@ def product_reference(layer, x, grad):
 
     weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     seen, grad = x.detach().double(), grad.double()
-    if layer.scheme.activation_type is not None:
+    if layer.scheme.activation is not None:
         seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
     return seen @ weight.t() + layer.bias.detach().double(), grad @ weight, grad.t() @ seen, grad.sum(0)
 

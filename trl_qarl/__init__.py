@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .quiet import quiet_torchao
+from .packages import quiet_torchao
 
 
 __all__ = [

@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 
-__all__ = ["FORWARD_KEYS", "count_positions", "learner_log_probs", "loss_mask", "takes_positions"]
+__all__ = ["FORWARD_KEYS", "Batch", "count_positions", "learner_log_probs", "takes_positions"]
 
 FORWARD_KEYS = (
     "pixel_values",
@@ -41,10 +41,42 @@ def count_positions(model: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
-    """`(B, T)`, nonzero for the sampled tokens that count in the loss."""
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+class Batch(NamedTuple):
+    """
+    What a generation batch, or a micro-batch of it, says of its tokens.
+
+    Args:
+        old_per_token_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probs of the learner at rollout, in nats.
+        sampling_per_token_logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probs under which the tokens were sampled; NaN where they are not known.
+        advantages (`torch.Tensor` of shape `(B,)`):
+            One advantage per sequence.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            Nonzero for the sampled tokens that count in the loss.
+        per_token_logps (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Log-probs of the learner now, where they have been computed.
+    """
+
+    old_per_token_logps: torch.Tensor
+    sampling_per_token_logps: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    per_token_logps: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any], per_token_logps: torch.Tensor | None = None) -> "Batch":
+        """The batch that TRL's dictionary `inputs` holds."""
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        names = ("old_per_token_logps", "sampling_per_token_logps", "advantages")
+        return cls(*(inputs[name] for name in names), mask, per_token_logps)
+
+    @property
+    def rollout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probs of learner and sampler at rollout, and the mask."""
+        return self.old_per_token_logps, self.sampling_per_token_logps, self.mask
 
 
 @torch.no_grad()

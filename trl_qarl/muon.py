@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from .quantization.names import base_modules
+from .quantization.walk import iter_layers
 
 
 __all__ = ["MuonAdamW", "create_muon_adamw"]
@@ -96,7 +96,7 @@ def create_muon_adamw(
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linears = [module for _, module in base_modules(model) if isinstance(module, nn.Linear)]
+    linears = [linear for layer in iter_layers(model) for linear in layer.linears.values()]
     matrices = {id(m.weight) for m in linears if m is not head} - embeddings
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rest = [(name, p) for name, p in trainable if id(p) not in matrices]

@@ -1,9 +1,21 @@
-"""Which packages are installed; loads none of them."""
+"""
+Which packages are installed, and what one of them says at its import that is nobody's concern here. Loads none of them.
 
+- *Failed to load ...*: torchao's wheel holds libraries for other Python versions and for GPUs, and tries them all. Dropped where the
+  library is for another Python, or for a GPU beside a PyTorch without CUDA. One that could have loaded is still named.
+- *register_constant() on Enum subclasses is deprecated*: PyTorch tells torchao. Dropped for torchao's classes.
+
+The two loggers get a filter each. Nobody else's logger, level or warning is touched, and nothing is where torchao is imported
+before this package.
+"""
+
+import logging
+import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 
-__all__ = ["installed"]
+__all__ = ["installed", "quiet_torchao"]
 
 
 def installed(*packages: str) -> dict[str, str]:
@@ -19,3 +31,27 @@ def installed(*packages: str) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+def quiet_torchao() -> None:
+    """Drop both messages of torchao from now on; nothing if torchao is imported already."""
+    if "torchao" not in sys.modules:
+        logging.getLogger("torchao").addFilter(_is_not_of_another_machine)
+        logging.getLogger("torch.utils._pytree").addFilter(_is_not_about_torchao)
+
+
+def _is_not_of_another_machine(record: logging.LogRecord) -> bool:
+    found = re.match(r"Failed to load (?:.*/)?([^/.]+)(\.cpython-\d+)?[^/:]*\.so: ", record.getMessage())
+    if found is None:
+        return True
+    library, python = found.groups()
+    is_of_another_python = python not in (None, f".{sys.implementation.cache_tag}")
+    # `_C_mxfp8` and `_C_cutlass_90a` are for GPUs; what a CPU needs is in `_C`.
+    has_no_gpu = library.startswith("_C_") and sys.modules["torch"].version.cuda is None
+    return not (is_of_another_python or has_no_gpu)
+
+
+def _is_not_about_torchao(record: logging.LogRecord) -> bool:
+    about = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    is_torchao = isinstance(about, type) and about.__module__.startswith("torchao.")
+    return not (is_torchao and "register_constant()" in record.getMessage())

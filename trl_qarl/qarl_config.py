@@ -5,13 +5,14 @@ import re
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .checkpoint.uploads import HUB_EXPORTS
-from .checks.objective import check_objective, check_ratios, default, refused_by_tbpo
+from .checks.objective import check_objective, check_ratios, refused_by_objective
 from .checks.options import (
     EXACT,
     NUMERICS,
@@ -28,10 +29,11 @@ from .checks.options import (
     raise_problems_of_config,
     refused_by_all,
 )
-from .checks.refused import LORA_MODES, UNSET
-from .objectives.presets import OBJECTIVES, PRESETS
+from .checks.refused import LORA_MODES
+from .objectives.options import UNSET, trl_default
+from .objectives.registry import OBJECTIVES, get_objective
 from .quantization.gemm import has_fast_bf16
-from .quantization.schemes import SCHEMES
+from .quantization.plan import QuantPlan, get_plan, parse_scheme
 
 
 __all__ = ["QaRLConfig"]
@@ -78,9 +80,11 @@ class QaRLConfig(GRPOConfig):
     Inherited options that are not honoured raise one `ValueError` that names all of them and their fixes.
 
     Parameters:
-        scheme (`str`, *optional*, defaults to `"w4a16"`):
-            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, or `"bf16"` for the
-            unquantized baseline.
+        scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
+            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"w3a16"` or `"w2a16"`
+            (3 or 2 bits, stored as INT4), or `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in
+            torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
+            `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller one.
         quantize_learner (`bool`, *optional*, defaults to `True`):
@@ -89,6 +93,10 @@ class QaRLConfig(GRPOConfig):
         exclude_modules (`list[str]` or `str`, *optional*):
             Linear layers to keep in high precision: names, last components of names, or regular expressions over the
             whole name.
+        high_precision_first (`int`, *optional*, defaults to `0`):
+            How many of the first decoder layers stay in high precision.
+        high_precision_last (`int`, *optional*, defaults to `0`):
+            How many of the last decoder layers stay in high precision.
         lora_mode (`str`, *optional*, defaults to `"adapter"`):
             With a PEFT adapter, what generates: `"adapter"`, the frozen low-bit base with the adapter beside it in high
             precision; `"merged"`, the low-bit form of base and adapter together.
@@ -171,10 +179,12 @@ class QaRLConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS
 
-    scheme: str = field(default="w4a16", metadata={"choices": list(SCHEMES)})
+    scheme: dict[str, Any] | str | None = "w4a16"
     group_size: int | None = None
     quantize_learner: bool = True
     exclude_modules: list[str] | None = None
+    high_precision_first: int = 0
+    high_precision_last: int = 0
     lora_mode: str = field(default="adapter", metadata={"choices": list(LORA_MODES)})
     numerics: str | None = field(default=None, metadata={"choices": list(NUMERICS)})
     exact: str | None = field(default=None, metadata={"choices": list(EXACT)})
@@ -204,6 +214,7 @@ class QaRLConfig(GRPOConfig):
 
     def __post_init__(self):
         loss_type = self.loss_type
+        self.scheme = parse_scheme(self.scheme)
         self._choose_device()
         generation_kwargs = as_dict(self.generation_kwargs)
         if generation_kwargs.get("do_sample") is True:
@@ -211,12 +222,13 @@ class QaRLConfig(GRPOConfig):
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
         problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
         problems += check_adapters(self)
-        not_of_tbpo = [*refused_by_tbpo(self)] if self.objective == "tbpo" else []
+        refused = [*refused_by_objective(self)]
         self._apply_objective()
         problems += [*check_ratios(self), *check_inherited(self), *check_probe(self), *check_vllm(self)]
         problems += check_hub(self)
-        raise_problems_of_config(problems, not_of_tbpo, loss_type if loss_type in OBJECTIVES else "grpo")
-        is_on_policy = self.objective in PRESETS and PRESETS[self.objective].is_on_policy
+        alternative = loss_type if loss_type in OBJECTIVES else "grpo"
+        raise_problems_of_config(problems, self.objective, refused, alternative)
+        is_on_policy = get_objective(self.objective).is_on_policy
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = (1 if is_on_policy else 8) * self.gradient_accumulation_steps
         # transformers knows no such optimizer name; the trainer builds it.
@@ -237,8 +249,16 @@ class QaRLConfig(GRPOConfig):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything runs low-bit weights."""
-        return self.scheme != "bf16"
+        """Whether anything runs low-bit weights; also of a scheme that is refused, so that every problem can be told at once."""
+        try:
+            return self.plan.is_quantized
+        except ValueError:
+            return True
+
+    @property
+    def plan(self) -> QuantPlan:
+        """The scheme of each layer. Raises `ValueError` for one that does not exist."""
+        return get_plan(self.scheme, self.group_size, self.high_precision_first, self.high_precision_last)
 
     def _choose_device(self) -> None:
         has_accelerator = torch.accelerator.is_available() or is_torch_xla_available()
@@ -258,19 +278,14 @@ class QaRLConfig(GRPOConfig):
         """Sets what `objective` decides, and TRL's defaults where an option of its loss was not given."""
         if self.objective not in OBJECTIVES:
             return
-        preset = PRESETS.get(self.objective)
-        self.loss_type = self.objective if preset is None else "grpo"
-        if preset is not None:
-            for name, value in preset.options.items():
+        objective = get_objective(self.objective)
+        self.loss_type = objective.loss_type
+        for name, value in objective.options.items():
+            setattr(self, name, value)
+        for name, value in objective.defaults.items():
+            if getattr(self, name) is None:
                 setattr(self, name, value)
-            for name, value in preset.defaults.items():
-                if getattr(self, name) is None:
-                    setattr(self, name, value)
-        if self.objective == "tbpo":
-            # TBPO has a mismatch weight of its own; TRL would compute one that nothing uses, and log it.
-            self.vllm_importance_sampling_correction = False
-            return
-        for name in UNSET:
+        for name in UNSET if objective.takes_options_of_trl else ():
             is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
             if getattr(self, name) is None and not is_unused:
-                setattr(self, name, default(GRPOConfig, name))
+                setattr(self, name, trl_default(name))

@@ -1,8 +1,6 @@
 """[`QaRLTrainer`]: the order of calls of quantization-aware reinforcement learning on quantized rollouts."""
 
 import logging
-import os
-import shutil
 from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
@@ -10,54 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
-from .adapters.base import base_fingerprint, check_record, keep_adapter_precise, load_start, prepare_base
-from .adapters.engine import lora_arguments
-from .adapters.tensors import describe_adapter, is_adapter_folder
-from .checkpoint import batch as resume
-from .checkpoint import marker
-from .checkpoint.pushes import HubTrainer
-from .checks.adapter import problems_of_adapted_model
-from .checks.arguments import (
-    PICTURES,
-    check_arguments,
-    check_dropout,
-    check_launch,
-    choose_numerics,
-    problems_of_masters,
-    without_warning_of_ignored_kwargs,
-)
-from .checks.options import raise_problems
-from .forward import FORWARD_KEYS, count_positions, loss_mask, takes_positions
+from .checks.arguments import PICTURES, check_arguments
+from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
 from .muon import create_muon_adamw
-from .numerics.attach import attach_engine_numerics
-from .numerics.exact import check_arithmetic, describe_difference, largest_difference
-from .objectives.presets import PRESETS
-from .objectives.ratios import preset_weight, weigh_advantages
-from .objectives.tbpo import reduce_metrics
-from .objectives.token_losses import OWN_LOSSES, own_loss
+from .objectives.registry import get_objective
+from .policy import Policy, PreparesPolicy
 from .qarl_config import QaRLConfig
-from .quantization.names import is_peft_model
-from .quantization.schemes import get_scheme
-from .quantization.swap import (
-    disable_quantized_forward,
-    prepare_model,
-    quantized_forward,
-    quantized_layers,
-)
+from .quantization.swap import SwapReport, quantized_forward, quantized_layers
 from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
-from .rollout.generation import QaRLVLLMGeneration, use_generation_factory
+from .rollout.generation import QaRLVLLMGeneration, replaced_in_trl
 from .rollout.scoring import prompt_log_probs
 from .rollout.server_process import exit_on_sigterm
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
+from .saves import SavesRuns
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
@@ -68,7 +39,7 @@ __all__ = ["QaRLTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class QaRLTrainer(HubTrainer):
+class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
     """
     Trainer for Quantization-aware Reinforcement Learning (QaRL), https://huggingface.co/papers/2604.07853.
 
@@ -87,7 +58,7 @@ class QaRLTrainer(HubTrainer):
     Attributes:
         export_dir (`Path`):
             Where the low-bit policy is written to before it is pushed: by default a folder of the output directory that is
-            named after the scheme.
+            named after the scheme, or schemes.
         swap_report ([`SwapReport`]):
             Which layers were quantized, how, and which were not.
         numerics (`str`):
@@ -128,153 +99,90 @@ class QaRLTrainer(HubTrainer):
                 f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "
                 "name (`from trl_qarl import QaRLConfig`)."
             )
-        check_arguments(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            quantization_config,
-            peft_config,
-            optimizers,
-            rollout_func,
-            has_environment=environment_factory is not None,
-        )
-        self._adapter_folder = model if is_adapter_folder(model) else None
-        is_name = isinstance(model, str)
-        if is_name:
-            model = load_start(model, peft_config, args.model_init_kwargs)
-        factory = use_generation_factory(self._make_generation) if args.use_vllm else nullcontext()
-        self._preset = PRESETS.get(args.objective)
-        self.export_dir = Path(args.output_dir, args.scheme)
+        given: dict[str, Any] = {
+            "model": model,
+            "reward_funcs": reward_funcs,
+            "args": args,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "reward_processing_classes": reward_processing_classes,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
+        check_arguments(**given)
+        self.policy = Policy(args, peft_config)
+        self.export_dir = Path(args.output_dir, args.plan.name)
+        self._objective = get_objective(args.objective)
         self._calls_tools = False
-        self._is_making_batch = False
-        self._is_saving = False
-        self._last_checkpoint: Path | None = None
-        with factory, without_warning_of_ignored_kwargs(are_used=is_name):
-            super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
-        if (
-            args.use_vllm
-            and self.numerics == "engine"
-            and self._exact == "require"
-            and self.accelerator.is_main_process
+        with replaced_in_trl(
+            create_model_from_path=self.policy.load,
+            VLLMGeneration=self._make_generation,
+            GenerationConfig=self._make_generation_config,
         ):
-            check_arithmetic(
-                self.vllm_generation.engine,
-                on_gpu=self.accelerator.device.type == "cuda",
-                adapter_rank=lora_arguments(self.model).get("max_lora_rank"),
-            )
+            super().__init__(**given)
         if rollout_func is not None:
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
-        if not args.use_vllm:
-            self._prepare_policy()
-            self.generation_config = OwnGenerationConfig(**self.generation_config.to_dict())
-            if args.cast_lm_head_to_fp32:
-                # TRL casts the inputs, which autocast undoes in the rollout; its own scoring turns autocast off.
-                head = self.model.get_output_embeddings()
-                head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
-        if self.ref_model is not None and args.quantize_learner:
-            # The learner starts as the low-bit model, so that is what it is kept close to.
-            prepare_model(
-                self.accelerator.unwrap_model(self.ref_model), self.swap_report.scheme, **self._swap_arguments
-            )
         if self.ref_model is not None:
-            self._attach_numerics(self.accelerator.unwrap_model(self.ref_model))
+            self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
+        self._add_callbacks()
+
+    @property
+    def swap_report(self) -> SwapReport:
+        return self.policy.swap_report
+
+    @property
+    def numerics(self) -> str:
+        return self.policy.numerics
+
+    def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
+        """The engine of the rollouts, made in the middle of TRL's constructor, when the policy is prepared."""
+        args, policy = self.args, self.policy
+        # On a GPU an engine follows what the learner computes with.
+        policy.attach_numerics(self.model)
+        generation = QaRLVLLMGeneration(
+            **kwargs,
+            dtype=policy.dtype,
+            weight_version=lambda: str(self.state.global_step),
+            server=server_process(args, self.model, policy.dtype) if args.vllm_server_autostart else None,
+            request_timeout=args.vllm_request_timeout,
+            generation_timeout=args.vllm_generation_timeout,
+            token_file=args.vllm_token_file,
+            start_command=start_command(args, self.model, policy.dtype),
+        )
+        if self.numerics == "engine" and self.accelerator.is_main_process:
+            policy.check_engine(generation.engine)
+        return generation
+
+    def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:
+        """The same where the learner generates itself."""
+        self.policy.attach_numerics(self.model)
+        if self.args.cast_lm_head_to_fp32:
+            # TRL casts the inputs, which autocast undoes in the rollout; its own scoring turns autocast off.
+            head = self.model.get_output_embeddings()
+            head.forward = torch.autocast(self.model.device.type, enabled=False)(head.forward)
+        return OwnGenerationConfig(**kwargs)
+
+    def _add_callbacks(self) -> None:
         described = {
-            "model": self.model.name_or_path,
-            "numerics": self.numerics,
+            **self.policy.describe(),
             "reward_funcs": self.reward_func_names,
             "num_problems": len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
-            **describe_adapter(self.model, args.lora_mode),
         }
         self.add_callback(self.recorder)
-        self.add_callback(RunLog(args, self.recorder, described))
-        self.add_callback(Advisor(args.to_dict()))
+        self.add_callback(RunLog(self.args, self.recorder, described))
+        self.add_callback(Advisor(self.args.to_dict()))
         show_rows(self.callback_handler)
-        if args.sync_ref_model:
+        if self.args.sync_ref_model:
             # After TRL's callback that writes to it.
             self.add_callback(_RefreshReference(self.ref_model))
-
-    def _prepare_policy(self) -> None:
-        check_launch(self.accelerator, is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        args = self.args
-        has_adapter = is_peft_model(self.model)
-        if has_adapter:
-            keep_adapter_precise(self.model)
-        raise_problems([*problems_of_masters(self.model, args, has_adapter)])
-        if has_adapter:
-            raise_problems([*problems_of_adapted_model(self.model)])
-        check_dropout(self.model, args)
-        self._scale_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
-        self._swap_arguments = {
-            "exclude_modules": args.exclude_modules,
-            "scale_dtype": self._scale_dtype,
-        }
-        scheme = get_scheme(args.scheme, args.group_size)
-        if has_adapter:
-            keep_masters = not args.quantize_learner
-            self.swap_report = prepare_base(
-                self.model,
-                scheme,
-                keep_masters=keep_masters,
-                is_merged=args.lora_mode == "merged",
-                **self._swap_arguments,
-            )
-            self._base = base_fingerprint(self.model)
-            if self._adapter_folder is not None:
-                check_record(self._adapter_folder, self._scheme_record())
-        else:
-            self.swap_report = prepare_model(self.model, scheme, **self._swap_arguments)
-        if not args.quantize_learner:
-            disable_quantized_forward(self.model)
-        self.numerics, reason = choose_numerics(self.model, args, self._scale_dtype, self.accelerator.num_processes)
-        self._exact = args.exact or ("warn" if args.numerics is None else "require")
-        self._attach_numerics(self.model)
-        logger.info("numerics=%r: %s", self.numerics, reason)
-        logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
-
-    def _attach_numerics(self, model) -> None:
-        if self.numerics == "engine":
-            attach_engine_numerics(
-                model,
-                self._scale_dtype,
-                self.args.temperature,
-                allow_longer=self._exact == "warn",
-                adapter_rank=lora_arguments(model).get("max_lora_rank"),
-            )
-
-    def _make_generation(self, **kwargs):
-        """The rollout engine, made in the middle of TRL's constructor; it needs to know which layers are quantized."""
-        self._prepare_policy()
-        return QaRLVLLMGeneration(
-            **kwargs,
-            dtype=self._scale_dtype,
-            weight_version=lambda: str(self.state.global_step),
-            server=server_process(self.args, self.model, self._scale_dtype)
-            if self.args.vllm_server_autostart
-            else None,
-            request_timeout=self.args.vllm_request_timeout,
-            generation_timeout=self.args.vllm_generation_timeout,
-            token_file=self.args.vllm_token_file,
-            start_command=start_command(self.args, self.model, self._scale_dtype),
-        )
 
     @override
     def create_optimizer(self, model=None):
@@ -339,27 +247,27 @@ class QaRLTrainer(HubTrainer):
         """Adds the learner's log-probs where TRL leaves them out and measures mismatch and quantization error."""
         with self.recorder.time("scoring"):
             try:
-                self._is_making_batch = True
                 output = super()._generate_and_score_completions(inputs)
             except EngineLost:
                 self._save_before_leaving()
                 raise
-            finally:
-                self._is_making_batch = False
-            self._complete(output)
+            batch = self._complete(output)
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
-            self.recorder.observe_rollout(output, publication, is_scored=not self._is_scored_by_sampler)
-            if self.numerics == "engine":
-                self._check_exact(output)
+            self.recorder.observe_rollout(output, batch, publication, is_scored=not self._is_scored_by_sampler)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
+            if self.numerics == "engine":
+                llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
+                # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
+                score = engine if self.accelerator.is_main_process else None
+                self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
             self.recorder.probe(output, self.state.global_step, engine)
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
 
-    def _complete(self, output: dict[str, Any]) -> None:
+    def _complete(self, output: dict[str, Any]) -> Batch:
         """Adds to a generation batch what TRL leaves out."""
         if "sampling_per_token_logps" not in output:
             raise ValueError(
@@ -373,36 +281,16 @@ class QaRLTrainer(HubTrainer):
             batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
             with torch.no_grad():
                 output["old_per_token_logps"], _, _ = self._score(self.model, output, batch_size=batch_size)
-        if self._preset is not None:
-            logps = output["old_per_token_logps"], output["sampling_per_token_logps"]
-            weight = preset_weight(self.args, *logps, loss_mask(output))
-            if weight is not None:
-                output["importance_sampling_ratio"] = weight
+        batch = Batch.of(output)
+        weight = self._objective.weight(self.args, batch)
+        if weight is not None:
+            output["importance_sampling_ratio"] = weight
+        return batch
 
     @property
     def _is_scored_by_sampler(self) -> bool:
-        """Whether nothing needs the learner's log-probs of a rollout, of which `bypass` saves the forward."""
-        return self.args.objective == "bypass" and self.beta == 0.0 and self.numerics == "fast"
-
-    def _check_exact(self, output: dict[str, Any]) -> None:
-        """Raises, or warns, where a sampled token's log-prob is not the learner's, bit for bit."""
-        mask = loss_mask(output)
-        largest, *_ = largest_difference(output["old_per_token_logps"], output["sampling_per_token_logps"], mask)
-        overall = self.accelerator.gather(torch.tensor([largest], device=self.accelerator.device)).max().item()
-        if overall == 0.0 or self._exact == "known":
-            return
-        llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
-        # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
-        can_ask = self.use_vllm and llm is None and self.accelerator.is_main_process
-        score = partial(prompt_log_probs, self.vllm_generation) if can_ask else None
-        where = describe_difference(output, mask, self.accelerator.unwrap_model(self.model), llm, score)
-        message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
-        if self._exact == "require":
-            raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")
-        logger.warning(message)
-        if self.args.exact is None:
-            # Nobody asked for it.
-            self._exact = "known"
+        """Whether nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
+        return not self._objective.needs_scores and self.beta == 0.0 and self.numerics == "fast"
 
     def _publish_what_changed(self) -> None:
         """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""
@@ -415,35 +303,6 @@ class QaRLTrainer(HubTrainer):
         ):
             self.vllm_generation.sync_weights()
         self._last_loaded_step = self.state.global_step
-
-    def _save_before_leaving(self) -> None:
-        """
-        Saves what was trained, unless this run has saved it: a complete checkpoint is not put at risk. That it could not be
-        saved is logged, as what the training ended of is another error.
-        """
-        if self.state.global_step == 0:
-            return
-        folder = self._checkpoint_folder(trial=None)
-        # The main process decides, as it is the one that completes the folder.
-        is_saved = [folder.resolve() == self._last_checkpoint and marker.is_complete(folder)]
-        broadcast_object_list(is_saved, from_process=0)
-        if is_saved[0]:
-            logger.warning("%s is complete and stays as it is.", folder)
-        else:
-            try:
-                self._save_checkpoint(self.model, trial=None)
-            except Exception as error:
-                logger.error(
-                    "%s could not be saved (%s: %s). A resumed run goes on from the last complete checkpoint.",
-                    folder,
-                    type(error).__name__,
-                    error,
-                )
-        # A launcher ends the other processes as soon as one has failed.
-        self.accelerator.wait_for_everyone()
-
-    def _checkpoint_folder(self, trial) -> Path:
-        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
@@ -471,31 +330,21 @@ class QaRLTrainer(HubTrainer):
     @override
     def _compute_loss(self, model, inputs):
         """
-        A loss of our own for `"tbpo"`, `"dppo-tv"` and `"acr"`; KL to the reference and MoE auxiliary loss as in TRL. The
-        other objectives are TRL's losses, for some with other advantages.
+        The loss of the objective: TRL's of what the objective makes of the batch, or one that TRL does not have, with KL to the
+        reference and MoE auxiliary loss as in TRL.
         """
-        if self.args.objective not in OWN_LOSSES:
-            weighed = inputs
-            if self._preset is not None:
-                is_weighed_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
-                ratio = None if is_weighed_by_trl else inputs.get("importance_sampling_ratio")
-                advantages = weigh_advantages(inputs["advantages"], ratio, self._preset.is_positive_only)
-                weighed = inputs | {"advantages": advantages}
-            if self.args.objective == "bypass":
-                sampling = inputs["sampling_per_token_logps"]
-                weighed["old_per_token_logps"] = sampling.nan_to_num(0.0)
-                weighed["advantages"] = inputs["advantages"].unsqueeze(1) * ~sampling.isnan()
-            loss = super()._compute_loss(model, weighed)
-            self.recorder.observe_update(self._forward_logps, inputs)
+        if not self._objective.has_own_loss:
+            loss = super()._compute_loss(model, self._objective.for_trl(self.args, inputs))
+            self.recorder.observe_update(Batch.of(inputs, self._forward_logps))
             return loss
-        mask = loss_mask(inputs)
         per_token_logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        self.recorder.observe_update(per_token_logps, inputs)
-        loss, kl_ratio, per_sequence = own_loss(self.args, per_token_logps, inputs, mask)
-        gathered = {name: self.accelerator.gather(values) for name, values in per_sequence.items()}
-        metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **reduce_metrics(gathered)}
+        batch = Batch.of(inputs, per_token_logps)
+        self.recorder.observe_update(batch)
+        loss, kl_ratio, per_sequence = self._objective.loss(self.args, batch)
+        mask = batch.mask
+        metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **self.recorder.reduce(per_sequence)}
         if self.beta != 0.0:
             log_ratio = inputs["ref_per_token_logps"] - per_token_logps
             per_token_kl = torch.exp(log_ratio) - log_ratio - 1
@@ -516,7 +365,8 @@ class QaRLTrainer(HubTrainer):
         Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for what is
         measured beside TRL's losses, which do not return them.
         """
-        if self._is_making_batch and self._is_scored_by_sampler:
+        # TRL scores a rollout without entropies, and every loss asks for them.
+        if self._is_scored_by_sampler and not kwargs.get("compute_entropy"):
             return None, None, None
         forward = count_positions(model) if takes_positions(self.accelerator.unwrap_model(model)) else model
         output = super()._get_per_token_logps_and_entropies(forward, *args, **kwargs)
@@ -542,117 +392,6 @@ class QaRLTrainer(HubTrainer):
                 self.vllm_generation.stop_server()
             if restore_sigterm is not None:
                 restore_sigterm()
-
-    @override
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-    ) -> tuple[int, int]:
-        """Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more."""
-        position = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        if resume_from_checkpoint is None or self.state.global_step < max_steps:
-            return position
-        if self.is_world_process_zero():
-            logger.warning(
-                "%s is of update %d, and the run ends at %d: nothing is left to train. Raise `max_steps` or "
-                "`num_train_epochs` to go on.",
-                resume_from_checkpoint,
-                self.state.global_step,
-                max_steps,
-            )
-        return num_train_epochs, 0
-
-    def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """
-        Checkpoint folder to resume from, `None` for a new run.
-
-        Raises:
-            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme or learner.
-        """
-        return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self._scheme_record())
-
-    def _scheme_record(self) -> dict[str, Any]:
-        record = resume.scheme_record(self.args, self.swap_report.scheme, self._scale_dtype)
-        if is_peft_model(self.model):
-            record |= {"lora_mode": self.args.lora_mode, "base": self._base}
-        return record
-
-    @override
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """
-        Writes the masters, or the adapter, as TRL does, and beside them which scheme they were trained for, also in words.
-        """
-        super()._save(output_dir, state_dict)
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
-        shutil.rmtree(folder / "ref", ignore_errors=True)
-        resume.write_scheme(folder, self._scheme_record())
-        self._weights_card().save(folder / "README.md")
-
-    @override
-    def _save_checkpoint(self, model, trial):
-        """
-        Also saves the generation batch in progress, so that a resumed run goes on with the same completions. Once everything of
-        all processes is on disk, the folder is marked as complete; only then is it uploaded, and older ones deleted. A failure of
-        one process is raised by all.
-        """
-        if self.args.push_to_hub and self.args.save_total_limit:
-            # It may be reading the checkpoint that is deleted next.
-            self._finish_current_push()
-        folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
-        with all_or_none(self.accelerator):
-            if self.args.should_save:
-                marker.begin(folder)
-        self._is_saving = True
-        try:
-            with all_or_none(self.accelerator), resume.hold_back_rotation() as rotate:
-                super()._save_checkpoint(model, trial)
-                resume.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
-                marker.sync(folder)
-        finally:
-            self._is_saving = False
-        with all_or_none(self.accelerator):
-            if self.args.should_save:
-                marker.complete(folder)
-        self._last_checkpoint = folder.resolve()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(os.fspath(folder))
-        rotate()
-
-    def _shared_while_saving(self):
-        """Where processes meet within a checkpoint, a failure of one before must reach the others."""
-        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
-
-    @override
-    def create_model_card(self, *args, **kwargs) -> None:
-        """As the parent's; within a checkpoint, a failure of one process is raised by all."""
-        with self._shared_while_saving():
-            super().create_model_card(*args, **kwargs)
-
-    @override
-    def save_model(self, *args, **kwargs) -> None:
-        """As the parent's; within a checkpoint, a failure of one process is raised by all."""
-        with self._shared_while_saving():
-            super().save_model(*args, **kwargs)
-
-    @override
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As the parent's, once the checkpoint is complete."""
-        if not self._is_saving:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    @override
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        """Also restores the generation batch in progress, or drops it where this run's batches have another shape."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        rank, device = self.accelerator.process_index, self.accelerator.device
-        batch = resume.load_batch(checkpoint, rank, self._batch_shape(), device)
-        if batch is not None:
-            self._step, self._buffered_inputs = batch
-
-    def _batch_shape(self) -> dict[str, int]:
-        return resume.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)
 
 
 class _RefreshReference(TrainerCallback):

@@ -151,13 +151,13 @@ def round_by_gptq(trainer, tokens: torch.Tensor, damping: float = 0.01) -> None:
         size = layer.scheme.group_size_for(weight.shape[1]) or weight.shape[1]
         for column in range(weight.shape[1]):
             if column % size == 0:
-                scale = weight[:, column : column + size].abs().amax(1) / layer.scheme.scale_divisor
+                scale = weight[:, column : column + size].abs().amax(1) / layer.scheme.grid.scale_divisor
                 scale = scale.to(layer.scale_dtype).float()
-            codes = (weight[:, column] / scale).round().clamp(*layer.scheme.quant_range)
+            codes = (weight[:, column] / scale).round().clamp(*layer.scheme.grid.quant_range)
             # A master at the edge of the range has the same code, and the scale of its group is what it was.
-            edge = layer.scheme.scale_divisor
+            edge = layer.scheme.grid.scale_divisor
             rounded[:, column] = (
-                torch.where(codes == layer.scheme.quant_range[1], edge, codes.clamp(-edge, edge)) * scale
+                torch.where(codes == layer.scheme.grid.quant_range[1], edge, codes.clamp(-edge, edge)) * scale
             )
             error = (weight[:, column] - codes * scale) / factor[column, column]
             weight[:, column + 1 :] -= error.unsqueeze(1) * factor[column, column + 1 :]

@@ -21,12 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import chain_sums
 import long_starts
 
-from trl_qarl.quantization import schemes
-from trl_qarl.quantization.schemes import QuantScheme
 
-
-# For this study alone: no engine has a kernel for three bits, rollouts in the process need none.
-THREE_BITS = QuantScheme("w3a16", "int", 3, 128, None, None, "pack-quantized")
 # Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.
 VARIANTS = {
     "bf16": {"scheme": "bf16"},
@@ -78,7 +73,6 @@ def main() -> None:
 
 
 def train(args: Namespace) -> None:
-    schemes.SCHEMES[THREE_BITS.name] = THREE_BITS
     grow_cache_in_place()
     trainer = make_trainer(args)
     if args.error_share:

@@ -5,11 +5,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_config, product_reference, relative_error
-from trl_qarl.adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
+from trl_qarl.adapters.base import base_fingerprint, load_adapter, prepare_base
 from trl_qarl.adapters.merge_at_export import merge_adapter
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors, is_adapter_folder
+from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.load import load_frozen_model
+from trl_qarl.checkpoint.record import check_record
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.names import is_peft_model
+from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers
 
@@ -123,20 +127,66 @@ def test_a_fingerprint_tells_bases_and_schemes_apart_and_not_adapters():
     assert len(set(prints.values())) == len(prints)
 
 
+PLAN = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
+
+
+def low_bit_base(folder, scheme):
+    """A model whose layers come from a low-bit checkpoint."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_tiny_config("qwen2"))
+    prepare_model(model, scheme)
+    return load_frozen_model(str(export_checkpoint(model, folder, dtype=torch.float32)))
+
+
+def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
+    arguments = {"keep_masters": False, "exclude_modules": None, "scale_dtype": torch.float32}
+    base = low_bit_base(tmp_path / "mixed", get_plan(PLAN, high_precision_first=1))
+    report = prepare_base(base, get_plan(PLAN, high_precision_first=1), **arguments)
+    assert report.plan == get_plan(PLAN, high_precision_first=1) and len(report.converted) == 7
+    assert "3 w4a16 group 32" in str(report) and "4 w8a8 per output channel" in str(report)
+    for other in (
+        get_plan(PLAN),
+        get_plan("w8a8"),
+        get_plan("bf16"),
+        get_plan(PLAN | {"re:.*mlp.*": "w4a16"}, high_precision_first=1),
+        get_plan(PLAN | {"re:.*mlp.*": {"scheme": "w3a16", "group_size": 32}}, high_precision_first=1),
+        get_plan(PLAN | {"re:.*self_attn.*": None}, high_precision_first=1),
+    ):
+        with pytest.raises(
+            ValueError, match="is a low-bit checkpoint of scheme 'w8a8', 'w4a16' .* layers differ, such as"
+        ):
+            prepare_base(base, other, **arguments)
+
+
+def test_a_low_bit_base_says_its_grid(tmp_path):
+    arguments = {"keep_masters": False, "exclude_modules": None, "scale_dtype": torch.float32}
+    base = low_bit_base(tmp_path, "w3a16")
+    assert prepare_base(base, get_scheme("w3a16"), **arguments).plan.name == "w3a16"
+    with pytest.raises(ValueError, match="of scheme 'w3a16'"):
+        prepare_base(base, get_scheme("w4a16"), **arguments)
+
+
 def test_an_adapter_without_a_record_is_warned_of(tmp_path, caplog):
     check_record(tmp_path, {"scheme": "w4a16"})
     assert "whether its adapter fits this base and scheme is not known" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("base", "f" * 16), ("scheme", "w8a16"), ("group_size", 64), ("scale_dtype", "bfloat16")]
+    ("name", "value"),
+    [
+        ("base", "f" * 16),
+        ("scheme", "w8a16"),
+        ("group_size", 64),
+        ("scale_dtype", "bfloat16"),
+        ("high_precision_last", 1),
+    ],
 )
 def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path, name, value):
     record = {"scheme": "w4a16", "group_size": 128, "scale_dtype": "float32", "base": "0" * 16}
     (tmp_path / "qarl.json").write_text(json.dumps(record))
     check_record(tmp_path, record)
     with pytest.raises(
-        ValueError, match=rf"beside another low-bit base \({name}={record[name]!r} there, {value!r} here\)"
+        ValueError, match=rf"beside another low-bit base \({name}={record.get(name)!r} there, {value!r} here\)"
     ):
         check_record(tmp_path, record | {name: value})
 

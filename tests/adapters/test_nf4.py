@@ -58,6 +58,22 @@ def test_only_the_adapter_moves_and_rollouts_are_the_learners(tiny_model, tmp_pa
         export_checkpoint(trainer.model, tmp_path / "export")
 
 
+def test_a_saved_adapter_is_trained_on_from_its_folder_on_the_same_4_bits_and_without_rounding(tiny_model, tmp_path):
+    quantization_config = BitsAndBytesConfig(**NF4)
+    first = make(tiny_model, tmp_path / "first", quantization_config=quantization_config)
+    first.train()
+    first.save_model(str(tmp_path / "adapter"))
+    folder = str(tmp_path / "adapter")
+    second = make(folder, tmp_path / "second", has_adapter=False, quantization_config=quantization_config)
+    assert second.policy.record() == first.policy.record()
+    assert sum(p.dtype is torch.uint8 for p in second.model.parameters()) == 14
+    ours, theirs = adapter_tensors(second.model), adapter_tensors(first.model)
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in theirs.values())
+    assert all(torch.equal(ours[name], t) for name, t in theirs.items())
+    with pytest.raises(ValueError, match="was trained beside another low-bit base"):
+        make(folder, tmp_path / "third", has_adapter=False)
+
+
 def test_a_run_is_resumed_as_if_it_had_not_ended_and_its_adapter_pushed(tiny_model, tmp_path, hub):
     quantization_config = BitsAndBytesConfig(**NF4)
     saving = {"save_strategy": "steps", "save_steps": 2}

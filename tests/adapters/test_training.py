@@ -227,7 +227,7 @@ def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(bas
     assert low_bit.swap_report.low_bit_bytes == masters.swap_report.low_bit_bytes
     low_bit.train()
     assert_equal(adapter_tensors(low_bit.model), adapter_tensors(masters.model))
-    assert low_bit._scheme_record() == masters._scheme_record()
+    assert low_bit.policy.record() == masters.policy.record()
 
 
 @pytest.mark.parametrize(

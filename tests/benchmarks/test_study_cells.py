@@ -289,12 +289,10 @@ def long_starts(long_study):
 
 def make_low_bit(chain_sums, num_bits=3):
     from trl_qarl import prepare_model
-    from trl_qarl.quantization.schemes import QuantScheme
+    from trl_qarl.quantization.schemes import get_scheme
 
     model = chain_sums.make_model().eval()
-    prepare_model(
-        model, QuantScheme("test", "int", num_bits, 32, None, None, "pack-quantized"), scale_dtype=torch.float32
-    )
+    prepare_model(model, get_scheme(f"w{num_bits}a16", 32), scale_dtype=torch.float32)
     return model
 
 
@@ -336,7 +334,7 @@ def test_start_by_gptq_has_less_error_in_outputs_and_is_kept_by_the_quantizer(ch
     # The masters are these numbers, but where a code is at an edge of its range.
     codes = (layer.weight / found).nan_to_num(1.0)
     assert ((codes - 1).abs() < 1e-5).float().mean() > 0.5
-    edge = layer.scheme.scale_divisor / layer.scheme.quant_range[1]
+    edge = layer.scheme.grid.scale_divisor / layer.scheme.grid.quant_range[1]
     assert codes[(codes - 1).abs() > 1e-5].min() > 0.87 and codes.max() < edge + 1e-5
 
 
@@ -345,10 +343,10 @@ def test_warm_start_brings_the_low_bit_policy_nearer(chain_sums, long_starts, tm
     from trl import DistillationConfig
 
     from trl_qarl import prepare_model, restore_model
-    from trl_qarl.quantization.schemes import QuantScheme
+    from trl_qarl.quantization.schemes import get_scheme
 
     student, teacher = chain_sums.make_model(), chain_sums.make_model()
-    scheme = QuantScheme("test", "int", 3, 32, None, None, "pack-quantized")
+    scheme = get_scheme("w3a16", 32)
     tokens = torch.randint(2, 17, (16, 32), generator=torch.Generator().manual_seed(0))
 
     def distance():

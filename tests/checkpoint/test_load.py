@@ -13,6 +13,14 @@ from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_la
 
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+# One leaf with two schemes, two schemes in one container, and a layer in high precision.
+MIXED = {
+    "re:.*mlp.down_proj": "w3a16",
+    "re:.*layers.0.mlp.*": {"scheme": "w4a16", "group_size": 32},
+    "re:.*mlp.*": {"scheme": "w4a16", "group_size": 64},
+    "re:.*layers.1.self_attn.*": None,
+    "_default": "w8a8",
+}
 TOKENS = torch.arange(12).view(2, 6)
 
 
@@ -24,13 +32,15 @@ def exported(folder, scheme="w4a16", **kwargs):
     return model, report
 
 
-@pytest.mark.parametrize("scheme", QUANTIZED)
+@pytest.mark.parametrize("scheme", [*QUANTIZED, MIXED], ids=str)
 def test_a_loaded_model_computes_what_the_exported_one_does(tmp_path, scheme):
     model, report = exported(tmp_path, scheme, exclude_modules=["o_proj"])
     loaded = load_frozen_model(str(tmp_path))
     assert is_low_bit_checkpoint(str(tmp_path)) and loaded.name_or_path == str(tmp_path)
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    expected = {name: layer.scheme.name for name, layer in quantized_layers(model).items()}
+    assert {name: layer.scheme.name for name, layer in quantized_layers(loaded).items()} == expected
     described = report_frozen(loaded)
     assert described.converted == report.converted and described.low_bit_bytes == report.low_bit_bytes
     assert described.skipped.keys() == report.skipped.keys() and described.master_bytes == 0

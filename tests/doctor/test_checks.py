@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_config, set_engine_environment
 from trl_qarl.cli import main
 from trl_qarl.doctor import checks as doctor
+from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.scripts.doctor import _engine, _installed
 
@@ -85,7 +86,7 @@ def test_bounds_are_those_of_the_installed_packages():
     ],
 )
 def test_gpus_that_lack_an_instruction_of_the_scheme(capability, scheme, expected):
-    assert levels(doctor.check_gpu("GPU", capability, scheme and get_scheme(scheme))) == expected
+    assert levels(doctor.check_gpu("GPU", capability, scheme and [get_scheme(scheme)])) == expected
 
 
 def test_kernels_that_fail_or_are_emulated():
@@ -123,6 +124,19 @@ def test_layers_that_no_group_divides_are_an_error_with_their_names():
     assert levels(findings) == ["error"]
     assert "2 layers (model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj): in_features=200" in str(findings[0])
     assert len(report.converted) == 12
+
+
+def test_plan_is_judged_layer_by_layer():
+    plan = get_plan({"re:.*mlp.*": "w4a16", "re:.*self_attn.*": "w8a8"}, high_precision_first=1)
+    findings, report = doctor.check_model(meta_model(intermediate_size=192), plan)
+    text = "\n".join(map(str, findings))
+    assert (
+        "group_size=128 does not divide the input of 1 of 3 layers, which get [64]" in text
+        and "become w4a16-w8a8" in text
+    )
+    assert report.plan == plan and {scheme.name for scheme in report.schemes.values()} == {"w4a16", "w8a8"}
+    findings, report = doctor.check_model(meta_model(), get_plan({"re:.*q_proj": "w8a8", "_default": "w4a16"}))
+    assert report is None and "vLLM holds q_proj and k_proj and v_proj" in findings[0].text
 
 
 def test_model_of_which_nothing_can_be_quantized():
@@ -181,7 +195,7 @@ def test_an_error_gives_exit_code_one(config_only, capsys):
         (["--scheme", "w8a8", "--group_size", "32"], "has no groups"),
         (["--scheme", "w4a16", "--group_size", "7"], "group_size=7 is not supported"),
         (["--group_size", "32"], "--group_size needs"),
-        (["--scheme", "int3"], "argument --scheme: invalid choice: 'int3'"),
+        (["--scheme", "int3"], "--scheme: Unknown scheme 'int3'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -228,11 +242,11 @@ def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
         samples.extend(sample_twice(llm))
         return [samples[0], samples[0]]
 
-    sample_twice, scheme = doctor.sample_twice, get_scheme("w4a16")
+    sample_twice, scheme = doctor.sample_twice, get_plan({"re:.*proj": "w4a16", "re:.*mlp.*": "w8a8"})
     monkeypatch.setattr(doctor, "sample_twice", record)
     published, equal = doctor.check_engine(scheme)
     assert published.level == "ok", published
-    assert "of a tiny w4a16 model" in published.text and "unquantized" not in published.text
+    assert "of a tiny w4a16-w8a8 model" in published.text and "unquantized" not in published.text
     # The engine's own samples differ; two copies of one of them are found.
     assert [len(sample) for sample in samples] == [16, 16] and samples[0] != samples[1]
     assert equal.level == "error"

@@ -20,13 +20,14 @@ from trl_qarl import QaRLConfig, prepare_model
 from trl_qarl.checks.options import check_numerics
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import cuda, ops
-from trl_qarl.numerics.attach import attach_engine_numerics, check_engine_numerics
+from trl_qarl.numerics.attach import attach_engine_numerics
+from trl_qarl.numerics.availability import check_engine_numerics
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.quantize import quantize_activation
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
-from trl_qarl.rollout.server_process import build_server_command
+from trl_qarl.rollout.server_command import build_server_command
 
 
 HAS_VLLM = kernels._vllm_version().startswith(tuple(f"{release}." for release in cuda.KNOWN_VLLM))

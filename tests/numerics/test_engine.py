@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from testing_utils import make_trainer as make_plain_trainer
 from trl_qarl import prepare_model
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import ops
@@ -17,7 +19,8 @@ from trl_qarl.numerics.exact import check_arithmetic, describe_difference, large
 from trl_qarl.rollout.engines import make_engine
 from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.rollout.scoring import prompt_log_probs
-from trl_qarl.rollout.server_process import cpu_environment, free_port
+from trl_qarl.rollout.server_command import cpu_environment
+from trl_qarl.rollout.server_process import free_port
 from trl_qarl.rollout.transports import DirectTransport
 
 
@@ -152,6 +155,39 @@ def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_p
         assert ours.tolist() == theirs
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sequences_of_2048_tokens_agree_in_every_bit_while_weights_change(tmp_path, head_dim):
+    """Prompts of more keys than a tile of vLLM's own prefill has; the second layer's keys depend on the attention of the first."""
+    model = make_tiny_model(tmp_path, "qwen3", head_dim=head_dim, max_position_embeddings=2048, intermediate_size=128)
+    generator = torch.Generator().manual_seed(0)
+    prompts = ["".join(map(chr, row)) for row in torch.randint(97, 123, (4, 1800), generator=generator).tolist()]
+    trainer = make_plain_trainer(
+        model,
+        tmp_path / "output",
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        scheme="w4a16",
+        numerics="engine",
+        bf16=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=2048,
+        max_completion_length=248,
+        generation_kwargs={"ignore_eos": True},
+        learning_rate=1e-2,
+        steps_per_generation=1,
+        num_generations=2,
+        max_steps=2,
+    )
+    batches = record_batches(trainer)
+    trainer.train()
+    assert len(batches) == 2 and not torch.equal(batches[0]["completion_ids"], batches[1]["completion_ids"])
+    for batch in batches:
+        mask = batch["completion_mask"].bool()
+        assert mask.all() and mask.shape[1] + batch["prompt_ids"].shape[1] == 2048
+        assert torch.equal(batch["old_per_token_logps"], batch["sampling_per_token_logps"])
+    assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
+
+
 def tokens(ids):
     return {"prompt_token_ids": ids}
 
@@ -261,9 +297,8 @@ class KeepGradients(TrainerCallback):
             self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tmp_path, caplog, monkeypatch):
-    """A sequence that is too long for equal bits, and arithmetic that differs, are no errors then."""
-    monkeypatch.setattr(kernels, "max_exact_length", lambda head_dim: 8)
+def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tmp_path, caplog):
+    """Arithmetic that differs is no error then."""
     trainer = make_trainer(tmp_path, numerics=None, callbacks=[ChangeArithmetic(step=2)], max_steps=8)
     assert trainer.numerics == "engine"
     trainer.train()
@@ -271,10 +306,6 @@ def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tm
     assert first == 0.0 and min(others) > 0 and len(others) == 3
     assert json.loads((tmp_path / "output" / "run.json").read_text())["numerics"] == "engine"
     assert sum("the largest mismatch is" in record.message for record in caplog.records) == 1
-    with pytest.raises(
-        ValueError, match=r"A sequence has \d+ tokens. With head_dim=\d+, .* up to 8 alike .* exact='warn'"
-    ):
-        make_trainer(tmp_path, use_vllm=False, vllm_mode="server").train()
 
 
 @pytest.mark.parametrize(
@@ -290,7 +321,7 @@ def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tm
 def test_fast_numerics_are_chosen_with_a_reason(tmp_path, caplog, monkeypatch, arguments, reason):
     # No engine is needed to choose.
     monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", lambda **kwargs: None)
-    with caplog.at_level("INFO", "trl_qarl.qarl_trainer"):
+    with caplog.at_level("INFO", "trl_qarl.policy"):
         trainer = make_trainer(tmp_path, **({"numerics": None} | arguments))
     assert trainer.numerics == "fast"
     (message,) = [record.message for record in caplog.records if record.message.startswith("numerics=")]
@@ -311,9 +342,14 @@ def test_an_engine_that_splits_the_sums_of_attention_is_refused(tmp_path, monkey
         ("amx", None, r"amx: learner (True|False), engine None"),
         ("l2_cache_size", 1, r"l2_cache_size: learner \d+, engine 1"),
         ("vllm", "0.0.1", r"vllm: learner \d+\.\d+\S*, engine 0.0.1"),
+        (
+            "attention",
+            None,
+            r"attention: learner requests of one pass, engine None\n.*same releases of vLLM and trl_qarl",
+        ),
     ],
 )
-def test_an_engine_on_another_processor_is_refused(key, value, message):
+def test_an_engine_on_another_processor_or_with_another_prefill_is_refused(key, value, message):
     theirs = kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     check_arithmetic({"arithmetic": theirs})
     with pytest.raises(ValueError, match=message):

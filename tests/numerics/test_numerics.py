@@ -17,13 +17,12 @@ from trl_qarl.adapters.base import prepare_base
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import ops, portable
 from trl_qarl.numerics.attach import (
-    COVERED_CLASSES,
     attach_engine_numerics,
-    check_engine_numerics,
     detach_engine_numerics,
     engine_numerics,
     has_engine_numerics,
 )
+from trl_qarl.numerics.availability import COVERED_CLASSES, check_engine_numerics
 from trl_qarl.numerics.ops import token_log_probs
 from trl_qarl.quantization.gemm import linear_in_blocks
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -156,9 +155,9 @@ def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme, arit
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
 
 
-def test_attention_has_the_gradient_of_exact_attention(arithmetic):
+@pytest.mark.parametrize("lengths", [(5, 140, 33), (1600,)])
+def test_attention_has_the_gradient_of_exact_attention(lengths, arithmetic):
     generator = torch.Generator().manual_seed(0)
-    lengths = (5, 140, 33)
     inputs = [
         torch.randn(sum(lengths), heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)
     ]
@@ -196,35 +195,109 @@ def test_a_converted_model_computes_with_its_own_arithmetic_again(tmp_path, sche
     assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_is_the_same_in_chunks_up_to_its_limit(head_dim, arithmetic):
-    # Without vLLM there is none; this is several tiles.
-    length = kernels.max_exact_length(head_dim) if kernels.has_engine_kernels() else 1500
+@pytest.fixture(params=["amx", "vec"])
+def instructions(request, monkeypatch):
+    """vLLM's kernels for processors with AMX, and those for AVX512 alone, which run here too."""
+    if request.param == "vec":
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    elif not torch.cpu._is_amx_tile_supported():
+        pytest.skip("no AMX")
+    kernels._layout.cache_clear()
+    yield
+    kernels._layout.cache_clear()
+
+
+def make_attention(length, num_heads, num_key_heads, head_dim):
+    """Attention of the positions `start` to `end` of one random sequence."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(length + 1, heads, head_dim, generator=generator).bfloat16() for heads in (8, 2, 2)
+        torch.randn(length, heads, head_dim, generator=generator).bfloat16()
+        for heads in (num_heads, num_key_heads, num_key_heads)
     )
 
-    def attend(start, end):
-        return kernels.attention(query[start:end], key[:end], value[:end], (end - start,), (end,), head_dim**-0.5)
+    def attend(*ranges):
+        """Of several such ranges at once, each as a sequence of its own."""
+        parts = [(query[start:end], key[:end], value[:end]) for start, end in ranges]
+        lengths = [(end - start, end) for start, end in ranges]
+        output = kernels.attention(*map(torch.cat, zip(*parts, strict=True)), *zip(*lengths, strict=True), 0.1)
+        return output.split([queries for queries, _ in lengths])
 
-    whole = attend(0, length)
-    for start, end in ((length - 1, length), (length - 1 - length // 3, length), (length // 2, length // 2 + 1)):
-        assert torch.equal(attend(start, end), whole[start:end])
+    return attend
 
 
 @needs_vllm
 @pytest.mark.parametrize(
-    ("has_amx", "l2_cache", "limits"),
-    [(True, 2 << 20, (1376, 736)), (False, 1 << 20, (640, 320))],
-    ids=["amx", "avx512"],
+    ("length", "num_heads", "num_key_heads", "head_dim"),
+    # With AMX heads that share keys are rows of one pass if 32 is a multiple of their number. A tile of decoding has 8,096 keys.
+    [(5000, 2, 1, 64), (2500, 4, 2, 128), (3000, 3, 1, 64), (2000, 16, 1, 96), (9000, 2, 1, 64)],
 )
-def test_the_limit_of_attention_is_that_of_the_kernels_tile(monkeypatch, has_amx, l2_cache, limits):
-    """Numbers by hand from `calcu_default_tile_size` and `calcu_tile_size_with_constant_q` of vLLM 0.31."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"l2_cache_size": l2_cache})
-    limit = kernels.max_exact_length.__wrapped__
-    assert (limit(64), limit(128)) == limits
+def test_attention_has_the_bits_of_decoding_at_any_length(
+    length, num_heads, num_key_heads, head_dim, instructions, monkeypatch
+):
+    attend = make_attention(length, num_heads, num_key_heads, head_dim)
+    (whole,) = attend((0, length))
+    # Chunks that begin and end anywhere, in one batch with decoding and with another prefill.
+    ranges = [(0, 700), (700, 737), (737, 1500), (1500, length), (length - 1, length), (1, 1599)]
+    for (start, end), output in zip(ranges, attend(*ranges), strict=True):
+        assert torch.equal(output, whole[start:end]), (start, end)
+    # One token at a time; first of some steps, then of all in one batch.
+    decoded = {position: attend((position, position + 1))[0][0] for position in (0, 1, 736, 1376, length - 1)}
+    monkeypatch.setattr(kernels, "PASS_ROWS", {})
+    kernels._layout.cache_clear()
+    (all_decoded,) = attend((0, length))
+    assert all(torch.equal(all_decoded[position], row) for position, row in decoded.items())
+    assert (whole != all_decoded).flatten(1).any(dim=1).nonzero().flatten().tolist() == []
+
+
+@needs_vllm
+def test_a_prefill_of_vllm_has_other_bits_at_some_length(instructions, monkeypatch):
+    """Without which all of this would be for nothing."""
+    whole = make_attention(3000, 4, 2, 128)((0, 3000))[0]
+    monkeypatch.setattr(kernels, "PASS_ROWS", dict.fromkeys(kernels.PASS_ROWS, 1 << 20))
+    kernels._layout.cache_clear()
+    prefill = make_attention(3000, 4, 2, 128)((0, 3000))[0]
+    is_equal = (prefill == whole).flatten(1).all(dim=1)
+    assert is_equal[:320].all() and not is_equal[2000:].all()
+
+
+def test_attention_in_torch_is_the_same_in_chunks(torch_kernels):
+    attend = make_attention(1500, 8, 2, 64)
+    (whole,) = attend((0, 1500))
+    for start, end in ((1499, 1500), (1000, 1500), (750, 751)):
+        assert torch.equal(attend((start, end))[0], whole[start:end])
+
+
+def test_requests_of_one_pass_are_all_queries_and_see_what_they_saw():
+    counts, keys = [1, 16, 17, 0, 40, 1], [9, 16, 30, 5, 40, 1]
+    query_starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
+    starts, lengths, request = kernels.one_pass_requests(query_starts, torch.tensor(keys, dtype=torch.int32), 16)
+    assert starts.dtype == lengths.dtype == torch.int32 and starts.diff().max() <= 16 and len(request) == 8
+
+    def seen(starts, lengths, names):
+        return [
+            (name, end - (stop - query) + 1)
+            for start, stop, end, name in zip(starts, starts[1:], lengths, names, strict=False)
+            for query in range(start, stop)
+        ]
+
+    parts = seen(starts.tolist(), lengths.tolist(), request.tolist())
+    assert parts == seen(query_starts.tolist(), keys, range(len(keys)))
+
+
+@pytest.mark.parametrize("kind", ["default", "padded", "packed"])
+@torch.no_grad()
+def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path, kind, arithmetic):
+    model = make_model(tmp_path, max_position_embeddings=64)
+    attach_engine_numerics(model)
+    ids = torch.arange(4, 69)[None]
+    arguments = {
+        "default": {},
+        "padded": {"attention_mask": torch.ones_like(ids)},
+        "packed": {"position_ids": torch.arange(65)[None]},
+    }[kind]
+    with pytest.raises(ValueError, match=r"has 65 tokens, and the model positions for 64 \(max_position_embeddings\)"):
+        model(ids, **arguments)
+    assert model(ids[:, :64]).logits.isfinite().all()
 
 
 @needs_vllm

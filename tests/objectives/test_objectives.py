@@ -12,16 +12,16 @@ from reference.objectives_naive import (
     naive_objective,
     naive_of_others,
 )
-from trl_qarl.objectives.bounds import sequence_bounds, token_bounds
-from trl_qarl.objectives.presets import PRESETS
+from trl_qarl.forward import Batch
+from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.ratios import (
     binary_kl,
     geometric_mask,
     kpop_weight,
     mismatch_ratio,
-    preset_weight,
     weigh_advantages,
 )
+from trl_qarl.objectives.registry import OBJECTIVES, all_objectives, get_objective
 from trl_qarl.objectives.token_losses import MAX_RATIO, acr_loss, dppo_tv_loss
 from trl_qarl.qarl_trainer import QaRLTrainer
 
@@ -29,7 +29,8 @@ from trl_qarl.qarl_trainer import QaRLTrainer
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SAPO_TEMPERATURES = {"sapo_temperature_pos": TEMPERATURES[0], "sapo_temperature_neg": TEMPERATURES[1]}
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 3.0, "clip_max": 2.0}
-OURS = [name for name, preset in PRESETS.items() if preset.is_ours]
+PRESETS = [name for name, objective in all_objectives().items() if isinstance(objective, Preset)]
+OURS = [name for name in PRESETS if get_objective(name).weighs_by_sampler]
 OWN_BOUNDS = {"icepop": (0.7, 1.5), "geo-mask": (0.9, 1.2), "kpop": 0.002, "dppo-tv": 0.02}
 
 
@@ -64,13 +65,16 @@ def own_options(objective):
 def make_trainer(objective, use_vllm, per_token_logps):
     """A trainer without model and data: what TRL's `_compute_loss` reads, with log-probs that are given."""
     trainer = QaRLTrainer.__new__(QaRLTrainer)
-    preset = PRESETS.get(objective)
+    known = get_objective(objective)
     entropies = torch.zeros_like(per_token_logps)
     vars(trainer).update(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (per_token_logps, entropies, None),
-        _preset=preset,
+        _objective=known,
         recorder=SimpleNamespace(
-            observe_update=lambda *args: None, log=lambda values: None, masked_mean=lambda values, mask: 0.0
+            observe_update=lambda *args: None,
+            log=lambda values: None,
+            masked_mean=lambda values, mask: 0.0,
+            reduce=lambda metrics: {},
         ),
         _score=lambda *args, **kwargs: (per_token_logps, entropies, None),
         _forward_logps=per_token_logps.detach(),
@@ -81,7 +85,8 @@ def make_trainer(objective, use_vllm, per_token_logps):
             use_vllm=use_vllm,
             epsilon=CLIP["epsilon"],
             epsilon_high=CLIP["epsilon_high"],
-            vllm_importance_sampling_mode=preset.options.get("vllm_importance_sampling_mode") if preset else None,
+            vllm_importance_sampling_correction=known.options.get("vllm_importance_sampling_correction", False),
+            vllm_importance_sampling_mode=known.options.get("vllm_importance_sampling_mode"),
             vllm_importance_sampling_clip_min=None,
             vllm_importance_sampling_clip_max=CLIP["clip_max"],
             **own_options(objective),
@@ -89,13 +94,13 @@ def make_trainer(objective, use_vllm, per_token_logps):
         ),
         epsilon_low=CLIP["epsilon"],
         epsilon_high=CLIP["epsilon_high"],
-        importance_sampling_level=preset.options["importance_sampling_level"] if preset else "token",
-        loss_type="grpo" if preset else objective,
+        importance_sampling_level=known.options.get("importance_sampling_level", "token"),
+        loss_type=known.loss_type,
         beta=0.0,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         use_vllm=use_vllm,
-        vllm_importance_sampling_correction=preset is not None and preset.corrects_mismatch,
+        vllm_importance_sampling_correction=known.options.get("vllm_importance_sampling_correction", False),
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1,
@@ -119,12 +124,12 @@ def loss_and_gradient(objective, batch, use_vllm=False):
         "sampling_per_token_logps": batch["sampling"],
     }
     if trainer.vllm_importance_sampling_correction:
-        mode = trainer._preset.options["vllm_importance_sampling_mode"]
+        mode = trainer.args.vllm_importance_sampling_mode
         inputs["importance_sampling_ratio"] = mismatch_ratio(
             batch["old"], batch["sampling"], batch["mask"], mode, None, CLIP["clip_max"]
         )
-    elif trainer._preset is not None and trainer._preset.is_ours:
-        weight = preset_weight(trainer.args, batch["old"], batch["sampling"], batch["mask"])
+    else:
+        weight = trainer._objective.weight(trainer.args, Batch.of(inputs))
         inputs |= {} if weight is None else {"importance_sampling_ratio": weight}
     loss = trainer._compute_loss(None, inputs)
     loss.backward()
@@ -288,11 +293,16 @@ def test_bounds_of_trls_losses_stand_at_their_level(loss, level, positive, negat
         vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode="sequence_mask",
     )
-    of_tokens = token_bounds(config)["token_ratio"]
-    of_sequences = sequence_bounds(config)
+    of_tokens = get_objective(loss).token_bounds(config)["token_ratio"]
+    of_sequences = get_objective(loss).sequence_bounds(config)
     found = of_tokens if level == "token" else of_sequences["ratio"]
     assert found == {"positive": positive, "negative": negative}
     if level == "token":
         assert of_sequences is None
     else:
         assert of_tokens == {"positive": (None, None), "negative": (None, None)}
+
+
+def test_names_are_those_of_the_objects_in_the_same_order():
+    assert tuple(all_objectives()) == OBJECTIVES
+    assert all(objective.name == name for name, objective in all_objectives().items())

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from reference.tbpo_naive import naive_log_ratio, naive_tbpo
+from trl_qarl.objectives.objective import reduce_metrics
 from trl_qarl.objectives.ratios import mismatch_weight, sequence_log_ratio
-from trl_qarl.objectives.tbpo import reduce_metrics, tbpo_loss, tbpo_metrics, trust_band_clip
+from trl_qarl.objectives.tbpo import tbpo_loss, tbpo_metrics, trust_band_clip
 
 
 NAN, INF = math.nan, math.inf

@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_straight_through_estimator(name):
     reference_x = x.clone().double().requires_grad_()
     reference_w = layer.weight.detach().double().requires_grad_()
     seen = x
-    if layer.scheme.activation_type is not None:
+    if layer.scheme.activation is not None:
         seen = dequantize(*quantize_activation(x, layer.scheme), torch.float64)
     low_bit = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     y = straight_through(reference_x, seen.double()) @ straight_through(reference_w, low_bit).t()

@@ -30,16 +30,22 @@ def awkward_weight(seed: int, dtype: torch.dtype, shape=(48, 192)) -> torch.Tens
     return weight.to(dtype)
 
 
+def grid_args(scheme, group_size, **arguments):
+    """compressed-tensors' arguments of the grid itself, whatever it is stored in."""
+    described = scheme.weight_args(group_size) | {"num_bits": scheme.grid.num_bits}
+    return QuantizationArgs(**described, **arguments)
+
+
 def oracle(weight, scheme, scale_dtype):
     """compressed-tensors' own scale and codes."""
     group_size = scheme.group_size_for(weight.shape[1])
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
         weight = weight.to(scale_dtype)
-    args = QuantizationArgs(**scheme.weight_args(group_size), scale_dtype=scale_dtype)
+    args = grid_args(scheme, group_size, scale_dtype=scale_dtype)
     groups = weight.view(weight.shape[0], -1, group_size or weight.shape[1])
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-    code_dtype = torch.int8 if scheme.weight_type == "int" else torch.float8_e4m3fn
+    code_dtype = torch.int8 if scheme.grid.type == "int" else torch.float8_e4m3fn
     return scale, quantize(weight, scale, None, args, dtype=code_dtype)
 
 
@@ -53,8 +59,8 @@ def test_scales_and_codes_equal_compressed_tensors_bit_for_bit(name, weight_dtyp
         scale, codes = oracle(weight, scheme, scale_dtype)
         assert torch.equal(low_bit.scale.double(), scale.double())
         tensors = low_bit.checkpoint_tensors()
-        if scheme.format == "pack-quantized":
-            assert torch.equal(tensors["weight_packed"], pack_to_int32(codes, scheme.num_bits))
+        if scheme.container.checkpoint_format == "pack-quantized":
+            assert torch.equal(tensors["weight_packed"], pack_to_int32(codes, scheme.container.num_bits))
             assert tensors["weight_shape"].tolist() == list(weight.shape)
         else:
             assert torch.equal(tensors["weight"].view(torch.uint8), codes.view(torch.uint8))
@@ -77,9 +83,9 @@ def test_dequantized_weight_equals_compressed_tensors(name):
     weight = awkward_weight(1, torch.float32)
     low_bit = LowBitTensor.from_hp(weight, scheme, torch.float32)
     codes = low_bit.qdata
-    if scheme.num_bits == 4:
+    if scheme.container.num_bits == 4:
         codes = unpack_from_int32(codes, 4, weight.shape)
-    args = QuantizationArgs(**scheme.weight_args(scheme.group_size_for(weight.shape[1])))
+    args = grid_args(scheme, scheme.group_size_for(weight.shape[1]))
     expected = dequantize(codes, low_bit.scale, None, args=args)
     assert torch.equal(low_bit.dequantize(torch.float32), expected.float())
     assert torch.equal(low_bit.dequantize(torch.bfloat16), expected.float().bfloat16())
@@ -113,7 +119,7 @@ def test_codes_come_from_the_master_not_from_a_rounded_copy():
     scheme = get_scheme("w4a16")
     ours = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
     rounded = LowBitTensor.from_hp(weight.bfloat16().float(), scheme, torch.bfloat16)
-    assert count_code_flips(ours.qdata, rounded.qdata) > 0
+    assert count_code_flips(ours.qdata, rounded.qdata, scheme.container) > 0
 
 
 def engines_weight(codes, scale):
@@ -282,10 +288,12 @@ def test_code_flips_are_counted_exactly(name):
 
     def codes(low_bit):
         unpacked = low_bit.qdata
-        return unpack_from_int32(unpacked, 4, (32, 128)) if scheme.num_bits == 4 else unpacked.view(torch.uint8)
+        return (
+            unpack_from_int32(unpacked, 4, (32, 128)) if scheme.container.num_bits == 4 else unpacked.view(torch.uint8)
+        )
 
-    assert count_code_flips(before.qdata, after.qdata) == (codes(before) != codes(after)).sum() > 0
-    assert count_code_flips(before.qdata, before.qdata) == 0
+    assert count_code_flips(before.qdata, after.qdata, scheme.container) == (codes(before) != codes(after)).sum() > 0
+    assert count_code_flips(before.qdata, before.qdata, scheme.container) == 0
 
 
 def test_dequantize_does_not_change_the_low_bit_tensors():

@@ -2,17 +2,27 @@ import dataclasses
 
 import pytest
 
-from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.quantization.schemes import (
+    CONTAINERS,
+    E4M3,
+    GRIDS,
+    INT8,
+    SCHEMES,
+    QuantScheme,
+    get_scheme,
+    group_name,
+    scheme_of_group,
+)
 
 
 def test_schemes_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        get_scheme("w4a16").num_bits = 8
+        get_scheme("w4a16").group_size = 32
 
 
 def test_unknown_scheme_names_the_value_and_the_choices():
-    with pytest.raises(ValueError, match=r"Unknown scheme 'w3a16'.*'w4a16'"):
-        get_scheme("w3a16")
+    with pytest.raises(ValueError, match=r"Unknown scheme 'W4A-16'.*'w2a16'.*Did you mean 'w4a16'\?"):
+        get_scheme("W4A-16")
 
 
 @pytest.mark.parametrize("group_size", [0, 16, 48, 256, -1])
@@ -40,9 +50,11 @@ def test_group_size_that_divides_nothing_names_both_numbers():
         get_scheme("w4a16", 64).group_size_for(100)
 
 
-@pytest.mark.parametrize(("name", "divisor"), [("w4a16", 7.5), ("w8a16", 127.5), ("w8a8", 127.5), ("fp8", 448.0)])
+@pytest.mark.parametrize(
+    ("name", "divisor"), [("w2a16", 1.5), ("w3a16", 3.5), ("w4a16", 7.5), ("w8a16", 127.5), ("fp8", 448.0)]
+)
 def test_scale_divisor_is_half_the_code_range(name, divisor):
-    assert SCHEMES[name].scale_divisor == divisor
+    assert SCHEMES[name].grid.scale_divisor == divisor
 
 
 def test_w4a8_has_the_one_group_size_of_its_kernel():
@@ -51,3 +63,54 @@ def test_w4a8_has_the_one_group_size_of_its_kernel():
         get_scheme("w4a8", 64)
     with pytest.raises(ValueError, match=r"in_features=192 .*\[128\], so scheme 'w4a8'"):
         get_scheme("w4a8").group_size_for(192)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (GRIDS["int8"], CONTAINERS["int4-packed"], 128),
+            r"does not hold the codes of grid 'int8', only those of int2, int3, int4",
+        ),
+        ((GRIDS["int3"], CONTAINERS["e4m3"], None, E4M3), "only those of e4m3"),
+        ((E4M3, CONTAINERS["int8"], None, INT8), r"Choose another of \['e4m3'\]"),
+        ((None, CONTAINERS["int8"], None, INT8), r"Choose another of \['dense'\]"),
+        ((GRIDS["int3"], CONTAINERS["dense"]), "does not hold the codes of grid 'int3'"),
+        (
+            (GRIDS["int3"], CONTAINERS["int4-packed"], 128, INT8),
+            r"with activations in 'int8'. Choose one of \[None, 'e4m3'\]",
+        ),
+        ((GRIDS["int8"], CONTAINERS["int8"]), r"with activations in None. Choose one of \['int8'\]"),
+        ((GRIDS["int4"], CONTAINERS["int4-packed"]), r"group_size=None is not supported.*\[32, 64, 128\]"),
+        ((GRIDS["int4"], CONTAINERS["int4-packed"], 48), "group_size=48 is not supported"),
+        (
+            (GRIDS["int4"], CONTAINERS["int8-packed"], 64),
+            "group_size=64 is not supported.*one scale per output channel",
+        ),
+    ],
+)
+def test_a_scheme_that_nothing_can_run_or_read_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"Scheme 'odd': .*{message}"):
+        QuantScheme("odd", *arguments)
+
+
+def test_a_coarser_grid_is_described_as_what_it_is_stored_in():
+    for name in ("w3a16", "w2a16"):
+        assert get_scheme(name).weight_args(32) == get_scheme("w4a16").weight_args(32)
+        assert get_scheme(name).weight_args(32)["num_bits"] == 4
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
+def test_a_scheme_is_found_again_in_what_it_writes(name):
+    scheme = get_scheme(name)
+    for size in scheme.group_sizes or (None,):
+        group = {"weights": scheme.weight_args(size), "input_activations": scheme.activation_args}
+        assert scheme_of_group(group_name(3, scheme), group) == scheme
+        other = group | {"weights": group["weights"] | {"symmetric": False}}
+        assert scheme_of_group(group_name(3, scheme), other) is None
+
+
+def test_group_of_another_tool_is_read_as_the_grid_that_fills_the_container():
+    group = {"weights": get_scheme("w3a16").weight_args(32), "input_activations": None}
+    assert scheme_of_group("group_0", group).name == "w4a16"
+    assert scheme_of_group("group_0-int5", group) is None

@@ -41,7 +41,9 @@ def test_it_looks_like_the_master_and_holds_the_codes_of_the_rule(name):
     assert not weight.requires_grad and weight.group_size == get_scheme(name).group_size
     assert torch.equal(weight.qdata.view(torch.uint8), qdata.view(torch.uint8)) and torch.equal(weight.scale, scale)
     assert weight.dequantize().dtype is torch.float16
-    assert torch.equal(weight.dequantize(torch.float32), dequantize(qdata, scale, torch.float32))
+    assert torch.equal(
+        weight.dequantize(torch.float32), dequantize(qdata, scale, torch.float32, weight.scheme.container)
+    )
     assert weight.num_bytes == qdata.nbytes + scale.nbytes
 
 

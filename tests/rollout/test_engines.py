@@ -7,7 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model, make_trainer, set_engine_environment
-from trl_qarl import export_checkpoint, load_engine, prepare_model
+from trl_qarl import QaRLConfig, export_checkpoint, load_engine, prepare_model
+from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.rollout.engines import start_command
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.scripts import vllm_serve
 
@@ -32,6 +34,20 @@ def test_a_trainer_without_its_server_names_the_command_that_starts_it(tmp_path)
     parsed = vars(vllm_serve.make_parser("vllm-serve").parse_args(shlex.split(command)))
     expected = {"model": model, "port": port, "dtype": "float32", "max_lora_rank": None, "exclude_modules": ["o_proj"]}
     assert parsed | expected | {"scheme": "w4a16", "group_size": 64} == parsed
+
+
+def test_the_command_of_a_plan_starts_a_server_with_the_learners_layers(tmp_path):
+    path = make_tiny_model(tmp_path, num_hidden_layers=3)
+    scheme = {"re:.*mlp.*": "w4a16", "re:.*o_proj": None, "_default": "w8a8"}
+    options = {"scheme": scheme, "group_size": 64, "high_precision_first": 1, "use_cpu": True, "bf16": False}
+    args = QaRLConfig(str(tmp_path / "out"), exclude_modules=["layers.2.mlp.down_proj"], **options)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prepare_model(model, args.plan, exclude_modules=args.exclude_modules, scale_dtype=torch.float32)
+    _, _, *argv = shlex.split(start_command(args, model, torch.float32))
+    config = vllm_serve._quantization_config(vllm_serve.make_parser("vllm-serve").parse_args(argv))
+    assert config == quantization_config(model) and config["format"] == "mixed-precision"
+    groups = [(group["format"], group["weights"].get("group_size")) for group in config["config_groups"].values()]
+    assert groups == [("int-quantized", None), ("pack-quantized", 64)]
 
 
 @pytest.mark.vllm

@@ -19,7 +19,8 @@ from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
 from trl_qarl.rollout import server_process as serve
-from trl_qarl.rollout.server_process import ServerProcess, build_server_command, free_port
+from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.rollout.server_process import ServerProcess, free_port
 from trl_qarl.scripts import vllm_serve
 from trl_qarl.wire import transfer_dir
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file

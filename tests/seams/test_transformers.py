@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, Trainer
 
 from seams import imported_names, resolve, without_place
 from testing_utils import make_tiny_config
-from trl_qarl.numerics.attach import COVERED_CLASSES
+from trl_qarl.numerics.availability import COVERED_CLASSES
 from trl_qarl.numerics.modules import ENGINE_OPERATIONS
 from trl_qarl.rollout.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
 

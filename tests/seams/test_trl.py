@@ -10,8 +10,9 @@ from trl.trainer import grpo_trainer
 
 from seams import imported_names, resolve, takes, without_place
 from trl_qarl import QaRLTrainer
+from trl_qarl.checkpoint.pushes import PushesPolicy
 from trl_qarl.forward import FORWARD_KEYS
-from trl_qarl.hub_trainer import HubTrainer
+from trl_qarl.policy import PreparesPolicy
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
 
@@ -26,7 +27,7 @@ def test_methods_that_we_override_are_called(cls):
     assert without_place(cls, "trl") == []
 
 
-@pytest.mark.parametrize("cls", [QaRLTrainer, HubTrainer])
+@pytest.mark.parametrize("cls", [QaRLTrainer, PushesPolicy])
 def test_methods_of_the_trainer_that_we_override_are_called(cls):
     assert without_place(cls, "trl", "transformers") == []
 
@@ -58,15 +59,39 @@ def test_generate_is_called_where_log_probs_are_recorded():
 
 
 def test_the_generation_backend_is_built_and_used_where_it_was():
-    """`use_generation_factory` and `QaRLVLLMGeneration`."""
+    """`replaced_in_trl` and `QaRLVLLMGeneration`."""
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
-    assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
     assert {"sync_weights", "generate", "_init_vllm"} <= vars(VLLMGeneration).keys()
     assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
     turn = inspect.getsource(grpo_trainer.GRPOTrainer._generate_single_turn)
     assert "self.state.global_step != self._last_loaded_step" in turn
     # The exception that `EngineLost` is, sent in place of completions, is raised where they are iterated.
     assert "for ids in all_prompt_ids" in inspect.getsource(VLLMGeneration.generate)
+
+
+def test_trls_constructor_goes_in_the_order_in_which_a_policy_is_loaded_prepared_and_given_its_numerics():
+    """`replaced_in_trl` and `PreparesPolicy`."""
+    source = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
+    steps = [
+        " model = create_model_from_path(model, ",
+        " model = get_peft_model(model, ",
+        "        super().__init__(\n",
+        "self.ref_model = create_model_from_path(",
+        "        add_fused_lm_head(\n            self.model",
+        "self.vllm_generation = VLLMGeneration(",
+        "self.generation_config = GenerationConfig(",
+    ]
+    assert [source.count(step) for step in steps] == [1] * len(steps)
+    places = [source.index(step) for step in steps]
+    assert places == sorted(places)
+    after = QaRLTrainer.__mro__[QaRLTrainer.__mro__.index(GRPOTrainer) + 1]
+    assert after is PreparesPolicy
+
+
+def test_losses_ask_for_entropies_and_scoring_does_not():
+    """How the forward that scores a rollout is told from that of the loss."""
+    assert "compute_entropy=True" in inspect.getsource(GRPOTrainer._compute_loss)
+    assert "compute_entropy" not in inspect.getsource(GRPOTrainer._generate_and_score_completions)
 
 
 def test_the_client_has_what_the_transports_call():

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from trl_qarl.objectives.presets import OBJECTIVES
+from trl_qarl.objectives.registry import OBJECTIVES
 from trl_qarl.study.names import COLORS, choose_colors, name_parts, setting_color
 
 

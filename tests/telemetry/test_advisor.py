@@ -56,6 +56,14 @@ def test_a_learner_in_high_precision_is_told_to_quantize():
     assert mismatch_bands({"scheme": "not one"}) == mismatch_bands({}) == (0.06, 0.3)
 
 
+def test_one_layer_with_low_bit_activations_widens_the_bands():
+    weight_only, mixed = {"re:.*mlp.*": "w4a16", "_default": "w8a16"}, {"re:.*mlp.*": "w4a16", "_default": "w8a8"}
+    # As the trainer's options have it, and as run.json does.
+    for name, settings in (("scheme", {}), ("layers", {"scheme": "w4a16-w8a8"})):
+        assert mismatch_bands(settings | {name: weight_only}) == mismatch_bands({"scheme": "w4a16"})
+        assert mismatch_bands(settings | {name: mixed}) == mismatch_bands({"scheme": "w8a8"}) != (0.06, 0.3)
+
+
 @pytest.mark.parametrize(
     ("share", "level", "word"),
     [

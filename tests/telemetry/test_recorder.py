@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from trl_qarl.forward import Batch
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.telemetry import recorder as module
 from trl_qarl.telemetry.recorder import Recorder
@@ -34,6 +35,8 @@ def make_recorder(model=None, num_processes=1, **options):
             "negative_epsilon_low": 3e-4,
             "negative_epsilon_high": 7e-4,
             "vllm_importance_sampling_mode": "sequence_mask",
+            "importance_sampling_level": None,
+            "vllm_importance_sampling_correction": False,
             "use_vllm": False,
             "vllm_mode": "server",
             "mismatch_probe_steps": 0,
@@ -65,6 +68,10 @@ def make_batch(num_sequences=4, num_tokens=6):
         "old_per_token_logps": old,
         "sampling_per_token_logps": old + 0.1,
     }
+
+
+def observe(recorder, output, publication):
+    recorder.observe_rollout(output, Batch.of(output), publication)
 
 
 def test_seconds_of_a_part_are_without_those_of_the_parts_inside_it(monkeypatch):
@@ -114,7 +121,7 @@ def test_looping_and_garbled_completions_are_shares_over_all_processes():
 def test_a_rollout_is_logged_and_waits_as_a_batch_with_its_worst_completions():
     recorder, metrics = make_recorder(num_processes=2)
     metrics["train"]["reward"].append(0.25)
-    recorder.observe_rollout(make_batch(), {"publish/seconds": 3.0})
+    observe(recorder, make_batch(), {"publish/seconds": 3.0})
     logged = {name: values[0] for name, values in metrics["train"].items()}
     assert logged["mismatch/abs_logp_mean"] == pytest.approx(0.1) and logged["publish/seconds"] == 3.0
     rows = recorder.pop()
@@ -127,8 +134,8 @@ def test_a_rollout_is_logged_and_waits_as_a_batch_with_its_worst_completions():
 def test_evaluation_is_logged_and_not_kept():
     recorder, metrics = make_recorder()
     recorder.model.eval()
-    recorder.observe_rollout(make_batch(), {})
-    recorder.observe_update(torch.zeros(4, 6), make_batch())
+    observe(recorder, make_batch(), {})
+    recorder.observe_update(Batch.of(make_batch(), torch.zeros(4, 6)))
     assert metrics["eval"]["mismatch/abs_logp_mean"] and not metrics["train"]
     assert not any(recorder.pop().values())
 
@@ -137,18 +144,18 @@ def test_share_of_rejected_completions_is_that_of_weights_of_zero():
     recorder, metrics = make_recorder()
     metrics["train"]["reward"].append(0.0)
     batch = make_batch() | {"importance_sampling_ratio": torch.tensor([[0.0], [1.0], [0.0], [2.0]])}
-    recorder.observe_rollout(batch, {})
+    observe(recorder, batch, {})
     assert metrics["train"]["mismatch/rejected_share"] == [0.5]
 
 
 @pytest.mark.parametrize("objective", ["tbpo", "sapo"])
 def test_histograms_add_up_over_micro_batches_and_processes(objective):
     recorder, _ = make_recorder(
-        num_processes=3, objective=objective, importance_sampling_level=None, loss_type=objective
+        num_processes=3, objective=objective, importance_sampling_level=None, epsilon=0.2, epsilon_high=None
     )
     batch = make_batch()
     for _ in range(2):
-        recorder.observe_update(batch["old_per_token_logps"] + 0.01, batch)
+        recorder.observe_update(Batch.of(batch, batch["old_per_token_logps"] + 0.01))
     rows = recorder.pop()[DISTRIBUTIONS_FILE]
     # Two completions of positive advantage and one of negative, of six tokens each, twice on each of three processes.
     tokens, sequences = {"positive": 72, "negative": 36}, {"positive": 12, "negative": 6}

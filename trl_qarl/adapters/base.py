@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,12 @@ from trl.trainer.utils import create_model_from_path
 from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model, base_modules
+from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
+from ..quantization.selection import reasons_to_skip
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen
 from ..quantization.tensors import LowBitTensor
+from ..quantization.walk import iter_layers
 from .tensors import CONFIG_FILE, is_adapter_folder, saved_adapter_config
 
 
@@ -26,38 +30,28 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-__all__ = [
-    "base_fingerprint",
-    "check_record",
-    "keep_adapter_precise",
-    "load_adapter",
-    "load_base",
-    "load_start",
-    "prepare_base",
-]
+__all__ = ["base_fingerprint", "keep_adapter_precise", "load_adapter", "load_base", "load_policy", "prepare_base"]
 
 logger = logging.getLogger(__name__)
 
-RECORD_FILE = "qarl.json"
 
-
-def load_start(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any] | None) -> str | nn.Module:
+def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str, Any]) -> nn.Module:
     """
-    What to train for `model="..."`: a folder with an adapter is loaded on the base it names, to go on training; a low-bit
-    checkpoint that gets an adapter is loaded without a high-precision copy. Everything else stays a name, which TRL loads.
+    Load what is trained for `model="..."`: a folder with an adapter on the base it names, to go on training; a low-bit
+    checkpoint that gets an adapter without a high-precision copy; everything else as TRL does.
     """
-    kwargs = dict(model_init_kwargs or {})
     if is_adapter_folder(name_or_path):
-        return load_adapter(name_or_path, kwargs, is_trainable=True)
-    if peft_config is not None and is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
+        return load_adapter(name_or_path, model_init_kwargs, is_trainable=True)
+    if peft_config is not None and is_low_bit_checkpoint(name_or_path, model_init_kwargs.get("revision")):
         _as_linear(peft_config)
-        return load_base(name_or_path, kwargs)
-    return name_or_path
+        return load_base(name_or_path, model_init_kwargs)
+    return create_model_from_path(name_or_path, **model_init_kwargs)
 
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
     """The base model, in the precision of its checkpoint: low-bit without masters, or high."""
-    kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None}
+    # Without a `device_map` one is chosen, which several processes must not have.
+    kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
         return create_model_from_path(name_or_path, **kwargs)
     known = ("dtype", "revision", "trust_remote_code", "attn_implementation")
@@ -95,15 +89,16 @@ def _as_linear(config: "PeftConfig") -> "PeftConfig":
 
 
 def prepare_base(
-    model: nn.Module, scheme: QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
+    model: nn.Module, scheme: QuantPlan | QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
     """
     Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop the masters that are not
     needed, unless they are to be kept or are gone already.
 
     Raises:
-        ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint does not have `scheme`.
+        ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint has other schemes.
     """
+    plan = get_plan(scheme)
     layers = quantized_layers(model)
     if any(layer.is_frozen for layer in layers.values()):
         if is_merged:
@@ -111,30 +106,38 @@ def prepare_base(
                 "lora_mode='merged' quantizes base and adapter together, but the base comes from a low-bit checkpoint: its "
                 "masters are gone. Start from the high-precision checkpoint, or use lora_mode='adapter'."
             )
-        _check_same_scheme(layers, scheme, keep_masters, **arguments)
+        _check_same_schemes(model, plan, keep_masters, **arguments)
         _hide_from_ddp(model)
-        return report_frozen(model)
-    if not scheme.is_quantized:
+        return report_frozen(model, None if plan.is_uniform else plan)
+    if not plan.is_quantized:
         # Also a base that bitsandbytes has quantized.
-        return SwapReport(scheme, {}, {}, 0, 0, 0)
-    report = prepare_model(model, scheme, **arguments)
+        return SwapReport(plan, {}, {}, 0, 0, 0)
+    report = prepare_model(model, plan, **arguments)
     if is_merged:
         # PEFT is optional.
         from .merged import merge_adapters
 
         merge_adapters(model)
-    if not keep_masters and scheme.is_quantized:
+    if not keep_masters:
         report = replace(report, dropped_bytes=freeze_model(model))
         _hide_from_ddp(model)
     return report
 
 
-def keep_adapter_precise(model: nn.Module) -> None:
-    """Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing."""
+def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
+    """
+    Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing.
+
+    Args:
+        model (`nn.Module`):
+            The model with its adapter.
+        loaded (`Mapping[str, torch.Tensor]`):
+            The values, by the names of parameters, of an adapter that was loaded. Others keep what the rounding left.
+    """
     if getattr(base_model(model), "is_loaded_in_4bit", False):
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+                parameter.data = loaded.get(name, parameter.data).to(parameter.device, torch.float32)
 
 
 def _hide_from_ddp(model: nn.Module) -> None:
@@ -143,30 +146,46 @@ def _hide_from_ddp(model: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
-def _check_same_scheme(layers, scheme: QuantScheme, keep_masters: bool, exclude_modules, scale_dtype) -> None:
+def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, exclude_modules, scale_dtype) -> None:
     if keep_masters:
         raise ValueError(
             "quantize_learner=False needs the base in high precision, but it comes from a low-bit checkpoint. Leave out "
             "`quantize_learner`, or start from the high-precision checkpoint."
         )
-    layer = next(iter(layers.values()))
-    theirs, ours = (layer.scheme.name, layer.scale_dtype), (scheme.name, scale_dtype)
-    if scheme.scale_dtype is not None:
-        theirs, ours = theirs[:1], ours[:1]
-    sizes = {layer.group_size for layer in layers.values()}
-    if theirs != ours or any(
-        layer.group_size != scheme.group_size_for(layer.in_features) for layer in layers.values()
-    ):
+    layers = quantized_layers(model)
+    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
+    skipped = reasons_to_skip(model, {name: m for name, m in linears.items() if name not in layers}, None)
+    # Of one scheme alone the checkpoint says which layers have it.
+    ours = (
+        dict.fromkeys(layers, plan.schemes[0])
+        if plan.is_uniform and plan.schemes
+        else plan.assign(linears, skipped)[0]
+    )
+    differing = [name for name in dict.fromkeys([*layers, *ours]) if not _has_scheme(layers, name, ours, scale_dtype)]
+    if differing:
+        layer = layers.get(differing[0]) or next(iter(layers.values()))
+        sizes = {layer.group_size for layer in layers.values()}
+        names = "', '".join(dict.fromkeys(layer.scheme.name for layer in layers.values()))
         raise ValueError(
-            f"The base is a low-bit checkpoint of scheme {layer.scheme.name!r} with group sizes {sorted(map(str, sizes))} and "
-            f"scales in {layer.scale_dtype}; this run has scheme={scheme.name!r}, group_size={scheme.group_size} and scales in "
-            f"{scale_dtype} (`bf16`). Use the same, or start from the high-precision checkpoint."
+            f"The base is a low-bit checkpoint of scheme '{names}' with group sizes {sorted(map(str, sizes))} and "
+            f"scales in {layer.scale_dtype}; this run has scheme={plan.written!r}, group_size={plan.group_size} and scales in "
+            f"{scale_dtype} (`bf16`), and {len(differing)} layers differ, such as {differing[0]!r}. Use the same, or start from "
+            "the high-precision checkpoint."
         )
     if exclude_modules:
         raise ValueError(
             f"exclude_modules={exclude_modules!r} was given, but a low-bit checkpoint says itself which layers are quantized. "
             "Remove it."
         )
+
+
+def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
+    if name not in layers or name not in ours:
+        return False
+    layer, scheme = layers[name], ours[name]
+    is_same_scale = scheme.scale_dtype is not None or layer.scale_dtype == scale_dtype
+    is_same_scheme = layer.scheme.name == scheme.name and layer.group_size == scheme.group_size_for(layer.in_features)
+    return is_same_scheme and is_same_scale
 
 
 @torch.no_grad()
@@ -176,39 +195,16 @@ def base_fingerprint(model: nn.Module) -> str:
     where nothing is quantized, the first row of each layer.
     """
     digest = hashlib.sha256()
-    layers = quantized_layers(model)
-    for name, module in base_modules(base_model(model)):
-        if not isinstance(module, nn.Linear):
-            continue
-        digest.update(f"{name}{tuple(module.weight.shape)}".encode())
-        if name in layers or not layers:
-            # Other layers are in high precision in a run and in 16 bits in its export.
-            tensor = _base_scale(layers[name]) if name in layers else module.weight[0].bfloat16()
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    is_quantized = bool(quantized_layers(model))
+    for layer in iter_layers(model):
+        for name, linear in layer.linears.items():
+            digest.update(f"{name}{tuple(linear.weight.shape)}".encode())
+            if isinstance(linear, QuantizedLinear) or not is_quantized:
+                # Other layers are in high precision in a run and in 16 bits in its export.
+                tensor = _base_scale(linear) if is_quantized else linear.weight[0].bfloat16()
+                digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def _base_scale(layer: QuantizedLinear) -> torch.Tensor:
     return (layer.quantize(layer.weight) if layer.holds_adapter else layer.low_bit_weight()).scale
-
-
-def check_record(folder: str | Path, record: dict[str, Any]) -> None:
-    """Raises `ValueError` if the adapter in `folder` was trained beside another base or scheme than those of `record`."""
-    path = Path(folder) / RECORD_FILE
-    if not path.is_file():
-        logger.warning(
-            "%s has no %s, so whether its adapter fits this base and scheme is not known.", folder, RECORD_FILE
-        )
-        return
-    theirs = json.loads(path.read_text())
-    names = ("scheme", "group_size", "scale_dtype", "base")
-    differing = [
-        f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
-        for name in names
-        if theirs.get(name) != record[name]
-    ]
-    if differing:
-        raise ValueError(
-            f"The adapter in {folder} was trained beside another low-bit base ({'; '.join(differing)}); `base` is a "
-            "fingerprint of its scales. Use the same base, scheme, group_size and bf16, or train a new adapter."
-        )

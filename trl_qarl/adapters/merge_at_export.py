@@ -68,7 +68,7 @@ def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
             after = layer.low_bit_weight()
             trained = before.gemm_weight().dequantize(torch.float32) + delta
             error = after.gemm_weight().dequantize(torch.float32) - trained
-            flips = count_code_flips(before.qdata, after.qdata)
+            flips = count_code_flips(before.qdata, after.qdata, before.scheme.container)
             sums += torch.tensor(
                 [error.square().sum(), delta.square().sum(), flips, delta.numel()], dtype=torch.float64
             )

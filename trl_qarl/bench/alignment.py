@@ -127,7 +127,7 @@ def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, fl
 
 
 def _can_use_engine_numerics(model, dtype) -> bool:
-    from ..numerics.attach import check_engine_numerics
+    from ..numerics.availability import check_engine_numerics
 
     if model.device.type != "cpu":
         # The engine of these rows is an ordinary one, which a learner on a GPU cannot repeat.

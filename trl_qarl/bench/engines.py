@@ -123,7 +123,8 @@ def open_server(model, dtype) -> Iterator[tuple[Any, Any, int]]:
 
     from ..rollout.client import QaRLClient
     from ..rollout.publisher import Publisher
-    from ..rollout.server_process import ServerProcess, build_server_command, free_port
+    from ..rollout.server_command import build_server_command
+    from ..rollout.server_process import ServerProcess, free_port
     from ..rollout.transports import FileTransport
 
     port, on_cpu = free_port(), not torch.cuda.is_available()

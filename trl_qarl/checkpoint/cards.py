@@ -1,5 +1,6 @@
 """README files, model cards on the Hub: of master weights and adapters, which alone are not the policy, and of its export."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from ..packages import installed
+from ..quantization.plan import QuantPlan
 from .serving import ADAPTER_FOLDER, adapter_rank, dtype_option, serve_command
 
 
@@ -18,6 +20,7 @@ __all__ = [
     "PLOT_FILE",
     "TrainingFacts",
     "adapter_card",
+    "described_settings",
     "evaluation_table",
     "export_card",
     "masters_card",
@@ -113,6 +116,11 @@ class TrainingFacts:
     report: str | None = None
     dataset: str | None = None
     tags: frozenset[str] = frozenset()
+
+
+def described_settings(plan: QuantPlan) -> dict[str, Any]:
+    """Settings of [`TrainingFacts`] that say which schemes a policy has, and of several which layers have which."""
+    return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in plan.described.items()}
 
 
 def masters_card(

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..quantization.names import base_model, is_adapted
-from ..quantization.schemes import SCHEMES
 from ..quantization.swap import quantized_layers
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .layout import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
@@ -95,10 +94,10 @@ def export_checkpoint(
     layers, formats = quantized_layers(model), quantized_formats(model)
     if dtype is None:
         dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
-    scheme = next(iter(formats.values()))[0] if formats else SCHEMES["bf16"]
+    scheme = "-".join(dict.fromkeys(scheme.name for scheme, _ in formats.values())) or "bf16"
     if formats and has_stacked_experts(model):
         raise ValueError(
-            f"{type(model).__name__} has experts in high precision beside layers in {scheme.name!r}. Under one name "
+            f"{type(model).__name__} has experts in high precision beside layers in {scheme!r}. Under one name "
             "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
             "with `save_model`, or train with scheme='bf16'."
         )
@@ -125,7 +124,7 @@ def export_checkpoint(
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
             about["evaluated"] = output_dir
-        save_export_card(folder, scheme=scheme.name, dtype=str(dtype).removeprefix("torch."), **about)
+        save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
             # An earlier one's adapter belongs to another base.
             shutil.rmtree(output_dir / ADAPTER_FOLDER, ignore_errors=True)

@@ -7,35 +7,45 @@ Format: https://github.com/vllm-project/compressed-tensors.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_modules, base_state_dict
-from ..quantization.schemes import QuantScheme
+from ..quantization.names import base_modules
+from ..quantization.schemes import QuantScheme, group_name
 from ..quantization.selection import stacked_experts
-from ..quantization.swap import quantized_layers
 from ..quantization.tensors import LowBitTensor
+from ..quantization.walk import LayerWeights, iter_layers
 
 
 __all__ = [
     "has_stacked_experts",
+    "iter_checkpoint_layers",
     "iter_checkpoint_tensors",
     "quantization_config",
     "quantized_formats",
 ]
 
 
-def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of [`checkpoint_state_dict`] one at a time, on the model's device, layer by layer."""
-    layers = quantized_layers(model)
+def iter_checkpoint_layers(model: nn.Module, dtype: torch.dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """
+    Yield the tensors of the low-bit policy under their names in a checkpoint, a layer at a time, on the model's device. What is not
+    quantized is in `dtype`; of tied tensors, the first is there.
+    """
     seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in base_state_dict(model).items():
+    for layer in iter_layers(model):
+        yield list(_checkpoint_tensors(layer, dtype, seen))
+
+
+def _checkpoint_tensors(layer: LayerWeights, dtype, seen) -> Iterator[tuple[str, torch.Tensor]]:
+    quantized = layer.quantized
+    for name, tensor in layer.tensors.items():
         prefix, _, leaf = name.rpartition(".")
-        if leaf == "weight" and prefix in layers:
-            tensor = layers[prefix].low_bit_weight()
+        if leaf == "weight" and prefix in quantized:
+            tensor = quantized[prefix].low_bit_weight()
         if isinstance(tensor, LowBitTensor):
             for key, value in tensor.checkpoint_tensors().items():
                 yield f"{prefix}.{key}", value.detach()
@@ -47,6 +57,11 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
         yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach()
 
 
+def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of [`iter_checkpoint_layers`] one by one."""
+    return chain.from_iterable(iter_checkpoint_layers(model, dtype))
+
+
 def quantization_config(model: nn.Module) -> dict[str, Any]:
     """
     The `quantization_config` entry of the model's `config.json`, as compressed-tensors defines it.
@@ -55,18 +70,17 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
     expression.
     """
     formats = quantized_formats(model)
-    by_format: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
-        by_format[scheme.name, group_size].append(name)
+        by_format[scheme, group_size].append(name)
     groups = {}
-    for index, ((_, group_size), names) in enumerate(by_format.items()):
-        scheme, _ = formats[names[0]]
-        groups[f"group_{index}"] = {
+    for index, ((scheme, group_size), names) in enumerate(by_format.items()):
+        groups[group_name(index, scheme)] = {
             "targets": ["Linear"] if len(by_format) == 1 else _targets(names, formats),
             "weights": scheme.weight_args(group_size),
             "input_activations": scheme.activation_args,
             "output_activations": None,
-            "format": scheme.format,
+            "format": scheme.container.checkpoint_format,
         }
     checkpoint_formats = {group["format"] for group in groups.values()}
     return {

@@ -5,6 +5,7 @@ Format: https://github.com/vllm-project/compressed-tensors, as [`~trl_qarl.check
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import cached_file
 
 from ..quantization.linear import QuantizedLinear
-from ..quantization.quantize import unpack_int8
-from ..quantization.schemes import SCHEMES, QuantScheme
+from ..quantization.schemes import SCHEMES, QuantScheme, scheme_of_group
 from ..quantization.tensors import LowBitTensor
 
 
@@ -57,13 +57,13 @@ def load_frozen_model(
             As `from_pretrained` takes them.
 
     Raises:
-        ValueError: if the checkpoint was quantized with none of this package's schemes, or lacks tensors.
+        ValueError: if the checkpoint was quantized with other schemes than this package's, or lacks tensors.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, revision=revision))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    scheme = _scheme(config.quantization_config, name_or_path)
+    schemes = _schemes(config.quantization_config, name_or_path)
     del config.quantization_config
     dtype = config.dtype if dtype in ("auto", None) else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
@@ -75,7 +75,7 @@ def load_frozen_model(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         else:
             model = cls._from_config(config, dtype=dtype, **options)
-    _fill(model, folder, scheme, dtype)
+    _fill(model, folder, schemes, dtype)
     model.tie_weights()
     missing = [name for name, p in model.named_parameters() if p.is_meta]
     if missing:
@@ -86,62 +86,56 @@ def load_frozen_model(
     return model.requires_grad_(False).eval()
 
 
-def _scheme(described: dict[str, Any], source: str) -> QuantScheme:
-    """The scheme of a checkpoint's `quantization_config`; the group size of each layer follows from its scales."""
-    found = {_scheme_of_group(group) for group in described["config_groups"].values()}
-    if len(found) != 1 or None in found:
+def _schemes(described: dict[str, Any], source: str) -> list[tuple[list[str], QuantScheme]]:
+    """
+    Targets and scheme of each group of a checkpoint's `quantization_config`; the group size of each layer follows from its
+    scales.
+    """
+    groups = described["config_groups"]
+    found = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
+    if not found or any(scheme is None for _, scheme in found):
         raise ValueError(
             f"{source} is a compressed-tensors checkpoint of none of the schemes {[*SCHEMES][:-1]}: its groups are "
-            f"{described['config_groups']}. Start from the high-precision checkpoint."
+            f"{groups}. Start from the high-precision checkpoint."
         )
-    return SCHEMES[found.pop()]
+    return found
 
 
-def _scheme_of_group(group: dict[str, Any]) -> str | None:
-    def fits(theirs, ours):
-        if not ours or not theirs:
-            return bool(ours) == bool(theirs)
-        return all(theirs.get(name) == value for name, value in ours.items())
-
-    weights = group["weights"]
-    for scheme in SCHEMES.values():
-        size = weights.get("group_size") if scheme.group_size is not None else None
-        if (
-            scheme.is_quantized
-            and fits(weights, scheme.weight_args(size))
-            and fits(group.get("input_activations"), scheme.activation_args)
-            and (scheme.group_size is None or size in scheme.group_sizes)
-        ):
-            return scheme.name
-    return None
+def _scheme_of(name: str, schemes: list[tuple[list[str], QuantScheme]], folder: Path) -> QuantScheme:
+    """The scheme of a layer, whose name is matched as compressed-tensors does: names, then expressions, then classes."""
+    for fits in (
+        lambda target: target == name,
+        lambda target: target.startswith("re:") and re.match(target[3:], name),
+        lambda target: target == "Linear",
+    ):
+        for targets, scheme in schemes:
+            if any(fits(target) for target in targets):
+                return scheme
+    raise ValueError(f"{folder} holds low-bit tensors of {name!r}, which no group of its configuration targets.")
 
 
-def _fill(model: PreTrainedModel, folder: Path, scheme: QuantScheme, dtype: torch.dtype) -> None:
+def _fill(
+    model: PreTrainedModel, folder: Path, schemes: list[tuple[list[str], QuantScheme]], dtype: torch.dtype
+) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
     scales = {name.removesuffix(".weight_scale"): t for name, t in tensors.items() if name.endswith(".weight_scale")}
     low_bit = {
-        name: {leaf: tensors.pop(f"{name}.{leaf}", None) for leaf in ("weight", "weight_packed", "weight_shape")}
+        name: {
+            leaf: tensors.pop(f"{name}.{leaf}")
+            for leaf in ("weight", "weight_packed", "weight_shape", "weight_scale")
+            if f"{name}.{leaf}" in tensors
+        }
         for name in scales
     }
-    dense = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(".weight_scale")
-    }
+    dense = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     unexpected = model.load_state_dict(dense, strict=False, assign=True).unexpected_keys
     if unexpected:
         raise ValueError(f"{folder} holds tensors that {type(model).__name__} does not have: {unexpected[:3]}.")
     for name, scale in scales.items():
+        scheme = _scheme_of(name, schemes, folder)
         layer = QuantizedLinear.from_linear(model.get_submodule(name), scheme, scale.dtype)
-        layer.weight = nn.Parameter(LowBitTensor(_codes(low_bit[name], scheme), scale, scheme, dtype), False)
+        layer.weight = nn.Parameter(LowBitTensor.from_checkpoint(low_bit[name], scheme, dtype), False)
         layer.group_size = layer.low_bit_weight().group_size
         model.set_submodule(name, layer)
-
-
-def _codes(tensors: dict[str, torch.Tensor], scheme: QuantScheme) -> torch.Tensor:
-    if scheme.format != "pack-quantized":
-        return tensors["weight"]
-    packed = tensors["weight_packed"]
-    return packed if scheme.num_bits == 4 else unpack_int8(packed)

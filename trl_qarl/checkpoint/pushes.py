@@ -1,39 +1,40 @@
-"""What the trainer adds to TRL's model cards and to transformers' pushes: the policy that was trained is the low-bit one."""
+"""What a trainer adds to TRL's model cards and to transformers' pushes: the policy that was trained is the low-bit one."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
-from trl import GRPOTrainer
+from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
-from ..quantization.names import is_peft_model
-from ..quantization.swap import SwapReport
 from . import uploads as hub
 from .cards import TrainingFacts, adapter_card, masters_card
-from .export import export_checkpoint
 
 
-__all__ = ["HubTrainer"]
+__all__ = ["PushesPolicy"]
 
 logger = logging.getLogger(__name__)
 
 
-class HubTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] whose pushes upload what `hub_export` names."""
+class PushesPolicy(_BaseTrainer):
+    """
+    Pushes of a trainer that upload what `hub_export` names of its `policy`, and cards that say so. To be inherited from before
+    TRL's trainer.
+
+    Attributes:
+        policy ([`~trl_qarl.policy.Policy`]):
+            What is trained.
+        export_dir (`Path`):
+            Where it is exported to before it is pushed.
+    """
 
     args: Any
+    policy: Any
     export_dir: Path
-    swap_report: SwapReport
-    _scale_dtype: torch.dtype
     # What a card was told last: cards that later saves write are told nothing.
     _card_arguments: dict[str, Any] = {}
-
-    def _scheme_record(self) -> dict[str, Any]:
-        raise NotImplementedError
 
     @override
     def create_model_card(
@@ -54,17 +55,16 @@ class HubTrainer(GRPOTrainer):
         title = self._card_arguments.get("model_name") or Path(self.args.output_dir).name
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
         facts = self._training_facts()
-        make_card = adapter_card if is_peft_model(self.model) else masters_card
+        make_card = adapter_card if self.policy.has_adapter else masters_card
         return make_card(title, self.model.name_or_path, masters, facts, policy)
 
     def _training_facts(self) -> TrainingFacts:
-        args, tags = self.args, self._card_arguments.get("tags", ())
+        tags = self._card_arguments.get("tags", ())
         tags = [tags] if isinstance(tags, str) else tags
-        settings = {"objective": args.objective, **self._scheme_record(), "temperature": args.temperature}
         return TrainingFacts(
-            {name: value for name, value in settings.items() if value is not None},
+            self.policy.card_facts(),
             self.state.log_history,
-            str(self.swap_report),
+            str(self.policy.swap_report),
             self._card_arguments.get("dataset_name"),
             frozenset({*tags, *self._tag_names, *(getattr(self.model, "model_tags", None) or ())}),
         )
@@ -96,7 +96,7 @@ class HubTrainer(GRPOTrainer):
         folder = Path(output_dir or self.export_dir)
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
         card = {"facts": self._training_facts(), "title": model_name, "hub_model_id": policy, "masters": masters}
-        return export_checkpoint(self.model, folder, self.processing_class, self._scale_dtype, card=card)
+        return self.policy.export(folder, self.processing_class, card)
 
     @override
     def init_hf_repo(self, token: str | None = None) -> None:

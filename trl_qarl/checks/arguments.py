@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..adapters.tensors import is_adapter_folder, saved_adapter_config
 from ..checkpoint.uploads import exports_policy
-from ..numerics.attach import check_engine_numerics
+from ..objectives.registry import get_objective
 from ..quantization.names import is_adapted, is_peft_model
 from ..quantization.selection import stacked_experts
 from .adapter import (
@@ -28,7 +27,7 @@ from .adapter import (
     problems_of_quantized_base,
     problems_of_start,
 )
-from .options import contradicts_engine_numerics, low_precision_masters, raise_problems
+from .options import low_precision_masters, raise_problems
 
 
 __all__ = [
@@ -36,9 +35,7 @@ __all__ = [
     "check_arguments",
     "check_dropout",
     "check_launch",
-    "choose_numerics",
     "problems_of_masters",
-    "without_warning_of_ignored_kwargs",
 ]
 
 logger = logging.getLogger(__name__)
@@ -50,21 +47,6 @@ PICTURES = (
     "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
     "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
 )
-
-
-@contextmanager
-def without_warning_of_ignored_kwargs(are_used: bool) -> Iterator[None]:
-    """TRL says of any loaded model that `model_init_kwargs` are ignored, also where this trainer has loaded it with them."""
-
-    def is_true(record: logging.LogRecord) -> bool:
-        return not (are_used and "`model_init_kwargs` will be ignored" in record.getMessage())
-
-    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
-    trl_logger.addFilter(is_true)
-    try:
-        yield
-    finally:
-        trl_logger.removeFilter(is_true)
 
 
 def check_launch(accelerator, is_sharded: bool) -> None:
@@ -89,7 +71,7 @@ def check_launch(accelerator, is_sharded: bool) -> None:
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switches off what TRL's `disable_dropout` leaves on, and has TBPO ask for it where a model drops anything."""
+    """Switch off what TRL's `disable_dropout` leaves on, and have objectives ask for it that need one policy throughout."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
@@ -102,50 +84,25 @@ def check_dropout(model: nn.Module, args: Any) -> None:
     if args.disable_dropout:
         _switch_off(model, active)
         return
-    if args.objective == "tbpo":
+    needs_one_policy = get_objective(args.objective).needs_one_policy
+    if needs_one_policy:
         # Where TRL's examples have it, unlike a model that drops activations, which is rare.
         of_adapter = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
         for rate in set(of_adapter.values()):
             logger.warning(
-                "lora_dropout=%g is switched off: under objective='tbpo' rollout, scoring and loss must see the same policy. "
+                "lora_dropout=%g is switched off: under objective=%r rollout, scoring and loss must see the same policy. "
                 "Use lora_dropout=0, or another objective.",
                 rate,
+                args.objective,
             )
         _switch_off(model, of_adapter)
         active = {place: rate for place, rate in active.items() if place not in of_adapter}
-    if active and args.objective == "tbpo":
+    if active and needs_one_policy:
         (name, key), value = next(iter(active.items()))
         raise ValueError(
             f"The model drops activations ({len(active)} rates above 0, the first is {name}.{key}={value}), so rollout, "
-            "scoring and loss would see different policies under objective='tbpo'. Set `disable_dropout=True`."
+            f"scoring and loss would see different policies under objective={args.objective!r}. Set `disable_dropout=True`."
         )
-
-
-def choose_numerics(model: nn.Module, args: Any, dtype: torch.dtype, num_processes: int) -> tuple[str, str]:
-    """
-    `args.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
-
-    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be gained
-    or nobody has looked: without vLLM, and on several processes.
-    """
-    if args.numerics is not None:
-        return args.numerics, "as configured"
-    if not args.use_vllm:
-        return "fast", "rollouts are the learner's own"
-    if num_processes > 1:
-        return "fast", "engine numerics have not been compared on several processes"
-    if not args.use_cpu:
-        return (
-            "fast",
-            "engine numerics have never run on a GPU; numerics='engine' asks for them, and exact='require' checks them",
-        )
-    for option, reason in contradicts_engine_numerics(args):
-        return "fast", f"engine numerics contradict {option}: {reason.partition('. ')[0]}"
-    try:
-        check_engine_numerics(model, dtype)
-    except ValueError as error:
-        return "fast", str(error).removesuffix(" Use the fast numerics.")
-    return "engine", "everything it needs is here"
 
 
 def _switch_off(model: nn.Module, rates: Iterable[tuple[str, str]]) -> None:
@@ -241,6 +198,7 @@ def _problems_of_pictures(args: Any, datasets: tuple) -> Iterator[str]:
 
 
 def check_arguments(
+    *,
     model,
     reward_funcs,
     args,
@@ -250,8 +208,10 @@ def check_arguments(
     peft_config,
     optimizers,
     rollout_func,
-    has_environment,
+    environment_factory,
+    **others,
 ) -> None:
+    """Raise one `ValueError` with all that is wrong with the arguments of the trainer, before any of it is loaded."""
     has_own_adapter = is_peft_model(model) or is_adapter_folder(model)
     has_adapter = has_own_adapter or peft_config is not None
     problems = [*problems_of_options(args, has_adapter), *problems_of_start(model, has_adapter)]
@@ -282,7 +242,7 @@ def check_arguments(
     problems += problems_of_quantized_base(args, quantization_config, has_adapter)
     columns = getattr(train_dataset, "column_names", None)
     # An environment may supply the prompts.
-    if columns is not None and "prompt" not in columns and not has_environment:
+    if columns is not None and "prompt" not in columns and environment_factory is None:
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )

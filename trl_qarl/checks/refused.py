@@ -1,17 +1,11 @@
 """Options of TRL, and of PEFT's LoRA, that are refused, why, and what to do instead."""
 
 __all__ = [
-    "BOUNDS_OF_MISMATCH",
     "GENERATION_KWARGS_THAT_RESHAPE",
     "LORA_MODES",
     "MODEL_INIT_KWARGS_REFUSED",
-    "OF_ONE_LOSS",
-    "OF_TRLS_LOSS",
     "REFUSED",
     "REFUSED_BY_LORA",
-    "REFUSED_BY_TBPO",
-    "RESHAPES_SAMPLING",
-    "UNSET",
     "VLLM_SAMPLING_KWARGS",
 ]
 
@@ -106,53 +100,6 @@ MODEL_INIT_KWARGS_REFUSED = {
         "--multi_gpu`)",
     ),
 }
-
-# Inherited options that TBPO replaces or that have no meaning for one clipped ratio per sequence.
-REFUSED_BY_TBPO = {
-    "epsilon": "TBPO's bounds are `positive_epsilon_high`, `negative_epsilon_low` and `negative_epsilon_high`",
-    "epsilon_high": "it bounds a token's ratio; TBPO's bound of a sequence's mean ratio is `positive_epsilon_high`, 4e-4 "
-    "in the paper",
-    "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
-    "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it unset",
-    "sapo_temperature_neg": "it belongs to `objective='sapo'`",
-    "sapo_temperature_pos": "it belongs to `objective='sapo'`",
-    "vespo_k_pos": "it belongs to `objective='vespo'`",
-    "vespo_lambda_pos": "it belongs to `objective='vespo'`",
-    "vespo_k_neg": "it belongs to `objective='vespo'`",
-    "vespo_lambda_neg": "it belongs to `objective='vespo'`",
-    "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
-    "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
-    "entropy_coef": "the entropy bonus is a token-level term; use `objective='grpo'`",
-    "use_adaptive_entropy": "the entropy bonus is a token-level term; use `objective='grpo'`",
-    "vllm_importance_sampling_correction": "the mismatch weight is part of TBPO; its bound is `mismatch_cap`",
-    "vllm_importance_sampling_mode": "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
-    "vllm_importance_sampling_clip_max": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "vllm_importance_sampling_clip_min": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "vllm_importance_sampling_cap": "TBPO's mismatch weight is bounded by `mismatch_cap`",
-    "top_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 1.0",
-    "top_k": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 0",
-    "min_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; leave it unset",
-    "repetition_penalty": "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ; "
-    "use 1.0",
-}
-
-RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
-OF_ONE_LOSS = tuple(name for name in REFUSED_BY_TBPO if name.startswith(("sapo_", "vespo_")))
-OF_TRLS_LOSS = ("delta", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
-BOUNDS_OF_MISMATCH = (
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_cap",
-)
-
-# Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's default.
-UNSET = (
-    "epsilon",
-    "importance_sampling_level",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-)
 
 _NOT_IN_VLLM = "vLLM cannot run such an adapter"
 

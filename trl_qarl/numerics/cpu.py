@@ -13,7 +13,7 @@ log-probs need kernels whose result for a row does not depend on the number of r
 | `F.linear` in float32 | no: another kernel below 16 rows |
 | `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
 | FP8 product in float64 ([`~trl_qarl.quantization.gemm.fp8_product`]) | yes: every sum is exact |
-| attention, keys not split over threads | yes, up to [`max_exact_length`], where one tile holds all keys |
+| attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
 
 [`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
 [`use_in_engine`].
@@ -23,7 +23,7 @@ scoring. Then products run in blocks of as many rows ([`~trl_qarl.quantization.g
 is [`trl_qarl.numerics.portable`]. Tensors on a GPU go to [`trl_qarl.numerics.cuda`].
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,8 +31,9 @@ import torch
 import torch.nn.functional as F
 
 from ..packages import installed
+from ..quantization.formats import int4_packed
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
-from ..quantization.quantize import unpack_int4
+from ..quantization.schemes import E4M3, E4M3_CODES, INT4_PACKED, INT8, INT8_CODES, SCHEMES, QuantScheme
 from ..quantization.tensors import LowBitTensor
 from . import cuda, portable
 from .compare import first_difference
@@ -40,30 +41,47 @@ from .compare import first_difference
 
 __all__ = [
     "KV_BLOCK_SIZE",
-    "SCHEMES",
     "PackedInt4Linear",
     "PackedLinear",
     "attention",
+    "covered_schemes",
+    "covers",
     "describe_arithmetic",
     "dispatch_row_invariant",
     "has_engine_kernels",
     "is_on_gpu",
     "log_softmax",
     "lora",
-    "max_exact_length",
+    "one_pass_requests",
+    "queries_in_one_pass",
     "reason_against",
+    "reason_against_installation",
     "reason_not_to_call",
     "rms_norm",
     "rotate",
     "silu_mul",
 ]
 
-SCHEMES = ("w4a16", "w8a8", "fp8")
-"""Schemes whose products learner and engine share."""
+
+IN_ONE_PASS = "requests of one pass"
+"""What an engine says of its attention that runs as [`one_pass_requests`] has it."""
 
 KV_BLOCK_SIZE = 128
 MIN_ROWS = 5
 """Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
+
+PASS_ROWS = {"amx": 32, "vec": 8}
+"""Rows of queries that vLLM's attention takes at once, by its name of the instructions (`MaxQHeadNumPerIteration`)."""
+
+
+def covers(scheme: QuantScheme) -> bool:
+    """Whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
+    return (scheme.container, scheme.activation) in ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
+
+
+def covered_schemes() -> list[str]:
+    """Names of the schemes that [`covers`] knows."""
+    return [name for name, scheme in SCHEMES.items() if covers(scheme)]
 
 
 def has_engine_kernels() -> bool:
@@ -88,20 +106,25 @@ def reason_against() -> str | None:
         lambda weight: PackedLinear(weight, is_compared=True),
         dispatch,
         _attend_with_vllm,
-        num_keys=min(150, max_exact_length(64)),
+        num_keys=150,
         block_size=KV_BLOCK_SIZE,
     )
     return None if difference is None else f"vLLM {_vllm_version()} is installed, and {difference}"
 
 
-@lru_cache(maxsize=1)
-def reason_not_to_call() -> str | None:
-    """Why vLLM's kernels for CPUs cannot be called in this process at all, or `None`."""
+def reason_against_installation() -> str | None:
+    """Why vLLM's kernels for CPUs cannot be called here, as far as that can be said without loading vLLM, or `None`."""
     if find_spec("vllm") is None:
         return "vLLM for CPUs is not installed"
     # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
-    if not torch.cpu._is_avx512_supported():
-        return "this processor has no AVX512"
+    return None if torch.cpu._is_avx512_supported() else "this processor has no AVX512"
+
+
+@lru_cache(maxsize=1)
+def reason_not_to_call() -> str | None:
+    """Why they cannot be called in this process at all, or `None`."""
+    if reason := reason_against_installation():
+        return reason
     from vllm.platforms import current_platform
 
     # Loads the build for this processor's instructions, which registers its operators.
@@ -124,6 +147,7 @@ def describe_arithmetic() -> dict[str, Any]:
         "amx": torch.cpu._is_amx_tile_supported(),
         "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
         "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
+        "attention": IN_ONE_PASS,
     }
 
 
@@ -193,13 +217,13 @@ class PackedInt4Linear:
 
     Args:
         low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
-            Weight `(N, K)` of scheme `w4a16`, both multiples of 32.
+            Weight `(N, K)` in the container `int4-packed`, both multiples of 32.
     """
 
     name = "vllm::cpu_gemm_wna16"
 
     def __init__(self, low_bit: LowBitTensor):
-        codes = unpack_int4(low_bit.qdata).t()
+        codes = int4_packed.unsigned_codes(low_bit.qdata).t()
         num_inputs = codes.shape[0]
         # Blocks of 16 output channels with 8 codes per int32.
         shifts = 4 * torch.arange(8, dtype=torch.int32)
@@ -308,7 +332,7 @@ def attention(
         scale (`float`): factor of the scores.
 
     Returns:
-        `(sum(query_lengths), heads, head_dim)`; its bits are those of any other number of queries up to [`max_exact_length`].
+        `(sum(query_lengths), heads, head_dim)`, with the same bits for any other number of queries.
     """
     if is_on_gpu(query):
         return cuda.attention(query, key, value, query_lengths, key_lengths, scale)
@@ -326,7 +350,7 @@ def _attend_with_vllm(query, key, value, query_lengths, key_lengths, scale) -> t
         query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, torch.get_num_threads()
     )
     isa, slots, table, query_starts, lengths, schedule = layout
-    num_blocks = int(table[-1].max()) + 1
+    num_blocks = int(table.max()) + 1
     cache = query.new_zeros(num_blocks, num_key_heads, 2 * KV_BLOCK_SIZE, head_dim)
     key_cache, value_cache = cache.chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa)
@@ -350,23 +374,40 @@ def _attend_with_vllm(query, key, value, query_lengths, key_lengths, scale) -> t
     return output
 
 
-@cache
-def max_exact_length(head_dim: int) -> int:
+def queries_in_one_pass(isa: str, num_heads: int, num_key_heads: int) -> int:
     """
-    Longest sequence whose keys fill one tile of vLLM's kernel, however many queries come with them.
+    Number of queries of a sequence that vLLM's attention computes in one pass over the keys; they have the bits of each alone.
 
-    The kernel sizes a tile of keys such that it, the queries, the scores of one step and the output fill half the L2 cache;
-    more queries leave less room, up to as many queries as keys (vLLM 0.31, `csrc/cpu/cpu_attn_impl.hpp`,
-    `calcu_default_tile_size` and `calcu_tile_size_with_constant_q`). Sums over several tiles are rounded otherwise.
+    The kernel sizes a tile of keys such that it, the queries and the scores fit half the L2 cache, so that sums over several
+    tiles depend on the number of queries. Up to one pass of rows it counts a whole pass, and lets the keys stream (vLLM 0.31,
+    `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`).
     """
-    has_amx = torch.cpu._is_amx_tile_supported()
-    available = torch.cpu.get_capabilities()["l2_cache_size"] // 2
-    # Bytes of a query, of a key and a value, of an output; rows of queries per step.
-    query, key_value, output, rows = (2, 4, 4, 32) if has_amx else (4, 4, 4, 8)
-    num_queries = available // (head_dim * (query + key_value + output) + 4 * rows)
-    num_queries = min(num_queries, 128 * rows) // rows * rows
-    num_keys = (available - num_queries * head_dim * (query + output)) // (4 * rows + head_dim * key_value)
-    return max(num_keys // 32 * 32, 32)
+    rows, heads = PASS_ROWS.get(isa, 1), num_heads // num_key_heads
+    # Heads that share keys are rows of one pass if they fill it evenly, else each head has its own.
+    return rows // heads if rows % heads == 0 else rows
+
+
+def one_pass_requests(
+    query_starts: torch.Tensor, key_lengths: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Requests of at most `size` queries that together are those of a batch; each sees the keys up to its last query.
+
+    Args:
+        query_starts (`torch.Tensor`): `(R + 1,)` int32, where the queries of each request begin.
+        key_lengths (`torch.Tensor`): `(R,)` int32; the queries of a request are its last positions.
+        size (`int`): from [`queries_in_one_pass`].
+
+    Returns:
+        The same two for the new requests, and the index of the request that each is part of.
+    """
+    counts = query_starts.diff()
+    parts = (counts + size - 1) // size
+    request = torch.repeat_interleave(torch.arange(len(counts)), parts)
+    part = torch.arange(len(request)) - (parts.cumsum(0) - parts)[request]
+    starts, ends = query_starts[:-1][request] + part * size, query_starts[1:][request]
+    lengths = key_lengths[request] - (ends - starts - size).clamp(min=0)
+    return torch.cat([starts, query_starts[-1:]]).int(), lengths.int(), request
 
 
 @lru_cache(maxsize=4)
@@ -386,8 +427,11 @@ def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtyp
         [int(start) * KV_BLOCK_SIZE + torch.arange(length) for start, length in zip(first, key_lengths, strict=True)]
     )
     query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
+    size = queries_in_one_pass(isa, num_heads, num_key_heads)
+    query_starts, keys, request = one_pass_requests(query_starts, keys, size)
+    table = table[request]
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(key_lengths),
+        num_reqs=len(request),
         num_heads=num_heads,
         num_kv_heads=num_key_heads,
         head_dim=head_dim,

@@ -24,6 +24,7 @@ import torch
 from ..packages import installed
 from ..quantization import gemm
 from ..quantization.quantize import quantize_activation
+from ..quantization.schemes import INT8
 
 
 __all__ = [
@@ -157,9 +158,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     """[`~trl_qarl.quantization.gemm.low_bit_linear`] with the same bits for a row in any batch; `x` `(M, K)` bfloat16."""
     scheme = weight.scheme
-    if scheme.activation_type is None:
+    if scheme.activation is None:
         return linear(x, weight.dequantize(x.dtype), bias), (x,), INT4_KERNEL
-    if scheme.activation_type == "int":
+    if scheme.activation == INT8:
         # Sums of integers are exact, whatever their order.
         return gemm.low_bit_linear(x, weight, bias)
     codes, scale = quantize_activation(x, scheme)

@@ -1,5 +1,6 @@
 """The check that learner and sampler give every sampled token the same log-prob, and the search for where they part."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -7,13 +8,78 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..forward import Batch
 from ..quantization.names import base_model
 from . import cpu as kernels
 from . import cuda
 from .ops import token_log_probs
 
 
-__all__ = ["check_arithmetic", "describe_difference", "first_difference", "largest_difference"]
+__all__ = ["Exactness", "check_arithmetic", "describe_difference", "first_difference", "largest_difference"]
+
+
+logger = logging.getLogger(__name__)
+
+
+class Exactness:
+    """
+    What happens where the engine gave a sampled token another log-prob than the learner with its numerics.
+
+    Args:
+        exact (`str` or `None`):
+            As configured: `"require"` raises, `"warn"` logs each batch. `None` requires it of engine numerics that were asked
+            for; of others, the first such batch is logged.
+        is_asked_for (`bool`):
+            Whether engine numerics were.
+    """
+
+    def __init__(self, exact: str | None, is_asked_for: bool):
+        self.is_required = exact == "require" or (exact is None and is_asked_for)
+        self._warns_once, self._has_warned = exact is None, False
+
+    def check_engine(self, engine: Mapping[str, Any], on_gpu: bool, adapter_rank: int | None = None) -> None:
+        """[`check_arithmetic`], where exactness is required."""
+        if self.is_required:
+            check_arithmetic(engine, on_gpu, adapter_rank)
+
+    def check(
+        self,
+        output: dict[str, Any],
+        batch: Batch,
+        model: nn.Module,
+        accelerator: Any,
+        llm: Any = None,
+        score: Callable | None = None,
+    ) -> None:
+        """
+        Compare the log-probs of a generation batch, on every process, bit for bit.
+
+        Args:
+            output (`dict[str, Any]`):
+                The batch as TRL makes it.
+            batch ([`~trl_qarl.forward.Batch`]):
+                What it says of its tokens.
+            model (`nn.Module`):
+                The learner.
+            accelerator ([`~accelerate.Accelerator`]):
+                Gathers over the processes.
+            llm, score:
+                As [`describe_difference`] takes them.
+
+        Raises:
+            RuntimeError: where exactness is required, with the token that differs.
+        """
+        largest, *_ = largest_difference(*batch.rollout)
+        overall = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
+        if overall == 0.0 or self._has_warned:
+            return
+        where = describe_difference(output, batch.mask, accelerator.unwrap_model(model), llm, score)
+        message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
+        if self.is_required:
+            raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")
+        logger.warning(message)
+        # Nobody asked for it.
+        self._has_warned = self._warns_once
 
 
 def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_rank: int | None = None) -> None:
@@ -44,8 +110,8 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
         raise ValueError(
             "numerics='engine': the engine's arithmetic is not the learner's:\n  "
             + "\n  ".join(lines)
-            + "\nStart the server with `trl-qarl vllm-serve --numerics engine`, with the same release of vLLM on the same kind of "
-            "processor, or use numerics='fast' or exact='warn'."
+            + "\nStart the server with `trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same "
+            "kind of processor, or use numerics='fast' or exact='warn'."
         )
 
 

@@ -22,6 +22,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import weight_version
+from ..quantization.schemes import INT4_PACKED
 from ..quantization.tensors import LowBitTensor
 from . import cpu as kernels
 from . import cuda, ops
@@ -56,11 +57,10 @@ class EngineOperation:
         module (`nn.Module`): the module.
         dtype (`torch.dtype`): dtype in which the engine runs the model.
         device (`str`): type of the model's device.
-        allow_longer (`bool`): whether sequences may be longer than those whose bits are the engine's.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device: str, allow_longer: bool):
-        self.module, self.dtype, self.device, self.allow_longer = module, dtype, device, allow_longer
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: str):
+        self.module, self.dtype, self.device = module, dtype, device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device, enabled=False):
@@ -91,7 +91,7 @@ def engine_product(
     """
     if kernels.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
-    if low_bit.scheme.name != "w4a16":
+    if low_bit.scheme.container != INT4_PACKED:
         return low_bit_linear(rows, low_bit, bias)
     if not kernels.has_engine_kernels():
         return low_bit_linear(rows, low_bit, bias, row_invariant=True)
@@ -138,7 +138,7 @@ class LoraOperation(EngineOperation):
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: str, rank: int | None):
-        super().__init__(module, dtype, device, allow_longer=True)
+        super().__init__(module, dtype, device)
         self.rank = rank
 
     def forward(self, x):
@@ -170,6 +170,12 @@ class _RotaryEmbedding(EngineOperation):
         self.table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.dtype)
 
     def forward(self, x, position_ids):
+        # The kernel would read on beyond the table.
+        if (longest := int(position_ids.max()) + 1) > len(self.table):
+            raise ValueError(
+                f"A sequence has {longest} tokens, and the model positions for {len(self.table)} (max_position_embeddings), as many "
+                "as the engine takes. Shorten prompts or completions."
+            )
         return self.table, position_ids.expand(x.shape[0], -1)
 
 
@@ -250,7 +256,7 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
     Returns:
         `(B, T, heads, head_dim)`, 0 where there is no token, and `None` for the weights.
     """
-    batch, _, length, head_dim = query.shape
+    batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if attention_mask is None:
         key_lengths = query_lengths = None
@@ -261,7 +267,6 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
             key_lengths = query_lengths = tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True))
         else:
             query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
-        _check_length(operation_of(module), max(key_lengths), head_dim)
         packed = (x.flatten(0, 1) for x in (query, key, value))
         output = ops.attention(*packed, query_lengths, key_lengths, scaling)
         return output.view(query.shape), None
@@ -270,21 +275,8 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
     query_lengths, key_lengths = (tuple(mask.sum(dim=1).tolist()) for mask in (queries, present))
     if 0 in query_lengths:
         raise ValueError("A sequence of the batch has no token: its attention mask is 0 everywhere.")
-    _check_length(operation_of(module), max(key_lengths), head_dim)
     output = ops.attention(query[queries], key[present], value[present], query_lengths, key_lengths, scaling)
     return torch.zeros_like(query).masked_scatter(queries[..., None, None], output), None
-
-
-def _check_length(operation: EngineOperation, longest: int, head_dim: int) -> None:
-    if operation.device != "cpu" or operation.allow_longer or not kernels.has_engine_kernels():
-        return
-    limit = kernels.max_exact_length(head_dim)
-    if longest > limit:
-        raise ValueError(
-            f"A sequence has {longest} tokens. With head_dim={head_dim}, vLLM's attention computes a token of up to {limit} "
-            "alike in prefill and decode on this processor (they fill half its L2 cache), and differently beyond. Shorten "
-            "prompts or completions, or use numerics='fast' or exact='warn'."
-        )
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -1,11 +1,8 @@
 """Probability ratios between learner and sampler, and the weights that objectives make of them."""
 
 import math
-from typing import Any
 
 import torch
-
-from .presets import PRESETS
 
 
 __all__ = [
@@ -14,7 +11,6 @@ __all__ = [
     "kpop_weight",
     "mismatch_ratio",
     "mismatch_weight",
-    "preset_weight",
     "sequence_log_ratio",
     "weigh_advantages",
 ]
@@ -63,26 +59,6 @@ def mismatch_ratio(
     if bound == "truncate":
         return ratio.clamp(low, high)
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
-
-
-def preset_weight(
-    config: Any, old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor | None:
-    """
-    What the preset of a [`QaRLConfig`] multiplies the loss with on account of the mismatch, `(B, T)` or `(B, 1)`, where TRL
-    does not do it; `None` where it does, and for presets without such a weight.
-    """
-    logps = old_per_token_logps, sampling_per_token_logps, mask
-    if config.objective == "icepop":
-        return mismatch_ratio(*logps, "token_mask", config.mismatch_low, config.mismatch_high)
-    if config.objective == "kpop":
-        return kpop_weight(*logps, config.divergence_threshold)
-    if config.objective == "geo-mask":
-        return geometric_mask(*logps, config.mismatch_low, config.mismatch_high)
-    if config.use_vllm or not PRESETS[config.objective].corrects_mismatch:
-        return None
-    bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-    return mismatch_ratio(*logps, config.vllm_importance_sampling_mode, *bounds)
 
 
 @torch.no_grad()

@@ -19,14 +19,48 @@ Everything here is a function of tensors: no trainer state, no communication, no
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
+from ..forward import Batch
+from .objective import Bounds, Loss, Objective, both_signs
+from .options import RESHAPES_SAMPLING, UNSET, is_unused, trl_default
 from .ratios import mismatch_weight, sequence_log_ratio
 
 
-__all__ = ["TBPOOutput", "reduce_metrics", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]
+__all__ = ["REFUSED_BY_TBPO", "TBPO", "TBPOOutput", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]
+
+REFUSED_BY_TBPO = {
+    "epsilon": "TBPO's bounds are `positive_epsilon_high`, `negative_epsilon_low` and `negative_epsilon_high`",
+    "epsilon_high": "it bounds a token's ratio; TBPO's bound of a sequence's mean ratio is `positive_epsilon_high`, 4e-4 "
+    "in the paper",
+    "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
+    "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it unset",
+    "sapo_temperature_neg": "it belongs to `objective='sapo'`",
+    "sapo_temperature_pos": "it belongs to `objective='sapo'`",
+    "vespo_k_pos": "it belongs to `objective='vespo'`",
+    "vespo_lambda_pos": "it belongs to `objective='vespo'`",
+    "vespo_k_neg": "it belongs to `objective='vespo'`",
+    "vespo_lambda_neg": "it belongs to `objective='vespo'`",
+    "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
+    "top_entropy_quantile": "a token mask would change the geometric mean; use `objective='grpo'`",
+    "entropy_coef": "the entropy bonus is a token-level term; use `objective='grpo'`",
+    "use_adaptive_entropy": "the entropy bonus is a token-level term; use `objective='grpo'`",
+    "vllm_importance_sampling_correction": "the mismatch weight is part of TBPO; its bound is `mismatch_cap`",
+    "vllm_importance_sampling_mode": "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
+    "vllm_importance_sampling_clip_max": "TBPO's mismatch weight is bounded by `mismatch_cap`",
+    "vllm_importance_sampling_clip_min": "TBPO's mismatch weight is bounded by `mismatch_cap`",
+    "vllm_importance_sampling_cap": "TBPO's mismatch weight is bounded by `mismatch_cap`",
+    "top_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 1.0",
+    "top_k": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; use 0",
+    "min_p": "it truncates the sampling distribution, so sampling log-probs and the learner's would differ; leave it unset",
+    "repetition_penalty": "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ; "
+    "use 1.0",
+}
+"""Inherited options that TBPO replaces or that have no meaning for one clipped ratio per sequence, and why."""
 
 # Far outside every trust band, far below overflow: exp(89) is inf in float32, and the gradient 0 * inf of a dropped
 # sequence would be NaN.
@@ -125,7 +159,7 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
     """
     One value per sequence for each `tbpo/*` metric, shape `(B,)`, NaN where the sequence does not count.
 
-    Gather over processes, then [`reduce_metrics`]: exact for any split of the batch. `tbpo/ratio/*` counts
+    Gather over processes, then [`~trl_qarl.objectives.objective.reduce_metrics`]: exact for any split of the batch. `tbpo/ratio/*` counts
     completions that are not empty; of these, `tbpo/dropped/positive_high` counts those with a positive advantage,
     `tbpo/dropped/negative_{low,high}` those with a negative one, `tbpo/dropped/total` those with either.
     """
@@ -147,15 +181,70 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
     }
 
 
-def reduce_metrics(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
-    """
-    Reduce gathered [`tbpo_metrics`] over the sequences that count: names in `/min` and `/max` by minimum and maximum,
-    all others by mean. A metric for which no sequence counts is left out.
-    """
-    reduced = {}
-    for name, values in metrics.items():
-        values = values[~torch.isnan(values)]
-        reduce = torch.min if name.endswith("/min") else torch.max if name.endswith("/max") else torch.mean
-        if values.numel():
-            reduced[name] = reduce(values).item()
-    return reduced
+class _TBPO(Objective):
+    own_options = ("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high", "mismatch_cap")
+    has_own_loss = True
+    takes_options_of_trl = False
+    needs_one_policy = True
+
+    @override
+    def loss(self, config: Any, batch: Batch) -> Loss:
+        now, old = batch.per_token_logps, batch.old_per_token_logps
+        value, output = tbpo_loss(
+            now,
+            old,
+            batch.sampling_per_token_logps,
+            batch.advantages,
+            batch.mask,
+            **{name: getattr(config, name) for name in self.own_options},
+        )
+        ratio = sequence_log_ratio(now, old, batch.mask).exp().unsqueeze(1)
+        return Loss(value, ratio, tbpo_metrics(output, batch.advantages))
+
+    @override
+    def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]]:
+        negative = (1 - config.negative_epsilon_low, 1 + config.negative_epsilon_high)
+        return {
+            "ratio": both_signs((None, 1 + config.positive_epsilon_high), negative),
+            "mismatch_weight": both_signs((1 / config.mismatch_cap, config.mismatch_cap)),
+        }
+
+    @override
+    def contradictions(self, config: Any) -> Iterator[str]:
+        """Nothing: what contradicts it is refused."""
+        yield from ()
+
+    @override
+    def refused(self, config: Any) -> Iterator[tuple[str, str]]:
+        if config.loss_type not in (None, self.loss_type):
+            yield f"loss_type={config.loss_type!r}", "TBPO replaces TRL's losses; `objective` takes the same names"
+        for name, why in REFUSED_BY_TBPO.items():
+            allowed = [trl_default(name)]
+            if name in UNSET:
+                # TRL's own defaults do not say that a correction was asked for, unlike a clip offset.
+                allowed = [None, *allowed] if name.startswith("vllm") else [None]
+            # vLLM takes these for no objective.
+            is_refused_already = config.use_vllm and name in RESHAPES_SAMPLING
+            if not is_unused(config, name, *allowed) and not is_refused_already:
+                yield f"{name}={getattr(config, name)!r}", why
+
+    @override
+    def problems(self, config: Any) -> Iterator[str]:
+        for name, upper in (
+            ("positive_epsilon_high", None),
+            ("negative_epsilon_high", None),
+            ("negative_epsilon_low", 1.0),
+        ):
+            value = getattr(config, name)
+            if not value >= 0 or (upper is not None and value > upper):
+                bound = "at least 0" if upper is None else f"between 0 and {upper:g}"
+                yield f"{name}={value!r} must be {bound}: it is an offset from a ratio of 1."
+        if not config.mismatch_cap > 1:
+            yield (
+                f"mismatch_cap={config.mismatch_cap!r} must be greater than 1: the weight is bounded to [1/c, c]. The "
+                "paper uses 2."
+            )
+
+
+# TBPO has a mismatch weight of its own; TRL would compute one that nothing uses, and log it.
+TBPO = _TBPO("tbpo", {"vllm_importance_sampling_correction": False})

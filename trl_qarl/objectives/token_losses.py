@@ -1,61 +1,32 @@
-"""
-Losses that TRL has no option for: those of tokens, `dppo-tv` and `acr` (equations in `presets.py`), and the choice.
+r"""
+Losses of tokens that TRL has no option for, of what others use against the mismatch. With `r` and `w` of `presets.py`, `b = r w`,
+and `p` the probabilities of a token under the learner, `p_s` under the sampler:
 
-As TRL's `loss_type="grpo"`, terms are averaged over the tokens of a completion, then over completions.
+    dppo-tv         1[sign(A) (p - p_s) <= d] min(b, 20) A log p      https://huggingface.co/papers/2602.04879; min(b, 20) constant
+    acr             min(w, C) min(r A, clip(r, 1 - e, (1 + e_high) max(1, w / C)) A)
+                                                                      https://huggingface.co/papers/2602.13953
+
+As TRL's `loss_type="grpo"`, terms are averaged over the tokens of a completion, then over completions. A token whose sampling
+log-prob is not known has `w = 1` under `acr` and does not count under `dppo-tv`.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from .ratios import sequence_log_ratio
-from .tbpo import tbpo_loss, tbpo_metrics
+from ..forward import Batch
+from .objective import NO_BOUNDS, Bounds, Loss
+from .options import BOUNDS_OF_MISMATCH, OF_TRLS_LOSS, clip_offsets, refuse_changed
+from .others import OPTIONS, SamplerRule, problems_of_threshold
 
 
-__all__ = ["MAX_RATIO", "OWN_LOSSES", "acr_loss", "dppo_tv_loss", "own_loss"]
+__all__ = ["ACR", "DPPO_TV", "MAX_RATIO", "acr_loss", "dppo_tv_loss"]
 
-OWN_LOSSES = ("tbpo", "dppo-tv", "acr")
 MAX_RATIO = 20.0
 """Bound of the ratio to the sampler by which `dppo-tv` weighs a token, as in https://huggingface.co/papers/2602.04879."""
-
-
-def own_loss(
-    config: Any, per_token_logps: torch.Tensor, inputs: dict[str, torch.Tensor], mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """
-    Loss of the objectives that are not TRL's, of a micro-batch as TRL makes it.
-
-    Returns:
-        The loss; the ratio that makes a KL term of tokens unbiased, `(B, 1)` or `(B, T)`; and metrics of each sequence, NaN
-        where it does not count, for [`~trl_qarl.objectives.tbpo.reduce_metrics`].
-    """
-    old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
-    advantages = inputs["advantages"]
-    if config.objective == "tbpo":
-        loss, output = tbpo_loss(
-            per_token_logps,
-            old,
-            sampling,
-            advantages,
-            mask,
-            positive_epsilon_high=config.positive_epsilon_high,
-            negative_epsilon_low=config.negative_epsilon_low,
-            negative_epsilon_high=config.negative_epsilon_high,
-            mismatch_cap=config.mismatch_cap,
-        )
-        ratio = sequence_log_ratio(per_token_logps, old, mask).exp().unsqueeze(1)
-        return loss, ratio, tbpo_metrics(output, advantages)
-    if config.objective == "dppo-tv":
-        loss, dropped = dppo_tv_loss(per_token_logps, sampling, advantages, mask, config.divergence_threshold)
-    else:
-        epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-        bounds = config.epsilon, epsilon_high, config.vllm_importance_sampling_clip_max
-        loss, dropped = acr_loss(per_token_logps, old, sampling, advantages, mask, *bounds)
-    length = mask.bool().sum(-1)
-    share = dropped.sum(-1) / torch.where(length > 0, length, math.nan)
-    ratio = torch.exp(torch.where(mask.bool(), per_token_logps - old, 0.0))
-    return loss, ratio, {f"{config.objective}/dropped_tokens": share}
 
 
 def dppo_tv_loss(
@@ -144,3 +115,79 @@ def acr_loss(
 
 def _mean(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (terms.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+class _TokenLoss(SamplerRule):
+    has_own_loss = True
+
+    def _dropped(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and which tokens were dropped."""
+        raise NotImplementedError
+
+    @override
+    def loss(self, config: Any, batch: Batch) -> Loss:
+        value, dropped = self._dropped(config, batch)
+        mask = batch.mask.bool()
+        length = mask.sum(-1)
+        share = dropped.sum(-1) / torch.where(length > 0, length, math.nan)
+        ratio = torch.exp(torch.where(mask, batch.per_token_logps - batch.old_per_token_logps, 0.0))
+        return Loss(value, ratio, {f"{self.name}/dropped_tokens": share})
+
+    @override
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from refuse_changed(config, OF_TRLS_LOSS, "does not use it: it is not a loss of TRL's")
+        yield from super().problems(config)
+
+
+class _DPPO(_TokenLoss):
+    own_options = ("divergence_threshold",)
+
+    @override
+    def _dropped(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logps = batch.per_token_logps, batch.sampling_per_token_logps
+        return dppo_tv_loss(*logps, batch.advantages, batch.mask, config.divergence_threshold)
+
+    @override
+    def ratio_bounds(self, config: Any) -> tuple[Bounds, Bounds]:
+        return NO_BOUNDS, NO_BOUNDS
+
+    @override
+    def contradictions(self, config: Any) -> Iterator[str]:
+        yield from super().contradictions(config)
+        for name in ("epsilon", "epsilon_high"):
+            if getattr(config, name) is not None:
+                yield (
+                    f"{name}={getattr(config, name)!r} is not honoured: objective='dppo-tv' bounds the change of a token's "
+                    "probability, by `divergence_threshold`, and not its ratio."
+                )
+
+    @override
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from problems_of_threshold(config)
+        threshold = config.divergence_threshold
+        if threshold >= 1:
+            yield (
+                f"divergence_threshold={threshold!r} bounds a change of probability, which is below 1. Choose such as 0.2."
+            )
+        yield from super().problems(config)
+
+
+class _ACR(_TokenLoss):
+    @override
+    def _dropped(self, config: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        bounds = *clip_offsets(config), config.vllm_importance_sampling_clip_max
+        logps = batch.per_token_logps, batch.old_per_token_logps, batch.sampling_per_token_logps
+        return acr_loss(*logps, batch.advantages, batch.mask, *bounds)
+
+    @property
+    @override
+    def _unused_bounds(self) -> tuple[str, ...]:
+        return tuple(name for name in BOUNDS_OF_MISMATCH if name != "vllm_importance_sampling_clip_max")
+
+    @override
+    def token_weight_bounds(self, config: Any) -> Bounds:
+        return None, config.vllm_importance_sampling_clip_max
+
+
+DPPO_TV = _DPPO("dppo-tv", OPTIONS, {"divergence_threshold": 0.2})
+ACR = _ACR("acr", OPTIONS)

@@ -31,8 +31,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from .quantize import quantize_activation, unpack_int4
-from .schemes import QuantScheme
+from .formats import int4_packed
+from .quantize import quantize_activation
+from .schemes import INT4_PACKED, INT8_PACKED, QuantScheme
 
 
 __all__ = [
@@ -103,7 +104,7 @@ def low_bit_linear(
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
-        if weight.scheme.activation_type is not None:
+        if weight.scheme.activation is not None:
             codes, scale = quantize_activation(x, weight.scheme)
             weight = weight.gemm_weight()
             product, kernel = low_bit_matmul(codes, weight.qdata, scale, weight.scale, x.dtype)
@@ -115,8 +116,8 @@ def low_bit_linear(
 def uses_int4_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool = False) -> bool:
     """Whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs [`int4_kernel_operands`]."""
     return (
-        weight.scheme.num_bits == 4
-        and weight.scheme.activation_type is None
+        weight.scheme.container == INT4_PACKED
+        and weight.scheme.activation is None
         and (row_invariant or x.shape[0] <= INT4_KERNEL_MAX_ROWS)
         and _cpu_bf16_kernel_fits(x, weight)
         and weight.qdata.shape[0] % 16 == 0
@@ -127,7 +128,7 @@ def int4_kernel_operands(weight: LowBitWeight) -> tuple[torch.Tensor, torch.Tens
     """Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel."""
     scale = weight.scale.t()
     return (
-        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight.qdata), 1),
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(int4_packed.unsigned_codes(weight.qdata), 1),
         torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
     )
 
@@ -193,7 +194,7 @@ def _weight_only_linear(x, weight, bias, row_invariant):
     if x.device.type == "cpu" and dtype is not torch.float32 and not has_fast_bf16():
         dtype = torch.float32
     dense = weight.dequantize(dtype)
-    name = EXPANDED.format(bits=weight.scheme.num_bits, dtype=str(dtype).removeprefix("torch."))
+    name = EXPANDED.format(bits=weight.scheme.container.num_bits, dtype=str(dtype).removeprefix("torch."))
     if row_invariant:
         return _add_bias(linear_in_blocks(x.to(dtype), dense).to(x.dtype), bias), f"{name} in blocks of rows"
     y = F.linear(x.to(dtype), dense, None if bias is None else bias.to(dtype)).to(x.dtype)
@@ -231,7 +232,7 @@ def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Te
 
 def _uses_int8_weight_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool) -> bool:
     return (
-        weight.scheme.num_bits == 8
+        weight.scheme.container == INT8_PACKED
         and (row_invariant or x.shape[0] <= INT8_WEIGHT_KERNEL_MAX_ROWS)
         and _cpu_bf16_kernel_fits(x, weight)
         # Else it reads beyond each row: wrong numbers on some processors, the end of the process on others.

@@ -207,7 +207,7 @@ class QuantizedLinear(nn.Linear):
         with torch.inference_mode(False), torch.no_grad():
             low_bit = self.quantize(self.source.value(weight).detach())
             if kept is not None:
-                self.num_flipped_codes = count_code_flips(kept.qdata, low_bit.qdata)
+                self.num_flipped_codes = count_code_flips(kept.qdata, low_bit.qdata, self.scheme.container)
                 if self.num_flipped_codes == 0 and torch.equal(kept.scale, low_bit.scale):
                     low_bit = kept
         self._kept[active] = low_bit, version

@@ -7,10 +7,22 @@ Weights, symmetric, with one scale per output channel or per group of input feat
 
     scale = amax(|w|) / d,  q = round(clamp(w / scale, qmin, qmax)),  w' = scale * q
 
-with `d` = 7.5 for INT4 (codes -8..7), 127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as
+with `d` half the range of the grid: 1.5 for 2 bits (codes -2..1), 3.5 for 3 (codes -4..3), 7.5 for INT4 (codes -8..7),
+127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as
 zero (an all-zero group) is replaced by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit for
 bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`), and the forward pass,
 publication, checkpoint and export all come to [`quantize_weight`].
+
+The rule above leaves the largest weight half a step from its code. A grid with *signed scales* puts it on the smallest one:
+
+    scale = w_max / qmin,  w_max the element of largest magnitude *with its sign*
+
+with `qmin` -2, -4 or -8, so that `w_max` is exactly this code and the scale has the opposite sign. Of `+a` and `-a` the
+negative one counts, wherever it stands, and `+a` becomes the largest code (7 for INT4), a whole step off, as does what lies within
+half a step of it. The arithmetic is float32 (float64 for such masters), so a 16-bit master has the codes of its float32
+copy. Division by a power of two is exact: of a bf16 master with bf16 scales `w_max` is kept as it is, and the scales of 3 and 2
+bits are 2 and 4 times those of 4, down to denormal numbers. Where rounding makes a scale smaller, codes are clamped.
+The rule is that of llama.cpp's `Q4_0` (https://github.com/ggml-org/llama.cpp/pull/729), which takes the first of `+a` and `-a`.
 
 `w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8 E4M3 and
 one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
@@ -29,32 +41,22 @@ INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
 in float32, as vLLM's kernels do (`QuantFP8.forward_native`, `csrc/cpu/dnnl_kernels.cpp`, `csrc/quantization/w8a8`). In bf16 the
 quotient often lies half way between two codes, and one rounding more or less decides.
 
-Storage of the codes:
-
-| scheme | `qdata` | in a checkpoint |
-|---|---|---|
-| INT4 | int32 `(N, K / 8)`, eight codes + 8 per word, first code in the lowest bits | the same |
-| INT8, weight only | int8 `(N, K)` | int32 `(N, K / 4)`, four codes + 128 per word |
-| INT8 | int8 `(N, K)` | the same |
-| FP8 | float8_e4m3fn `(N, K)` | the same |
+Codes are stored as the scheme's container says ([`trl_qarl.quantization.formats`]).
 """
-
-from functools import lru_cache
 
 import torch
 
-from .schemes import QuantScheme
+from .formats import int4_packed
+from .formats.registry import format_of
+from .schemes import Container, Grid, QuantScheme
 
 
 __all__ = [
     "count_code_flips",
     "dequantize",
     "fp8_gemm_weight",
-    "pack_int8",
     "quantize_activation",
     "quantize_weight",
-    "unpack_int4",
-    "unpack_int8",
 ]
 
 
@@ -88,36 +90,41 @@ def quantize_weight(
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
         weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
+    if scheme.grid.has_signed_scales:
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     groups = weight.reshape(out_features, -1, group_size)
-    scale = groups.abs().amax(dim=-1) / scheme.scale_divisor
+    scale = _largest(groups, scheme.grid) / scheme.grid.scale_divisor
     if scheme.has_fp8_scales:
         scale = _fp8_exact_scales(scale)
     scale = scale.to(scale_dtype)
     scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
-    codes = (groups / scale.unsqueeze(-1)).clamp_(*scheme.quant_range).view(out_features, in_features)
-    if scheme.weight_type == "float":
-        return codes.to(torch.float8_e4m3fn), scale
-    codes = codes.round_().to(torch.int8)
-    return _pack_int4(codes) if scheme.num_bits == 4 else codes, scale
+    codes = (groups / scale.unsqueeze(-1)).clamp_(*scheme.grid.quant_range).view(out_features, in_features)
+    if scheme.grid.type == "int":
+        codes = codes.round_()
+    return format_of(scheme.container).pack(codes), scale
 
 
 def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A `w4a8` weight as the engine's matrix product takes it: FP8 codes `(N, K)` and float32 scales `(N, 1)`."""
     channel_scale, group_scale = _fp8_scales(scale)
-    codes = _unpack_int4(qdata, torch.float32)
+    codes = int4_packed.unpack(qdata, torch.float32)
     codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
     return codes.to(torch.float8_e4m3fn), channel_scale
 
 
-def dequantize(qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(
+    qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, container: Container | None = None
+) -> torch.Tensor:
     """
     Dense weight or activations `(N, K)` in `dtype`: the exact product `scale * code`, rounded once to `dtype`.
+
+    Without a `container`, `qdata` are codes of activations, one each.
 
     This rounding is what Marlin and Machete apply to INT4 weights before the matrix product.
     """
     # A wider scale must not be rounded before the product.
     product_dtype = scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype
-    dense = _unpack_int4(qdata, product_dtype) if qdata.dtype is torch.int32 else qdata.to(product_dtype)
+    dense = qdata.to(product_dtype) if container is None else format_of(container).unpack(qdata, product_dtype)
     # The group size is spelled out: no rows would leave `-1` undetermined.
     dense.view(*scale.shape, dense.shape[1] // scale.shape[1]).mul_(scale.unsqueeze(-1))
     return dense.to(dtype)
@@ -131,14 +138,14 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
         x (`torch.Tensor`):
             Activations `(M, K)`, any floating dtype.
         scheme ([`QuantScheme`]):
-            A scheme with `activation_type` set.
+            A scheme with low-bit activations.
 
     Returns:
         Codes `(M, K)` in int8 or float8_e4m3fn and float32 scales `(M, 1)`. A token of zeros or denormal numbers gets zero
         codes.
     """
     amax = x.abs().amax(dim=-1, keepdim=True).float()
-    if scheme.activation_type == "float":
+    if scheme.activation.type == "float":
         scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
         scaled = x.float() / scale if x.is_cuda else x.float() * scale.reciprocal()
         return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
@@ -148,28 +155,18 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
     return (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8), scale
 
 
-def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """Unsigned codes, 0 to 15, `(N, K)` int32, of INT4 `qdata`, `(N, K / 8)` int32."""
-    return (_unpack_int4(packed, torch.float32) + 8).int()
-
-
-def pack_int8(codes: torch.Tensor) -> torch.Tensor:
-    """A checkpoint's `weight_packed`, `(N, K / 4)` int32, of INT8 codes `(N, K)`."""
-    # Adding 128 to a two's complement byte flips its top bit.
-    return (codes.view(torch.uint8) ^ 0x80).view(torch.int32)
-
-
-def unpack_int8(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of [`pack_int8`]."""
-    return (packed.view(torch.uint8) ^ 0x80).view(torch.int8)
-
-
-def count_code_flips(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def count_code_flips(before: torch.Tensor, after: torch.Tensor, container: Container) -> torch.Tensor:
     """Number of codes that differ between two `qdata`, as a 0-d int64 tensor on their device."""
-    if before.dtype is torch.int32:
-        changed = (before ^ after).view(torch.uint8)
-        return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
-    return (before.view(torch.uint8) != after.view(torch.uint8)).count_nonzero()
+    return format_of(container).count_flips(before, after)
+
+
+def _largest(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Largest magnitude of each group, with the sign of its element where `grid` has signed scales."""
+    if not grid.has_signed_scales:
+        return groups.abs().amax(dim=-1)
+    # Not `argmax`: which of several it finds depends on the order of the weights.
+    lowest, highest = groups.aminmax(dim=-1)
+    return torch.where(highest > -lowest, highest, lowest)
 
 
 def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,24 +187,3 @@ def _fp8_exact_scales(scale: torch.Tensor) -> torch.Tensor:
     # From the smallest normal number on, E4M3 has four significant bits.
     group_scale = torch.where(scale == amax, 56.0, scale / channel_scale).clamp(2.0**-6, 56.0)
     return group_scale.to(torch.float8_e4m3fn).float() * channel_scale
-
-
-def _pack_int4(codes: torch.Tensor) -> torch.Tensor:
-    unsigned = (codes + 8).view(torch.uint8).view(codes.shape[0], -1, 2)
-    return (unsigned[..., 0] | (unsigned[..., 1] << 4)).view(torch.int32)
-
-
-def _unpack_int4(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # One table look-up per 16 bits yields four weights; shifts and masks are four times slower on a CPU.
-    table = _int4_table(dtype, packed.device)
-    indices = packed.view(torch.uint16).long()
-    values = table.index_select(0, indices.view(-1)) if dtype.itemsize > 2 else table.take(indices)
-    return values.view(dtype).view(packed.shape[0], -1)
-
-
-@lru_cache(maxsize=8)
-def _int4_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Four codes for each 16-bit pattern: `(65536,)` int64 for 16-bit dtypes, else `(65536, 4)` in `dtype`."""
-    patterns = torch.arange(65536, device=device)
-    table = torch.stack([((patterns >> shift) & 15) - 8 for shift in (0, 4, 8, 12)], dim=-1).to(dtype)
-    return table.view(torch.int64).view(-1) if dtype.itemsize == 2 else table

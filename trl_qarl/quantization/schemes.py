@@ -1,28 +1,155 @@
 """
 Quantization schemes: one frozen description per scheme, read by every other part of the package.
 
-A scheme says how a weight becomes low-bit (number format, granularity, scale rule), what happens to the activations that
-meet it, and how compressed-tensors names the result. The arithmetic itself is in [`~trl_qarl.quantization.quantize`]; nothing here
-imports torch, so the command line can list schemes at once.
+A scheme says how a weight becomes low-bit: on which *grid* its codes lie, in which *container* they are stored, sent and
+multiplied, how many input features share a scale, and on which grid the activations that meet it lie. A grid of fewer codes
+fits into the container of a wider one: engine, checkpoint and kernels see the container alone, so a policy of 3 bits runs
+wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], that of containers in
+[`trl_qarl.quantization.formats`]; nothing here imports torch, so the command line can list schemes at once.
 
-| name | weight | granularity | activations | checkpoint format |
-|---|---|---|---|---|
-| `w4a16` | INT4 symmetric | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w8a16` | INT8 symmetric | output channel | none | `pack-quantized` |
-| `w8a8` | INT8 symmetric | output channel | INT8, per token, dynamic | `int-quantized` |
-| `fp8` | FP8 E4M3 | output channel | FP8 E4M3, per token, dynamic | `float-quantized` |
-| `w4a8` | INT4 symmetric | groups of 128 along the input | FP8 E4M3, per token, dynamic | `pack-quantized` |
-| `bf16` | as in the model | - | none | ordinary checkpoint |
+| name | weight | container | granularity | activations | checkpoint format |
+|---|---|---|---|---|---|
+| `w4a16` | INT4 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w3a16` | INT3 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w2a16` | INT2 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w4a16-signed` | INT4 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w3a16-signed` | INT3 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w2a16-signed` | INT2 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w8a16` | INT8 symmetric | `int8-packed` | output channel | none | `pack-quantized` |
+| `w8a8` | INT8 symmetric | `int8` | output channel | INT8, per token, dynamic | `int-quantized` |
+| `fp8` | FP8 E4M3 | `e4m3` | output channel | FP8 E4M3, per token, dynamic | `float-quantized` |
+| `w4a8` | INT4 symmetric | `int4-packed` | groups of 128 along the input | FP8 E4M3, per token, dynamic | `pack-quantized` |
+| `bf16` | as in the model | `dense` | - | none | ordinary checkpoint |
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 
-__all__ = ["GROUP_SIZES", "SCHEMES", "QuantScheme", "get_scheme"]
+__all__ = [
+    "CONTAINERS",
+    "GRIDS",
+    "GROUP_SIZES",
+    "SCHEMES",
+    "Container",
+    "Grid",
+    "QuantScheme",
+    "get_scheme",
+    "group_name",
+    "scheme_of_group",
+]
 
 GROUP_SIZES = (128, 64, 32)
 """Group sizes that both the CPU and the CUDA INT4 kernels with 16-bit activations accept, largest first."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """
+    The codes that a number can be rounded to, and how a scale follows from the numbers that share it.
+
+    Args:
+        name (`str`):
+            Name of the grid.
+        type (`str`):
+            `"int"` or `"float"`, as compressed-tensors calls it.
+        num_bits (`int`):
+            Bits that tell its codes apart.
+        has_signed_scales (`bool`, *optional*, defaults to `False`):
+            Whether the largest of the numbers that share a scale, with its sign, is the smallest code, which may make the
+            scale negative; else the largest magnitude is half the range of codes.
+    """
+
+    name: str
+    type: Literal["int", "float"]
+    num_bits: int
+    has_signed_scales: bool = False
+
+    @property
+    def quant_range(self) -> tuple[float, float]:
+        """Smallest and largest code."""
+        if self.type == "float":
+            return -448.0, 448.0
+        return float(-(2 ** (self.num_bits - 1))), float(2 ** (self.num_bits - 1) - 1)
+
+    @property
+    def scale_divisor(self) -> float:
+        """
+        What the largest number is divided by to give the scale: half the code range, as compressed-tensors has it (7.5 for INT4,
+        127.5 for INT8, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4).
+        """
+        qmin, qmax = self.quant_range
+        return qmin if self.has_signed_scales else (qmax - qmin) / 2
+
+
+INT2, INT3, INT4, INT8 = (Grid(f"int{bits}", "int", bits) for bits in (2, 3, 4, 8))
+INT2_SIGNED, INT3_SIGNED, INT4_SIGNED = (Grid(f"int{bits}-signed", "int", bits, True) for bits in (2, 3, 4))
+E4M3 = Grid("e4m3", "float", 8)
+GRIDS = {grid.name: grid for grid in (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E4M3)}
+
+_AGAINST_SIGNED_SCALES = (
+    "Signed scales are for weights of 4 bits and fewer that meet 16-bit activations: what vLLM and CUTLASS make of the scales of "
+    "`w4a8` in FP8 follows from the largest of an output channel, so negative ones would be lost, and with 8 bits there is "
+    "nothing to gain. Use 'w4a16-signed', or the scheme without '-signed'."
+)
+
+
+@dataclass(frozen=True)
+class Container:
+    """
+    How codes are stored, sent and multiplied. What is done with their tensors is in the file of
+    [`trl_qarl.quantization.formats`] that has the container's name.
+
+    Args:
+        name (`str`):
+            Name of the container.
+        type (`str` or `None`):
+            `"int"` or `"float"`; `None` where weights stay as they are.
+        num_bits (`int`):
+            Bits that a code takes, and that a checkpoint says it has.
+        checkpoint_format (`str`):
+            compressed-tensors' name of the checkpoint format.
+        word_size (`int`, *optional*, defaults to `1`):
+            Codes in a word of the checkpoint; rows fill whole words.
+        group_sizes (`tuple[int, ...]`, *optional*, defaults to `()`):
+            Group sizes that its kernels accept, largest first; empty for one scale per output channel.
+        activations (`tuple[Grid | None, ...]`, *optional*, defaults to `(None,)`):
+            Grids of activations that its kernels multiply with; `None` for activations that are left alone.
+        takes_signed_scales (`bool`, *optional*, defaults to `False`):
+            Whether it holds grids with signed scales, which all its kernels for 16-bit activations multiply by as they are.
+    """
+
+    name: str
+    type: Literal["int", "float"] | None
+    num_bits: int
+    checkpoint_format: str
+    word_size: int = 1
+    group_sizes: tuple[int, ...] = ()
+    activations: tuple[Grid | None, ...] = (None,)
+    takes_signed_scales: bool = False
+
+    def holds(self, grid: Grid | None) -> bool:
+        """Whether every code of `grid` is one of the container's, `None` standing for no grid at all."""
+        if grid is None or self.type is None:
+            return grid is None and self.type is None
+        if grid.has_signed_scales and not self.takes_signed_scales:
+            return False
+        # Integers of fewer bits are integers of more; floating-point codes of fewer are not.
+        return grid.type == self.type and (
+            grid.num_bits <= self.num_bits if grid.type == "int" else grid.num_bits == self.num_bits
+        )
+
+
+INT4_PACKED = Container(
+    "int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3), takes_signed_scales=True
+)
+INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
+INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
+E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
+DENSE = Container("dense", None, 16, "dense")
+CONTAINERS = {c.name: c for c in (INT4_PACKED, INT8_PACKED, INT8_CODES, E4M3_CODES, DENSE)}
 
 
 @dataclass(frozen=True)
@@ -33,60 +160,73 @@ class QuantScheme:
     Args:
         name (`str`):
             Name of the scheme, as passed to [`QaRLConfig`].
-        weight_type (`str` or `None`):
-            `"int"`, `"float"`, or `None` when weights stay in high precision.
-        num_bits (`int`):
-            Bits per weight.
+        grid ([`Grid`] or `None`):
+            Codes of the weights; `None` when weights stay in high precision.
+        container ([`Container`]):
+            How they are stored, sent and multiplied.
         group_size (`int` or `None`):
-            Consecutive input features that share a scale; `None` for one scale per output channel.
-        activation_type (`str` or `None`):
-            `"int"` or `"float"` for dynamic per-token 8-bit activations, `None` to leave activations alone.
-        scale_dtype (`str` or `None`):
-            Dtype of the weight scales; `None` for the dtype in which the engine runs the model.
-        format (`str`):
-            compressed-tensors' name of the checkpoint format.
+            Granularity: consecutive input features that share a scale; `None` for one scale per output channel.
+        activation ([`Grid`], *optional*):
+            Codes of dynamic per-token activations, `None` to leave activations alone.
+
+    Raises:
+        ValueError: if the grid has codes that the container does not hold, or if no kernel multiplies the container with
+            such groups or activations.
     """
 
     name: str
-    weight_type: Literal["int", "float"] | None
-    num_bits: int
-    group_size: int | None
-    activation_type: Literal["int", "float"] | None
-    scale_dtype: str | None
-    format: str
+    grid: Grid | None
+    container: Container
+    group_size: int | None = None
+    activation: Grid | None = None
+
+    def __post_init__(self) -> None:
+        if not self.container.holds(self.grid):
+            fitting = [name for name, grid in GRIDS.items() if self.container.holds(grid)] or ["None"]
+            raise ValueError(
+                f"Scheme {self.name!r}: container {self.container.name!r} does not hold the codes of grid "
+                f"{self.grid and self.grid.name!r}, only those of {', '.join(fitting)}. Choose another of "
+                f"{[name for name, container in CONTAINERS.items() if container.holds(self.grid)]}."
+            )
+        if self.activation not in self.container.activations:
+            allowed = [grid and grid.name for grid in self.container.activations]
+            raise ValueError(
+                f"Scheme {self.name!r}: no kernel multiplies container {self.container.name!r} with activations in "
+                f"{self.activation and self.activation.name!r}. Choose one of {allowed}."
+            )
+        if self.grid is not None and self.grid.has_signed_scales and self.activation is not None:
+            raise ValueError(
+                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {self.activation.name!r}. "
+                + _AGAINST_SIGNED_SCALES
+            )
+        if self.group_size not in (self.group_sizes or (None,)):
+            raise ValueError(
+                f"Scheme {self.name!r}: group_size={self.group_size} is not supported: the kernels of container "
+                f"{self.container.name!r} take {sorted(self.group_sizes) or 'one scale per output channel (`None`)'}."
+            )
 
     @property
     def is_quantized(self) -> bool:
         """Whether the scheme changes any weight."""
-        return self.weight_type is not None
-
-    @property
-    def quant_range(self) -> tuple[float, float]:
-        """Smallest and largest representable code."""
-        if self.weight_type == "float":
-            return -448.0, 448.0
-        return float(-(2 ** (self.num_bits - 1))), float(2 ** (self.num_bits - 1) - 1)
+        return self.grid is not None
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
         """Group sizes that the engine's kernels accept, largest first; empty for one scale per output channel."""
-        if self.group_size is None:
-            return ()
         # CUTLASS' product of INT4 and FP8 has this one.
-        return GROUP_SIZES if self.activation_type is None else (128,)
+        return self.container.group_sizes if self.activation is None else self.container.group_sizes[:1]
 
     @property
     def has_fp8_scales(self) -> bool:
         """Whether the engine turns the scales of groups into FP8: INT4 weights that meet FP8 activations."""
-        return self.group_size is not None and self.activation_type == "float"
+        return self.group_size is not None and self.activation == E4M3
 
     @property
-    def scale_divisor(self) -> float:
-        """
-        `amax / scale`: half the code range, as compressed-tensors has it: 7.5 for INT4, 127.5 for INT8, 448 for E4M3.
-        """
-        qmin, qmax = self.quant_range
-        return (qmax - qmin) / 2
+    def scale_dtype(self) -> str | None:
+        """Dtype of the weight scales; `None` for the dtype in which the engine runs the model."""
+        if self.activation is None:
+            return None
+        return "bfloat16" if self.has_fp8_scales else "float32"
 
     def group_size_for(self, in_features: int) -> int | None:
         """
@@ -99,8 +239,8 @@ class QuantScheme:
                 `in_features` codes do not fill.
         """
         if self.group_size is None:
-            codes_per_word = 32 // self.num_bits
-            if self.format == "pack-quantized" and in_features % codes_per_word:
+            codes_per_word = self.container.word_size
+            if in_features % codes_per_word:
                 raise ValueError(
                     f"in_features={in_features} is not divisible by {codes_per_word}, the number of codes that the "
                     f"checkpoint of scheme {self.name!r} packs into a word. Leave the layer out with `exclude_modules`, "
@@ -118,27 +258,39 @@ class QuantScheme:
         )
 
     def weight_args(self, group_size: int | None) -> dict[str, Any]:
-        """Arguments of compressed-tensors' `QuantizationArgs` for a weight quantized with `group_size`."""
+        """
+        Arguments of compressed-tensors' `QuantizationArgs` for a weight quantized with `group_size`.
+
+        They describe the container, which is what a reader unpacks: of a coarser grid some codes do not occur.
+        """
         strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
-        return {"num_bits": self.num_bits, "type": self.weight_type, "symmetric": True, "dynamic": False, **strategy}
+        container = self.container
+        described = {"num_bits": container.num_bits, "type": container.type, "symmetric": True, "dynamic": False}
+        return {**described, **strategy}
 
     @property
     def activation_args(self) -> dict[str, Any] | None:
         """Arguments of compressed-tensors' `QuantizationArgs` for the activations, or `None`."""
-        if self.activation_type is None:
+        if self.activation is None:
             return None
-        return {"num_bits": 8, "type": self.activation_type, "symmetric": True, "strategy": "token", "dynamic": True}
+        described = {"num_bits": self.activation.num_bits, "type": self.activation.type, "symmetric": True}
+        return {**described, "strategy": "token", "dynamic": True}
 
 
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        QuantScheme("w4a16", "int", 4, 128, None, None, "pack-quantized"),
-        QuantScheme("w8a16", "int", 8, None, None, None, "pack-quantized"),
-        QuantScheme("w8a8", "int", 8, None, "int", "float32", "int-quantized"),
-        QuantScheme("fp8", "float", 8, None, "float", "float32", "float-quantized"),
-        QuantScheme("w4a8", "int", 4, 128, "float", "bfloat16", "pack-quantized"),
-        QuantScheme("bf16", None, 16, None, None, None, "dense"),
+        QuantScheme("w4a16", INT4, INT4_PACKED, 128),
+        QuantScheme("w8a16", INT8, INT8_PACKED),
+        QuantScheme("w8a8", INT8, INT8_CODES, activation=INT8),
+        QuantScheme("fp8", E4M3, E4M3_CODES, activation=E4M3),
+        QuantScheme("w4a8", INT4, INT4_PACKED, 128, E4M3),
+        QuantScheme("w3a16", INT3, INT4_PACKED, 128),
+        QuantScheme("w2a16", INT2, INT4_PACKED, 128),
+        QuantScheme("w4a16-signed", INT4_SIGNED, INT4_PACKED, 128),
+        QuantScheme("w3a16-signed", INT3_SIGNED, INT4_PACKED, 128),
+        QuantScheme("w2a16-signed", INT2_SIGNED, INT4_PACKED, 128),
+        QuantScheme("bf16", None, DENSE),
     )
 }
 
@@ -158,7 +310,11 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
     """
     if isinstance(scheme, str):
         if scheme not in SCHEMES:
-            raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.")
+            meant = get_close_matches(scheme.lower(), SCHEMES, n=1)
+            hint = f" Did you mean {meant[0]!r}?" if meant else ""
+            if scheme.removesuffix("-signed") in SCHEMES:
+                hint = f" {_AGAINST_SIGNED_SCALES}"
+            raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.{hint}")
         scheme = SCHEMES[scheme]
     if group_size is None:
         return scheme
@@ -173,3 +329,32 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
             f"{sorted(scheme.group_sizes)}. Choose one of them."
         )
     return replace(scheme, group_size=group_size)
+
+
+def group_name(index: int, scheme: QuantScheme) -> str:
+    """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's own."""
+    grid = scheme.grid
+    fills = grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales)
+    return f"group_{index}" if fills else f"group_{index}-{grid.name}"
+
+
+def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
+    """The scheme that wrote a group of a `quantization_config` under its [`group_name`]; `None` if it is none of [`SCHEMES`]."""
+
+    def fits(theirs, ours):
+        if not ours or not theirs:
+            return bool(ours) == bool(theirs)
+        return all(theirs.get(name) == value for name, value in ours.items())
+
+    weights = group["weights"]
+    for scheme in SCHEMES.values():
+        size = weights.get("group_size") if scheme.group_size is not None else None
+        if (
+            scheme.is_quantized
+            and group_name(0, scheme).partition("-")[2] == name.partition("-")[2]
+            and fits(weights, scheme.weight_args(size))
+            and fits(group.get("input_activations"), scheme.activation_args)
+            and (scheme.group_size is None or size in scheme.group_sizes)
+        ):
+            return scheme
+    return None

@@ -11,10 +11,10 @@ by default the output head too; [`prepare_model`] knows which layers to leave al
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,10 +24,12 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from .gemm import low_bit_linear
 from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
-from .names import base_model, base_modules, base_state_dict
+from .names import base_model, base_modules
+from .plan import QuantPlan, check_fused, get_plan
 from .schemes import QuantScheme, get_scheme
 from .selection import reasons_to_skip, stacked_experts
 from .tensors import LowBitTensor
+from .walk import iter_layers
 
 
 __all__ = [
@@ -113,8 +115,8 @@ class SwapReport:
     What [`prepare_model`] did.
 
     Args:
-        scheme ([`QuantScheme`]):
-            The scheme applied.
+        plan ([`~trl_qarl.quantization.plan.QuantPlan`]):
+            The plan applied.
         converted (`dict[str, int | None]`):
             Name of each converted layer and its group size (`None`: one scale per output channel).
         skipped (`dict[str, str]`):
@@ -127,23 +129,33 @@ class SwapReport:
             Bytes of the same weights in low-bit form, scales included.
         dropped_bytes (`int`, *optional*, defaults to `0`):
             Bytes of the master weights that [`freeze_model`] has dropped since.
+        schemes (`dict[str, QuantScheme]`, *optional*):
+            Name of each converted layer and its scheme.
     """
 
-    scheme: QuantScheme
+    plan: QuantPlan
     converted: dict[str, int | None]
     skipped: dict[str, str]
     master_bytes: int
     bf16_bytes: int
     low_bit_bytes: int
     dropped_bytes: int = 0
+    schemes: dict[str, QuantScheme] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        if not self.scheme.is_quantized:
-            return f"scheme {self.scheme.name}: every layer stays in high precision"
-        groups = Counter(self.converted.values())
-        parts = [f"{count} per output channel" if g is None else f"{count} group {g}" for g, count in groups.items()]
+        if not self.plan.is_quantized:
+            return f"scheme {self.plan.name}: every layer stays in high precision"
+        # Of one scheme alone the beginning of the line says which.
+        is_mixed = len({scheme.name for scheme in self.schemes.values()}) > 1
+        groups = Counter(
+            (f"{self.schemes[name].name} " if is_mixed else "", size) for name, size in self.converted.items()
+        )
+        parts = [
+            f"{count} {name}per output channel" if size is None else f"{count} {name}group {size}"
+            for (name, size), count in groups.items()
+        ]
         lines = [
-            f"scheme {self.scheme.name}: {len(self.converted)} linear layers quantized ({', '.join(parts)}), "
+            f"scheme {self.plan.name}: {len(self.converted)} linear layers quantized ({', '.join(parts)}), "
             f"{self.low_bit_bytes / 2**20:.1f} MiB low-bit against {self.bf16_bytes / 2**20:.1f} MiB in bf16"
         ]
         if self.dropped_bytes:
@@ -151,16 +163,19 @@ class SwapReport:
         for reason, count in Counter(self.skipped.values()).items():
             names = [name for name, why in self.skipped.items() if why == reason]
             lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")
-        if self.scheme.group_size is not None and set(groups) != {self.scheme.group_size}:
-            lines.append(
-                f"group_size={self.scheme.group_size} does not divide every layer; the smaller sizes are above"
-            )
+        for size in sorted(
+            {scheme.group_size or 0 for name, scheme in self.schemes.items() if self._is_smaller(name)}
+        ):
+            lines.append(f"group_size={size} does not divide every layer; the smaller sizes are above")
         return "\n".join(lines)
+
+    def _is_smaller(self, name: str) -> bool:
+        return self.converted[name] != self.schemes[name].group_size
 
 
 def prepare_model(
     model: nn.Module,
-    scheme: str | QuantScheme,
+    scheme: str | QuantScheme | QuantPlan | Mapping[str, Any],
     *,
     exclude_modules: str | Sequence[str] | None = None,
     scale_dtype: torch.dtype | None = None,
@@ -173,8 +188,8 @@ def prepare_model(
     Args:
         model (`nn.Module`):
             Model in high precision.
-        scheme (`str` or [`QuantScheme`]):
-            Scheme to apply. `"bf16"` converts nothing.
+        scheme (`str`, [`QuantScheme`], [`~trl_qarl.quantization.plan.QuantPlan`] or `Mapping`):
+            Scheme of every layer, or schemes by patterns of names ([`trl_qarl.quantization.plan`]). `"bf16"` converts nothing.
         exclude_modules (`str` or `Sequence[str]`, *optional*):
             Layers to leave alone: names, their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`), or regular
             expressions that must match the whole name. What names a layer is not read as an expression.
@@ -183,36 +198,45 @@ def prepare_model(
 
     Raises:
         ValueError: for a model that is quantized already, has been prepared
-            already or was made in inference mode, when nothing matched, when an exclude pattern matches no linear layer, or
-            when the scheme cannot quantize a layer's number of input features.
+            already or was made in inference mode, when nothing matched, when a pattern matches no linear layer, when a
+            scheme cannot quantize a layer's number of input features, or when layers that vLLM holds as one matrix do not
+            share a scheme.
     """
-    scheme = get_scheme(scheme)
+    plan = get_plan(scheme)
     _check_not_quantized(model)
-    if not scheme.is_quantized:
-        return SwapReport(scheme, {}, {}, 0, 0, 0)
+    if not plan.is_quantized:
+        return SwapReport(plan, {}, {}, 0, 0, 0)
     linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
     reasons = reasons_to_skip(model, linears, exclude_modules)
-    chosen = {name: module for name, module in linears.items() if name not in reasons}
+    schemes, kept = plan.assign(linears, reasons)
+    reasons |= kept
+    chosen = {name: linears[name] for name in schemes}
     if not chosen:
         raise ValueError(
             f"No layer of {type(model).__name__} is left to quantize: {len(linears)} linear layers, all skipped "
             f"({'; '.join(sorted(set(reasons.values())))}). Relax `exclude_modules`={exclude_modules!r}."
         )
+    if not plan.is_uniform:
+        check_fused(schemes, linears)
     converted = {}
     for name, module in chosen.items():
         try:
-            converted[name] = scheme.group_size_for(module.in_features)
+            converted[name] = schemes[name].group_size_for(module.in_features)
         except ValueError as error:
             raise ValueError(f"Layer {name!r}: {error}") from None
     if any(module.weight.is_inference() for module in chosen.values()):
         raise ValueError(MADE_IN_INFERENCE_MODE)
-    layers = _replace(model, chosen.values(), lambda module: QuantizedLinear.from_linear(module, scheme, scale_dtype))
+    scheme_of = {module: schemes[name] for name, module in chosen.items()}
+    layers = _replace(
+        model, chosen.values(), lambda module: QuantizedLinear.from_linear(module, scheme_of[module], scale_dtype)
+    )
     weights = [module.weight for module in chosen.values()]
     return SwapReport(
-        scheme=scheme,
+        plan=plan,
         converted=converted,
+        schemes=schemes,
         skipped=reasons | dict.fromkeys(stacked_experts(model), "stacked experts, no linear layers"),
         master_bytes=sum(weight.nbytes for weight in weights),
         bf16_bytes=sum(2 * weight.numel() for weight in weights),
@@ -220,12 +244,17 @@ def prepare_model(
     )
 
 
-def report_frozen(model: nn.Module) -> SwapReport:
-    """The report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters."""
+def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport:
+    """
+    The report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters; `plan`, if given, is
+    one of several schemes that its layers have.
+    """
     layers = quantized_layers(model)
+    schemes = {name: layer.scheme for name, layer in layers.items()}
     linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
     return SwapReport(
-        scheme=next(iter(layers.values())).scheme,
+        plan=plan or QuantPlan.of_layers(schemes),
+        schemes=schemes,
         converted={name: layer.group_size for name, layer in layers.items()},
         skipped={name: "not quantized in the checkpoint" for name in linears if name not in layers},
         master_bytes=0,
@@ -343,12 +372,12 @@ def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
     precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
     """
-    quantized = {f"{name}.weight" for name in quantized_layers(model)}
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [
         tensor
-        for name, tensor in base_state_dict(model).items()
-        if tensor.is_floating_point() and name not in quantized and not isinstance(tensor, LowBitTensor)
+        for layer in iter_layers(model)
+        for tensor in layer.in_high_precision.values()
+        if tensor.is_floating_point()
     ]
     saved = [tensor.detach().clone() for tensor in tensors]
     with torch.no_grad():
@@ -388,4 +417,4 @@ def _check_not_quantized(model: nn.Module) -> None:
 def _low_bit_bytes(layer: QuantizedLinear) -> int:
     scales = layer.in_features // (layer.group_size or layer.in_features) * layer.out_features
     scale_dtype = layer.scale_dtype if layer.scheme.scale_dtype is None else getattr(torch, layer.scheme.scale_dtype)
-    return layer.weight.numel() * layer.scheme.num_bits // 8 + scales * scale_dtype.itemsize
+    return layer.weight.numel() * layer.scheme.container.num_bits // 8 + scales * scale_dtype.itemsize

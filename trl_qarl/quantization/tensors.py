@@ -7,7 +7,7 @@ weight of a converted `nn.Linear`, and what is published and exported. torchao's
 `clone` and flattening; an operation that neither it nor this module knows raises.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 from typing_extensions import override
 
+from .formats.registry import format_of
 from .gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
-from .quantize import dequantize, fp8_gemm_weight, pack_int8, quantize_weight
-from .schemes import QuantScheme, get_scheme
+from .quantize import dequantize, fp8_gemm_weight, quantize_weight
+from .schemes import Container, Grid, QuantScheme, get_scheme
 
 
 __all__ = ["LowBitTensor", "straight_through_linear"]
@@ -42,7 +43,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     Args:
         qdata (`torch.Tensor`):
-            Codes, as [`~trl_qarl.quantization.quantize`] lays them out.
+            Codes, as the scheme's container lays them out ([`trl_qarl.quantization.formats`]).
         scale (`torch.Tensor`):
             Scales `(N, K / group_size)` or `(N, 1)`.
         scheme ([`QuantScheme`]):
@@ -55,7 +56,7 @@ class LowBitTensor(TorchAOBaseTensor):
     tensor_attribute_names = ["scheme", "orig_dtype"]
 
     def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, orig_dtype: torch.dtype):
-        shape = (qdata.shape[0], qdata.shape[1] * (8 if qdata.dtype is torch.int32 else 1))
+        shape = (qdata.shape[0], format_of(scheme.container).in_features(qdata))
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=orig_dtype, device=qdata.device)
 
     def __init__(self, qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, orig_dtype: torch.dtype):
@@ -83,7 +84,7 @@ class LowBitTensor(TorchAOBaseTensor):
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense weight: the exact product `scale * code`, rounded once to `output_dtype` or `orig_dtype`."""
-        return dequantize(self.qdata, self.scale, output_dtype or self.orig_dtype)
+        return dequantize(self.qdata, self.scale, output_dtype or self.orig_dtype, self.scheme.container)
 
     def gemm_weight(self) -> "LowBitTensor":
         """What the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
@@ -107,11 +108,14 @@ class LowBitTensor(TorchAOBaseTensor):
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors under compressed-tensors' checkpoint names, without the layer's prefix."""
-        if self.scheme.format != "pack-quantized":
-            return {"weight": self.qdata, "weight_scale": self.scale}
-        packed = self.qdata if self.scheme.num_bits == 4 else pack_int8(self.qdata)
-        shape = torch.tensor(list(self.shape), device=packed.device)
-        return {"weight_packed": packed, "weight_scale": self.scale, "weight_shape": shape}
+        return format_of(self.scheme.container).to_checkpoint(self.qdata, self.scale)
+
+    @classmethod
+    def from_checkpoint(
+        cls, tensors: Mapping[str, torch.Tensor], scheme: QuantScheme, orig_dtype: torch.dtype
+    ) -> "LowBitTensor":
+        """The inverse of [`~LowBitTensor.checkpoint_tensors`]."""
+        return cls(*format_of(scheme.container).from_checkpoint(tensors), scheme, orig_dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_operands": {}}
@@ -264,4 +268,4 @@ def _dense(value: Any) -> Any:
     return value.dequantize() if isinstance(value, LowBitTensor) else value
 
 
-torch.serialization.add_safe_globals([LowBitTensor, QuantScheme])
+torch.serialization.add_safe_globals([LowBitTensor, QuantScheme, Grid, Container])

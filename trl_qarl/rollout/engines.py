@@ -18,7 +18,8 @@ from ..quantization.swap import quantized_layers
 from ..wire.protocol import FILE_BACKEND, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .publisher import largest_chunk
-from .server_process import ServerProcess, build_server_command, check_engine_runs, cpu_environment
+from .server_command import build_server_command, check_engine_runs, cpu_environment
+from .server_process import ServerProcess
 
 
 __all__ = ["load_engine", "make_engine", "server_process", "start_command"]
@@ -129,9 +130,10 @@ def start_command(args, model, dtype: torch.dtype) -> str:
     """The command with which a user starts a server for a prepared `model` and a [`QaRLConfig`]."""
     options = {
         "model": model.name_or_path,
-        "scheme": args.scheme,
-        "group_size": args.group_size,
+        "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
+        "group_size": args.group_size if isinstance(args.scheme, str) else None,
         "exclude_modules": args.exclude_modules,
+        **args.plan.options,
         "dtype": str(dtype).removeprefix("torch."),
         "max_lora_rank": lora_arguments(model).get("max_lora_rank"),
         "numerics": "engine" if _is_repeated_on_gpu(model) else None,

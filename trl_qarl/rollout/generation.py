@@ -29,7 +29,7 @@ from .server_process import ServerProcess
 from .transports import DirectTransport, FileTransport, NCCLTransport
 
 
-__all__ = ["QaRLVLLMGeneration", "use_generation_factory"]
+__all__ = ["QaRLVLLMGeneration", "replaced_in_trl"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,17 @@ _ANSWER = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
 
 
 @contextmanager
-def use_generation_factory(factory: Callable[..., Any]):
-    """While open, [`~trl.GRPOTrainer`] builds its generation backend with `factory`; it has no other point of injection."""
-    original = grpo_trainer.VLLMGeneration
-    grpo_trainer.VLLMGeneration = factory
+def replaced_in_trl(**factories: Callable[..., Any]):
+    """
+    While open, [`~trl.GRPOTrainer`] calls `factories` under the names of its module: what loads models, and what its rollouts are
+    made with. It has no other point of injection.
+    """
+    originals = {name: getattr(grpo_trainer, name) for name in factories}
+    vars(grpo_trainer).update(factories)
     try:
         yield
     finally:
-        grpo_trainer.VLLMGeneration = original
+        vars(grpo_trainer).update(originals)
 
 
 class QaRLVLLMGeneration(VLLMGeneration):

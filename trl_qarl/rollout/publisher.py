@@ -7,7 +7,6 @@ changed, and hands chunks of bounded size to a [`Transport`]. The engine then co
 """
 
 import logging
-import re
 import time
 from collections.abc import Iterator, Mapping
 from itertools import chain, groupby
@@ -17,9 +16,10 @@ import torch
 from torch import nn
 
 from ..adapters.engine import adapter_problems, iter_adapter_tensors
-from ..checkpoint.layout import has_stacked_experts, iter_checkpoint_tensors, quantization_config
+from ..checkpoint.layout import has_stacked_experts, iter_checkpoint_layers, quantization_config
 from ..forward import learner_log_probs
 from ..quantization.swap import quantized_forward, quantized_layers
+from ..quantization.walk import layer_of
 from ..wire.describe import (
     CANARY_TOKENS,
     config_differences,
@@ -198,9 +198,8 @@ class Publisher:
         return log_probs.gather(1, ids[1:, None])[:, 0].cpu()
 
     def _changed_layers(self, published: dict[str, str], fingerprints: dict[str, str]) -> Iterator[Tensors]:
-        tensors = chain(iter_checkpoint_tensors(self.model, self.dtype), iter_adapter_tensors(self.model, self.dtype))
-        for _, members in groupby(tensors, key=lambda item: _layer_of(item[0])):
-            layer = list(members)
+        adapter = list(iter_adapter_tensors(self.model, self.dtype))
+        for layer in chain(iter_checkpoint_layers(self.model, self.dtype), [adapter]):
             start = time.perf_counter()
             current = {name: fingerprint(tensor) for name, tensor in layer}
             self._audit_seconds += time.perf_counter() - start
@@ -216,7 +215,7 @@ def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
         sum(
             tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for _, tensor in layer
         )
-        for _, layer in groupby(model.state_dict().items(), key=lambda item: _layer_of(item[0]))
+        for _, layer in groupby(model.state_dict().items(), key=lambda item: layer_of(item[0]))
     ]
     return min(sum(sizes), max(CHUNK_BYTES, *sizes))
 
@@ -246,11 +245,5 @@ def _rounded(values: torch.Tensor) -> list[float]:
 
 
 def _layer_of(name: str) -> str:
-    """
-    What must be sent together: an adapter; of the weights the name up to its first number, such as `"model.layers.3"`, else its
-    module.
-    """
-    if is_adapter_tensor(name):
-        return "the adapter"
-    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
-    return match.group() if match else name.rpartition(".")[0] or name
+    """What must be sent together: an adapter, or a layer."""
+    return "the adapter" if is_adapter_tensor(name) else layer_of(name)

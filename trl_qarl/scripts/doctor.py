@@ -2,8 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 
-from ..quantization.schemes import SCHEMES, get_scheme
+from ..quantization.plan import EDGES, plan_of
 from .errors import configuration_errors
+from .plan_options import add_plan_options
 
 
 __all__ = ["main", "make_parser"]
@@ -18,10 +19,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument(
         "--model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights"
     )
-    parser.add_argument(
-        "--scheme", choices=list(SCHEMES), help="look at this scheme alone; default for --model: w4a16"
-    )
-    parser.add_argument("--group_size", type=int, metavar="N", help="for the schemes that have groups")
+    add_plan_options(parser, default=None)
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     parser.add_argument(
         "--engine",
@@ -36,18 +34,22 @@ def main(args: Namespace) -> int:
     with configuration_errors():
         if args.group_size is not None and args.scheme is None and args.model is None and not args.engine:
             raise ValueError("--group_size needs --model, --scheme or --engine.")
-        chosen = get_scheme(args.scheme, args.group_size) if args.scheme else None
-        scheme = chosen or get_scheme("w4a16", args.group_size)
+        for name in ("exclude_modules", *EDGES):
+            if getattr(args, name) and args.model is None:
+                raise ValueError(f"--{name} needs --model.")
+        settings = vars(args)
+        plan = plan_of(settings | {"scheme": args.scheme or "w4a16"})
+        chosen = plan.schemes if args.scheme else None
         model = _shapes(args) if args.model else None
     counts = {"ok": 0, "warning": 0, "error": 0}
-    for finding in _findings(args, chosen, scheme, model):
+    for finding in _findings(args, chosen, plan, model):
         print(finding, flush=True)
         counts[finding.level] += 1
     print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors")
     return int(counts["error"] > 0)
 
 
-def _findings(args, chosen, scheme, model):
+def _findings(args, chosen, plan, model):
     import psutil
     import torch
 
@@ -61,7 +63,7 @@ def _findings(args, chosen, scheme, model):
     if model is not None:
         num_weights = sum(parameter.numel() for parameter in model.parameters())
         chunk = largest_chunk(model, torch.bfloat16)
-        findings, report = doctor.check_model(model, scheme)
+        findings, report = doctor.check_model(model, plan, args.exclude_modules)
         yield from findings
         on_gpu = torch.cuda.is_available()
         free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
@@ -69,7 +71,7 @@ def _findings(args, chosen, scheme, model):
         yield doctor.check_memory(num_weights, report.low_bit_bytes if report else 0, free, device)
     yield doctor.check_transfer(doctor.free_bytes(transfer_bases()), chunk)
     if args.engine:
-        yield from _engine(scheme)
+        yield from _engine(plan)
 
 
 def _installed() -> tuple[list[str], list[str], dict[str, str]]:
@@ -104,10 +106,12 @@ def _hardware(chosen):
             "" if has_fast_bf16() else "train with bf16=False: bf16 is slower than float32 here",
         )
     lines = kernel_table("bfloat16")
-    yield from doctor.check_kernels(line for line in lines if chosen is None or line.startswith(f"{chosen.name},"))
+    yield from doctor.check_kernels(
+        line for line in lines if chosen is None or line.partition(",")[0] in {s.name for s in chosen}
+    )
 
 
-def _engine(scheme):
+def _engine(plan):
     from importlib.util import find_spec
 
     from ..doctor import checks as doctor
@@ -125,7 +129,7 @@ def _engine(scheme):
     else:
         exact = f"cannot be used with vLLM here: neither on a CPU ({on_cpu}) nor on a GPU ({on_gpu})"
     yield doctor.Finding("ok", f'numerics="engine" {exact}')
-    yield from doctor.check_engine(scheme)
+    yield from doctor.check_engine(plan)
 
 
 def _shapes(args: Namespace):

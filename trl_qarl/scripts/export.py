@@ -6,14 +6,14 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..quantization.schemes import SCHEMES
+from ..checkpoint.record import DTYPES, read_record
+from ..quantization.plan import EDGES, get_plan, plan_of
 from ..telemetry.run_files import METRICS_FILE
 from .errors import EXIT_PUSH_FAILED, configuration_errors
+from .plan_options import add_plan_options
 
 
-__all__ = ["main", "make_parser", "merge_with_record", "read_history", "read_record"]
-
-DTYPES = ("bfloat16", "float16", "float32")
+__all__ = ["main", "make_parser", "merge_with_record", "read_history"]
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -31,14 +31,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="master weights: hub id or folder; or a folder with an adapter",
     )
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--scheme", choices=list(SCHEMES), help="quantization scheme")
-    parser.add_argument("--group_size", type=int, help="group size for w4a16: 32, 64 or 128 (default)")
-    parser.add_argument(
-        "--exclude_modules",
-        nargs="+",
-        metavar="NAME",
-        help="linear layers to leave alone: names, last components, or regular expressions over the whole name",
-    )
+    add_plan_options(parser, default=None)
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
@@ -67,15 +60,14 @@ def main(args: Namespace) -> int:
     from transformers.utils import cached_file
     from trl.trainer.utils import create_model_from_path
 
-    from ..adapters.base import base_fingerprint, check_record, load_adapter, prepare_base
+    from ..adapters.base import base_fingerprint, load_adapter, prepare_base
     from ..adapters.merge_at_export import merge_adapter
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint import uploads as hub
-    from ..checkpoint.batch import SCHEME_FILE
-    from ..checkpoint.cards import TrainingFacts
+    from ..checkpoint.cards import TrainingFacts, described_settings
     from ..checkpoint.export import export_checkpoint
+    from ..checkpoint.record import SCHEME_FILE, check_record
     from ..checkpoint.serving import folder_size, serve_command, serve_words
-    from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
@@ -111,21 +103,20 @@ def main(args: Namespace) -> int:
             ) from error
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         dtype = getattr(torch, settings["scale_dtype"])
-        scheme = get_scheme(settings["scheme"], settings["group_size"])
+        plan = plan_of(settings)
         arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": dtype}
         if has_adapter:
-            report = prepare_base(model, scheme, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
+            report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
             print(report)
             check_record(args.model_name_or_path, settings | {"base": base_fingerprint(model)})
             if args.merge_adapter:
                 model, loss = merge_adapter(model)
                 print(f"Warning: {loss}")
         else:
-            report = prepare_model(model, scheme, **arguments)
+            report = prepare_model(model, plan, **arguments)
             print(report)
-        known = {
-            name: settings.get(name) for name in ("objective", "quantize_learner", "group_size", "exclude_modules")
-        }
+        shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
+        known = {name: settings.get(name) for name in shown} | described_settings(plan)
         facts = TrainingFacts(
             {name: value for name, value in known.items() if value is not None},
             read_history(args.model_name_or_path),
@@ -138,7 +129,7 @@ def main(args: Namespace) -> int:
     if repo_id is not None:
         upload = hub.policy_upload(repo_id, folder)
         try:
-            message = f"Low-bit checkpoint ({settings['scheme']})"
+            message = f"Low-bit checkpoint ({plan.name})"
             hub.push([upload], message, private=args.hub_private_repo or None, revision=args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
@@ -185,41 +176,6 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
         return []
 
 
-def read_record(path: str | Path) -> dict[str, Any]:
-    """
-    Read the `qarl.json` that a trainer wrote beside its master weights.
-
-    Raises:
-        ValueError: naming the file and what is wrong with it: not JSON, an entry missing or of another kind.
-    """
-    advice = "Restore it from another checkpoint of the run, or delete it and give `--scheme`."
-    try:
-        record = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} holds a {type(record).__name__}, not an object. {advice}")
-
-    def is_exclude_modules(value):
-        return value is None or isinstance(value, str) or _is_list_of_names(value)
-
-    for name, is_valid, allowed in (
-        ("scheme", lambda value: value in list(SCHEMES), f"one of {list(SCHEMES)}"),
-        ("group_size", lambda value: value is None or type(value) is int, "a number or null"),
-        ("exclude_modules", is_exclude_modules, "a string, a list of strings or null"),
-        ("scale_dtype", lambda value: value in DTYPES, f"one of {list(DTYPES)}"),
-    ):
-        if name not in record:
-            raise ValueError(f"{path} has no entry {name!r}. {advice}")
-        if not is_valid(record[name]):
-            raise ValueError(f"{path}: {name}={record[name]!r} is not {allowed}. {advice}")
-    return record
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:
     """
     Return the settings to export with: those the master weights were trained with, else those of the command line.
@@ -233,7 +189,8 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
             Where the master weights come from, for messages.
 
     Returns:
-        `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`.
+        `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`, and `high_precision_first` or `high_precision_last` where there
+        are such layers.
 
     Raises:
         ValueError: if an option contradicts the record, or if there is neither a record nor `--scheme`.
@@ -243,17 +200,21 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         "group_size": args.group_size,
         "exclude_modules": args.exclude_modules,
         "scale_dtype": args.dtype,
+        **{name: getattr(args, name) for name in EDGES if getattr(args, name)},
     }
     if record is None:
         if args.scheme is None:
             raise ValueError(f"{source} does not say how it was trained (no qarl.json). Give `--scheme`.")
         return {**given, "scale_dtype": args.dtype or "bfloat16"}
+    if isinstance(args.scheme, dict) and get_plan(args.scheme, args.group_size) == get_plan(record["scheme"]):
+        # The same in other words.
+        given |= {"scheme": None, "group_size": None}
     for name, value in given.items():
         # A record of Python may hold the one name or expression that is a list of one here.
-        if value is not None and value not in (record[name], [record[name]]):
+        if value is not None and value not in (record.get(name), [record.get(name)]):
             option = "dtype" if name == "scale_dtype" else name
             raise ValueError(
-                f"--{option}={value!r} contradicts the {record[name]!r} with which {source} was trained (qarl.json): "
+                f"--{option}={value!r} contradicts the {record.get(name)!r} with which {source} was trained (qarl.json): "
                 f"the policy would not be the one that was trained. Leave `--{option}` out, or delete qarl.json to "
                 "quantize the master weights anew."
             )

@@ -81,7 +81,7 @@ def main(args: Namespace) -> None:
     if has_engine_numerics(trainer.model):
         detach_engine_numerics(trainer.model)
     # From here on the model is the deployed one: its linear layers hold frozen low-bit weights instead of the masters.
-    if trainer.swap_report.scheme.is_quantized:
+    if trainer.swap_report.plan.is_quantized:
         convert_model(trainer.model)
     after = _answer_as_deployed(trainer, held_out)
     low_bit_dir = export_checkpoint(

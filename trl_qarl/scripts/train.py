@@ -174,7 +174,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     with configuration_errors():
         if not model_args.model_name_or_path:
             raise ValueError("No model: give `--model_name_or_path`.")
-        export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.scheme)
+        export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
         pushes_policy = training_args.push_to_hub and exports_policy(training_args.hub_export)
         if export_dir is None and pushes_policy:
             raise ValueError(
@@ -232,7 +232,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         if not pushes_policy:
             trainer.export_model(dataset_name=script_args.dataset_name)
         print(
-            f"Policy ({training_args.scheme}) exported to {export_dir} ({folder_size(export_dir)}). "
+            f"Policy ({training_args.plan.name}) exported to {export_dir} ({folder_size(export_dir)}). "
             f"{serve_words(serve_command(export_dir))}"
         )
     if failure is not None:

@@ -6,12 +6,13 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from ..quantization.schemes import SCHEMES
-from ..rollout.server_process import build_server_command
+from ..quantization.plan import plan_of
+from ..rollout.server_command import build_server_command
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
 from .errors import configuration_errors
+from .plan_options import add_plan_options
 
 
 __all__ = ["main", "make_parser"]
@@ -31,13 +32,7 @@ def make_parser(prog: str) -> ArgumentParser:
     parser.add_argument(
         "--model", required=True, help="hub id or local directory; only configuration and tokenizer are read"
     )
-    parser.add_argument(
-        "--scheme", default="w4a16", choices=list(SCHEMES), help="the learner's (default: %(default)s)"
-    )
-    parser.add_argument("--group_size", type=int, help="the learner's, for schemes with groups")
-    parser.add_argument(
-        "--exclude_modules", nargs="+", metavar="NAME", help="the learner's: names or regular expressions"
-    )
+    add_plan_options(parser, default="w4a16")
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -122,18 +117,17 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:
     """Return what the learner's `quantization_config` will be, from the shapes of the model alone."""
     from ..checkpoint.layout import quantization_config
-    from ..quantization.schemes import get_scheme
     from ..quantization.swap import prepare_model
 
-    scheme = get_scheme(args.scheme, args.group_size)
-    if not scheme.is_quantized:
+    plan = plan_of(vars(args))
+    if not plan.is_quantized:
         if args.exclude_modules:
-            raise ValueError(f"--exclude_modules was given, but scheme {scheme.name!r} quantizes nothing. Remove it.")
+            raise ValueError(f"--exclude_modules was given, but scheme {plan.name!r} quantizes nothing. Remove it.")
         return None
     model = _shapes(args)
     if (low_bit := getattr(model.config, "quantization_config", None)) is not None:
         return low_bit
-    prepare_model(model, scheme, exclude_modules=args.exclude_modules)
+    prepare_model(model, plan, exclude_modules=args.exclude_modules)
     return quantization_config(model)
 
 

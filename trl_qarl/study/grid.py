@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks.refused import LORA_MODES
-from ..objectives.presets import OBJECTIVES
+from ..objectives.registry import OBJECTIVES
 from ..quantization.schemes import SCHEMES
 from .runs import label_parts
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..objectives.presets import OBJECTIVES
+from ..objectives.registry import OBJECTIVES
 
 
 __all__ = ["COLORS", "choose_colors", "name_parts", "setting_color"]

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from ..quantization.schemes import SCHEMES
+from ..quantization.schemes import E4M3, INT8, SCHEMES
 from .evals import HEADER, eval_rows
 from .figures import Figure
 from .html import POLICY, STYLE, bullets, details, table
@@ -241,15 +241,14 @@ def _scheme_table(groups: list[Group]) -> str:
             rows.append([name, *["-"] * 4])
             continue
         weights = (
-            f"{'FP8 E4M3' if scheme.weight_type == 'float' else f'INT{scheme.num_bits}'}"
+            f"{'FP8 E4M3' if scheme.grid.type == 'float' else f'INT{scheme.grid.num_bits}'}"
+            + (f" in INT{scheme.container.num_bits}" if scheme.grid.num_bits < scheme.container.num_bits else "")
             if scheme.is_quantized
             else "16-bit"
         )
         shared = f"{group_size} input features" if group_size else "output channel" if scheme.is_quantized else "-"
-        activations = {"int": "INT8, per token", "float": "FP8 E4M3, per token", None: "16-bit"}[
-            scheme.activation_type
-        ]
-        bits = scheme.num_bits + 16 / group_size if group_size else scheme.num_bits
+        activations = {INT8: "INT8, per token", E4M3: "FP8 E4M3, per token", None: "16-bit"}[scheme.activation]
+        bits = scheme.container.num_bits + (16 / group_size if group_size else 0)
         rows.append([name, weights, shared, activations, f"{bits:g}"])
     return table(["scheme", "weights", "one scale per", "activations", "bits per weight"], rows)
 

@@ -9,10 +9,12 @@ source of every threshold. Needs no torch.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..quantization.schemes import SCHEMES
+from ..quantization.plan import get_plan
+from ..quantization.schemes import QuantScheme
 
 
 __all__ = [
@@ -114,8 +116,14 @@ def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     """
     if settings.get("numerics") == "engine":
         return 0.0, 0.0
-    scheme = SCHEMES.get(str(settings.get("scheme")))
-    return (0.3, 0.6) if scheme is not None and scheme.activation_type is not None else (0.06, 0.3)
+    return (0.3, 0.6) if any(scheme.activation is not None for scheme in _schemes(settings)) else (0.06, 0.3)
+
+
+def _schemes(settings: Mapping[str, Any]) -> tuple[QuantScheme, ...]:
+    """Quantized schemes of a run; none where another release knew more."""
+    with suppress(ValueError):
+        return get_plan(settings.get("layers") or settings.get("scheme")).schemes
+    return ()
 
 
 def _learning(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:

@@ -36,27 +36,27 @@ def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
 
 
 @torch.no_grad()
-def sampled_masters(layers: Mapping[str, QuantizedLinear]) -> dict[str, torch.Tensor]:
+def sampled_masters(layers: Iterable[tuple[str, QuantizedLinear]]) -> dict[str, torch.Tensor]:
     """Copy up to 32 evenly spaced rows of each master weight, for [`update_to_step`]."""
-    return {name: layer.master()[_sampled_rows(layer)].clone() for name, layer in layers.items()}
+    return {name: layer.master()[_sampled_rows(layer)].clone() for name, layer in layers}
 
 
 @torch.no_grad()
-def update_to_step(before: Mapping[str, torch.Tensor], layers: Mapping[str, QuantizedLinear]) -> float:
+def update_to_step(before: Mapping[str, torch.Tensor], layers: Iterable[tuple[str, QuantizedLinear]]) -> float:
     """
     Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it
     moves a master relative to the distance of neighbouring low-bit values.
 
-    `step` is the scale of the weight's group for integer codes. E4M3 codes lie `2^(max(floor(log2 |q|), -6) - 3)` scales
+    `step` is the magnitude of the scale of the weight's group for integer codes. E4M3 codes lie `2^(max(floor(log2 |q|), -6) - 3)` scales
     apart around the code `q`. NaN without layers.
     """
     total = count = 0.0
-    for name, old in before.items():
-        layer, rows = layers[name], _sampled_rows(layers[name])
+    for name, layer in layers:
+        old, rows = before[name], _sampled_rows(layer)
         low_bit = layer.low_bit_weight()
-        scale = low_bit.scale[rows].float().unsqueeze(-1)  # (R, groups, 1)
+        scale = low_bit.scale[rows].float().abs().unsqueeze(-1)  # (R, groups, 1)
         change = (layer.master()[rows].float() - old.float()).abs().view(*scale.shape[:2], -1)
-        if layer.scheme.weight_type == "float":
+        if layer.scheme.grid.type == "float":
             codes = low_bit.qdata[rows].float().abs().view_as(change)
             scale = scale * torch.exp2(codes.log2().floor().clamp(min=-6) - 3)
         total += (change / scale).sum().item()
@@ -70,14 +70,14 @@ def _sampled_rows(layer: QuantizedLinear) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sqnr(layers: Mapping[str, QuantizedLinear]) -> dict[str, float]:
+def sqnr(layers: Iterable[tuple[str, QuantizedLinear]]) -> dict[str, float]:
     """
     Return the signal-to-quantization-noise ratio of the quantized weights, `10 log10(sum w^2 / sum (w - w')^2)`, in
     dB: `quant/sqnr` of all together, `quant/sqnr/NAME` of the layers whose name ends in `NAME`, such as `q_proj`. NaN
     without noise; nothing about layers whose masters are gone.
     """
     sums: dict[str, list[float]] = {}
-    for name, layer in layers.items():
+    for name, layer in layers:
         if layer.is_frozen:
             continue
         weight = layer.master().float()

@@ -12,12 +12,13 @@ from torch import nn
 from transformers import TrainerCallback
 from typing_extensions import override
 
-from ..forward import FORWARD_KEYS, learner_log_probs, loss_mask
-from ..objectives.bounds import histogram_bounds, sequence_bounds
-from ..objectives.presets import rejects, rejects_by_product
+from ..forward import FORWARD_KEYS, Batch, learner_log_probs
+from ..objectives.objective import reduce_metrics
 from ..objectives.ratios import mismatch_weight, sequence_log_ratio
+from ..objectives.registry import get_objective
 from ..quantization.linear import QuantizedLinear
-from ..quantization.swap import quantized_forward, quantized_layers
+from ..quantization.swap import quantized_forward
+from ..quantization.walk import iter_quantized_layers
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
 from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, split_metrics, split_sums, weight_metrics
 from .probe import MAX_SCORED, NUM_PROBES, TOP_K, compare_positions, likeliest, probe_metrics, top_log_probs
@@ -59,8 +60,9 @@ class Recorder(TrainerCallback):
     ):
         self.args, self.accelerator, self.model = args, accelerator, model
         self._metrics, self._decode = metrics, decode
-        self._bounds = histogram_bounds(args)
-        self._counts_sequences = sequence_bounds(args) is not None
+        self._objective = get_objective(args.objective)
+        self._bounds = self._objective.histogram_bounds(args)
+        self._counts_sequences = self._objective.sequence_bounds(args) is not None
         self._histograms: torch.Tensor | None = None
         self._worst: list[dict[str, Any]] = []
         self._batches: list[dict[str, float]] = []
@@ -75,6 +77,10 @@ class Recorder(TrainerCallback):
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in values.items():
             metrics[name].append(value)
+
+    def reduce(self, metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Return one number for each metric of sequences, over all processes."""
+        return reduce_metrics({name: self.accelerator.gather(values) for name, values in metrics.items()})
 
     def masked_mean(self, values: torch.Tensor, mask: torch.Tensor) -> float:
         """Return the mean of `values` where `mask` is 1, over all processes."""
@@ -124,57 +130,57 @@ class Recorder(TrainerCallback):
         self.log({f"rollout/{name}_share": share for name, share in shares.items()})
 
     def observe_rollout(
-        self, output: dict[str, Any], publication: Mapping[str, float], is_scored: bool = True
+        self, output: dict[str, Any], batch: Batch, publication: Mapping[str, float], is_scored: bool = True
     ) -> None:
         """
         Measure mismatch and quantization error of a generation batch.
 
         Args:
             output (`dict`):
-                The batch as TRL makes it, with `old_per_token_logps` and `sampling_per_token_logps`.
+                The batch as TRL makes it.
+            batch ([`~trl_qarl.forward.Batch`]):
+                What it says of its tokens.
             publication (`Mapping[str, float]`):
                 What was measured when its weights were published.
             is_scored (`bool`, *optional*, defaults to `True`):
                 Whether `old_per_token_logps` are the learner's; without them there is no mismatch to measure.
         """
-        batch = {**(self._mismatch(output) if is_scored else {}), **sqnr(self._layers_with_masters()), **publication}
-        self.log(batch)
+        mismatch = self._mismatch(batch, output.get("importance_sampling_ratio")) if is_scored else {}
+        row = {**mismatch, **sqnr(iter_quantized_layers(self.model)), **publication}
+        self.log(row)
         if not self.model.training:
             return
-        self._batches.append({"reward": self._metrics["train"]["reward"][-1], **batch})
+        self._batches.append({"reward": self._metrics["train"]["reward"][-1], **row})
         if is_scored:
             self._worst += worst_examples(
-                output["old_per_token_logps"],
-                output["sampling_per_token_logps"],
-                loss_mask(output),
-                output["advantages"],
+                *batch.rollout,
+                batch.advantages,
                 without_padding(output["prompt_ids"], output["prompt_mask"]),
                 without_padding(output["completion_ids"], output["completion_mask"]),
                 self._decode,
             )
 
-    def _mismatch(self, output: dict[str, Any]) -> dict[str, float]:
-        old, sampling, mask = output["old_per_token_logps"], output["sampling_per_token_logps"], loss_mask(output)
+    def _mismatch(self, batch: Batch, ratio: torch.Tensor | None) -> dict[str, float]:
+        old, sampling, mask = batch.rollout
         sums, maximum = mismatch_sums(old, sampling, mask)
-        splits, maxima = split_sums(old, sampling, output["advantages"], mask)
+        splits, maxima = split_sums(old, sampling, batch.advantages, mask)
         if sums.device.type == "mps":
             sums, splits, maxima = sums.float(), splits.float(), maxima.float()
         weights = self.accelerator.gather(mismatch_weight(old, sampling, mask, self.args.mismatch_cap))
-        advantages = self.accelerator.gather(output["advantages"])
+        advantages = self.accelerator.gather(batch.advantages)
         maxima = self.accelerator.gather(maxima).view(-1, len(maxima)).amax(0)
         sums = self.accelerator.reduce(sums, reduction="sum")
         splits = self.accelerator.reduce(splits, reduction="sum")
         maximum = self.accelerator.gather(maximum).max()
-        batch = {
+        metrics = {
             **mismatch_metrics(sums, maximum, weights),
             **split_metrics(splits, maxima),
             **weight_metrics(weights, advantages),
         }
-        ratio = output.get("importance_sampling_ratio")
-        if ratio is not None and rejects(self.args):
+        if ratio is not None and self._objective.rejects(self.args):
             counts = mask.bool() if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
-            batch["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
-        return batch
+            metrics["mismatch/rejected_share"] = self.masked_mean((ratio == 0).float(), counts)
+        return metrics
 
     def probe(self, output: dict[str, Any], step: int, engine: Callable[..., Any] | None) -> None:
         """
@@ -226,18 +232,17 @@ class Recorder(TrainerCallback):
         return compare_positions(engine_ids.to(device), engine_logps.to(device), learner_logps)
 
     @torch.no_grad()
-    def observe_update(self, per_token_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """Count the ratios of a micro-batch, whose log-probs under the learner now are `(B, T)`."""
+    def observe_update(self, batch: Batch) -> None:
+        """Count the ratios of a micro-batch, of which the learner's log-probs now are known."""
         if not self.model.training:
             return
-        old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
-        mask, advantages = loss_mask(inputs), inputs["advantages"]
+        old, sampling, advantages, mask, per_token_logps = batch
         tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
         advantages_of_tokens = advantages.unsqueeze(1).expand_as(old).flatten()
         counts = ratio_histograms(tokens, advantages_of_tokens, mask.bool().flatten())
         if self._counts_sequences:
             log_weight = sequence_log_ratio(old, sampling, mask)
-            if rejects_by_product(self.args):
+            if self._objective.rejects_by_product(self.args):
                 log_weight = log_weight * mask.sum(-1)
             sequences = torch.stack([sequence_log_ratio(per_token_logps, old, mask), log_weight])
             counts = torch.cat([counts, ratio_histograms(sequences, advantages, mask.bool().any(-1))])
@@ -251,20 +256,17 @@ class Recorder(TrainerCallback):
     @override
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Quantize the masters and measure how many codes changed."""
-        layers = self._trained_layers()
-        rate = code_flip_rate(layers.values())
+        rate = code_flip_rate(layer for _, layer in self._trained_layers())
         self.synchronize()
         self.log({"step/optimizer_seconds": time.perf_counter() - self._step_start})
-        if not layers:
+        if not self._masters:
             return
-        self.log({"quant/code_flip_rate": rate, "quant/update_to_step": update_to_step(self._masters, layers)})
+        step = update_to_step(self._masters, self._trained_layers())
+        self.log({"quant/code_flip_rate": rate, "quant/update_to_step": step})
 
-    def _layers_with_masters(self) -> dict[str, QuantizedLinear]:
-        return {name: layer for name, layer in quantized_layers(self.model).items() if not layer.is_frozen}
-
-    def _trained_layers(self) -> dict[str, QuantizedLinear]:
+    def _trained_layers(self) -> Iterator[tuple[str, QuantizedLinear]]:
         # Beside an adapter nothing of the base moves.
-        return {name: layer for name, layer in quantized_layers(self.model).items() if layer.is_trained}
+        return ((name, layer) for name, layer in iter_quantized_layers(self.model) if layer.is_trained)
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """

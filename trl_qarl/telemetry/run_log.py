@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from .._version import __version__
 from ..packages import installed
-from ..quantization.schemes import get_scheme
 from .recorder import Recorder
 from .run_files import BATCHES_FILE, DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
 
@@ -156,9 +155,9 @@ class RunLog(TrainerCallback):
         args = self.args
         return {
             "objective": args.objective,
-            "scheme": args.scheme,
+            **args.plan.described,
             "quantize_learner": args.quantize_learner,
-            "group_size": get_scheme(args.scheme, args.group_size).group_size,
+            "group_size": args.plan.group_size,
             "seed": args.seed,
             **self.described,
             "num_processes": args.world_size,

@@ -1,7 +1,7 @@
 """Linear kernels for vLLM that compute as the learner does, for CPUs and GPUs."""
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
@@ -20,7 +20,6 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ..quantization.gemm import low_bit_linear
-from ..quantization.quantize import unpack_int8
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import FILE_BACKEND
@@ -40,9 +39,12 @@ def put_first(platform: PlatformEnum, **kernels: type) -> None:
             table[platform].insert(0, table[platform].pop())
 
 
-def is_our_engine(*backends: str) -> bool:
-    """Whether the engine that is being built has its weights from here, through one of `backends` (by default, files)."""
-    config = get_current_vllm_config_or_none()
+def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
+    """
+    Whether the engine of `config`, by default that which is being built, has its weights from here, through one of `backends` (by
+    default, files).
+    """
+    config = config or get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config
     return transfer is not None and transfer.backend in (backends or (FILE_BACKEND,))
 
@@ -80,10 +82,13 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._low_bit is None:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
-            packed, scale = getattr(layer, self.w_q_name).data, getattr(layer, self.w_s_name).data
-            is_int4 = self.config.weight_type == scalar_types.uint4b8
-            qdata, scheme = (packed, "w4a16") if is_int4 else (unpack_int8(packed), "w8a16")
-            self._low_bit = LowBitTensor(qdata, scale, get_scheme(scheme), scale.dtype)
+            tensors = {
+                "weight_packed": getattr(layer, self.w_q_name).data,
+                "weight_scale": getattr(layer, self.w_s_name).data,
+            }
+            # Of codes on a coarser grid in the same container the product is the same.
+            scheme = get_scheme("w4a16" if self.config.weight_type == scalar_types.uint4b8 else "w8a16")
+            self._low_bit = LowBitTensor.from_checkpoint(tensors, scheme, tensors["weight_scale"].dtype)
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -47,8 +47,14 @@ class WorkerExtension:
 
     def _describe_arithmetic(self) -> dict[str, Any] | None:
         if self.device.type == "cpu":
-            return kernels.describe_arithmetic()
+            return kernels.describe_arithmetic() | {"attention": self._describe_attention()}
         return cuda.describe_arithmetic(self.vllm_config) if cuda.is_known_release() else None
+
+    def _describe_attention(self) -> str | None:
+        # vLLM's module for CPUs; there is none elsewhere.
+        from .cpu_attention import describe_attention
+
+        return describe_attention(self.model_runner)
 
     def qarl_begin(self) -> list[str]:
         """Clear away what an earlier trainer left unfinished; returns what has changed since the last publication."""

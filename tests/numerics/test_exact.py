@@ -1,0 +1,70 @@
+"""What happens where engine and learner give a token different log-probs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_qarl.forward import Batch
+from trl_qarl.numerics.exact import Exactness
+
+
+ACCELERATOR = SimpleNamespace(
+    device=torch.device("cpu"), gather=lambda tensor: tensor, unwrap_model=lambda model: model
+)
+
+
+def make_output(difference=0.0):
+    old = torch.full((2, 3), -1.0)
+    sampling = old.clone()
+    sampling[1, 2] += difference
+    return {
+        "prompt_ids": torch.ones(2, 1, dtype=torch.long),
+        "prompt_mask": torch.ones(2, 1),
+        "completion_ids": torch.arange(6).view(2, 3),
+        "completion_mask": torch.ones(2, 3),
+        "advantages": torch.ones(2),
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": sampling,
+    }
+
+
+def check(exactness, output):
+    exactness.check(output, Batch.of(output), None, ACCELERATOR)
+
+
+@pytest.mark.parametrize(("exact", "is_asked_for"), [("require", False), ("require", True), (None, True)])
+def test_a_difference_is_an_error_where_exactness_is_required(exact, is_asked_for):
+    exactness = Exactness(exact, is_asked_for)
+    check(exactness, make_output())
+    with pytest.raises(
+        RuntimeError,
+        match=r"mismatch is 9.54e-07 and not 0: .* token 2 of completion 1 \(id 5\) .* exact='warn' trains",
+    ):
+        check(exactness, make_output(2**-20))
+    assert exactness.is_required
+
+
+@pytest.mark.parametrize(
+    ("exact", "is_asked_for", "warnings"), [("warn", True, 2), ("warn", False, 2), (None, False, 1)]
+)
+def test_a_difference_is_logged_each_time_if_that_was_asked_for_and_else_once(caplog, exact, is_asked_for, warnings):
+    exactness = Exactness(exact, is_asked_for)
+    for difference in (0.0, 1e-6, 0.0, float("nan")):
+        check(exactness, make_output(difference))
+    assert len(caplog.records) == warnings and not exactness.is_required
+
+
+def test_tokens_that_do_not_count_are_not_compared():
+    output = make_output(1.0)
+    output["tool_mask"] = torch.ones(2, 3)
+    output["tool_mask"][1, 2] = 0
+    check(Exactness("require", True), output)
+
+
+def test_an_engine_of_other_arithmetic_is_refused_where_exactness_is_required(monkeypatch):
+    monkeypatch.setattr("trl_qarl.numerics.exact.kernels.describe_arithmetic", lambda: {"amx": True})
+    theirs = {"arithmetic": {"amx": False, "VLLM_CPU_ATTN_SPLIT_KV": 0}}
+    Exactness("warn", True).check_engine(theirs, on_gpu=False)
+    with pytest.raises(ValueError, match="amx: learner True, engine False"):
+        Exactness(None, True).check_engine(theirs, on_gpu=False)

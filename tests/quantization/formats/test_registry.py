@@ -1,0 +1,51 @@
+"""What every container does alike."""
+
+import pytest
+import torch
+
+from trl_qarl.quantization.formats.registry import format_of
+from trl_qarl.quantization.schemes import CONTAINERS, GRIDS
+
+
+LOW_BIT = [container for container in CONTAINERS.values() if container.type is not None]
+
+
+def random_codes(grid, shape=(48, 64)):
+    """Codes `(N, K)` of a grid, its ends among them, as float32."""
+    codes = torch.empty(shape).uniform_(*grid.quant_range)
+    codes[0, 0], codes[0, 1] = grid.quant_range
+    return codes.round() if grid.type == "int" else codes.to(torch.float8_e4m3fn).float()
+
+
+PAIRS = [(c, grid) for c in LOW_BIT for grid in GRIDS.values() if c.holds(grid)]
+
+
+@pytest.mark.parametrize(("container", "grid"), PAIRS, ids=lambda value: value.name)
+def test_codes_come_back_from_memory_and_from_a_checkpoint(container, grid):
+    functions, codes = format_of(container), random_codes(grid)
+    qdata, scale = functions.pack(codes), torch.rand(48, 1)
+    assert functions.in_features(qdata) == 64
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        unpacked = functions.unpack(qdata, dtype)
+        assert unpacked.dtype is dtype and torch.equal(unpacked.float(), codes)
+    tensors = functions.to_checkpoint(qdata, scale)
+    again, scale_again = functions.from_checkpoint(tensors)
+    assert again.dtype is qdata.dtype and torch.equal(again.view(torch.uint8), qdata.view(torch.uint8))
+    assert scale_again is scale
+    assert qdata.nbytes == 48 * 64 * container.num_bits // 8
+    assert 48 * 64 // container.word_size == tensors.get("weight_packed", tensors.get("weight")).numel()
+
+
+@pytest.mark.parametrize(("container", "grid"), PAIRS, ids=lambda value: value.name)
+def test_flips_are_counted_one_by_one(container, grid):
+    functions, before, after = format_of(container), random_codes(grid), random_codes(grid)
+    flips = functions.count_flips(functions.pack(before), functions.pack(after))
+    # The signs of zeros are codes of their own.
+    differ = (before != after) | (before.signbit() != after.signbit()) & (grid.type == "float")
+    assert flips == differ.sum() > 0
+    assert functions.count_flips(functions.pack(before), functions.pack(before.clone())) == 0
+
+
+def test_a_container_without_low_bit_codes_has_no_functions():
+    with pytest.raises(KeyError):
+        format_of(CONTAINERS["dense"])

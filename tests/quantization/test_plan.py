@@ -1,0 +1,217 @@
+import json
+
+import pytest
+import torch
+from torchao.quantization import FqnToConfig, quantize_
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config
+from trl_qarl import get_scheme, prepare_model
+from trl_qarl.quantization.plan import QuantPlan, check_fused, get_plan, parse_scheme
+from trl_qarl.quantization.swap import QaRLWeightConfig, quantized_layers
+
+
+LEAVES = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+LEAVES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+NAMES = [f"model.layers.{i}.{leaf}" for i in range(3) for leaf in LEAVES] + ["lm_head"]
+HEAD = {"lm_head": "output head"}
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def make_model(**overrides):
+    with torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(make_tiny_config("llama", **overrides))
+
+
+def assigned(plan, skipped=HEAD):
+    return {name: scheme.name for name, scheme in plan.assign(NAMES, skipped)[0].items()}
+
+
+def test_name_of_a_scheme_is_a_plan_of_one():
+    plan = get_plan("w4a16", 64)
+    assert plan.is_uniform and plan.name == "w4a16" and (plan.written, plan.group_size) == ("w4a16", 64)
+    assert plan.schemes == (get_scheme("w4a16", 64),) and plan.options == {}
+    assert set(assigned(plan).values()) == {"w4a16"} and len(assigned(plan)) == 21
+    assert get_plan(plan) is not None and get_plan(plan) == plan
+    assert not get_plan("bf16").is_quantized and get_plan("bf16").name == "bf16"
+
+
+def test_names_come_before_expressions_the_first_of_which_counts():
+    mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8", "re:.*down_proj": "fp8", DOWN: None}
+    plan = get_plan(mapping)
+    found = assigned(plan)
+    assert plan.name == "w4a16-w8a8-fp8" and not plan.is_uniform
+    assert found["model.layers.0.mlp.down_proj"] == "w4a16" and DOWN not in found
+    assert found["model.layers.0.self_attn.o_proj"] == "w8a8"
+    assert plan.assign(NAMES, HEAD)[1] == {DOWN: f"bf16 by '{DOWN}'"}
+
+
+def test_layers_that_nothing_matches_stay_in_high_precision():
+    schemes, reasons = get_plan({"re:.*mlp.*": "w4a16"}).assign(NAMES, HEAD)
+    assert len(schemes) == 9 and set(reasons.values()) == {"matches no pattern"} and "lm_head" not in reasons
+
+
+def test_expressions_match_whole_names():
+    with pytest.raises(ValueError, match=r"'re:mlp' matches none of the 22 linear layers.*'re:\.\*q_proj'"):
+        get_plan({"re:mlp": "w4a16"}).assign(NAMES, HEAD)
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"re:.*mlp.*_proj": "w4a16", "re:.*attn.*_proj": "w8a8"},
+        {"re:.*_proj": "w8a8", "model.layers.1.mlp.down_proj": None, "re:.*o_proj": "fp8"},
+    ],
+)
+def test_layers_are_chosen_as_torchao_does(mapping):
+    ours, theirs = make_model(), make_model()
+    prepare_model(ours, mapping)
+    quantize_(
+        theirs, FqnToConfig({p: None if name is None else QaRLWeightConfig(name) for p, name in mapping.items()}), None
+    )
+    ours, theirs = ({n: m.scheme for n, m in quantized_layers(model).items()} for model in (ours, theirs))
+    assert ours == theirs and len(ours) in (13, 14)
+
+
+@pytest.mark.parametrize(("first", "last", "kept"), [(1, 0, {0}), (0, 1, {2}), (1, 1, {0, 2})])
+def test_decoder_layers_at_the_ends_stay_in_high_precision(first, last, kept):
+    plan = get_plan("w8a8", None, first, last)
+    found = {int(name.split(".")[2]) for name in assigned(plan)}
+    assert found == {0, 1, 2} - kept and not plan.is_uniform and plan.written == "w8a8"
+    _, reasons = plan.assign(NAMES, HEAD)
+    assert {name.split(".")[2]: why for name, why in reasons.items()} == {
+        str(i): "high_precision_first=1" if i == 0 else "high_precision_last=1" for i in kept
+    }
+
+
+def test_experts_and_an_encoder_of_pictures_are_no_decoder_layers():
+    names = [f"language_model.layers.{i}.mlp.experts.{j}.up_proj" for i in (0, 1) for j in range(4)]
+    names += [f"visual.blocks.{i}.mlp.fc1" for i in range(5)]
+    schemes, _ = get_plan("w8a8", high_precision_last=1).assign(names, {})
+    assert all(".layers.0." in name or name.startswith("visual") for name in schemes) and len(schemes) == 9
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["a.layers.0.x", "b.layers.0.x"], r"\['a.layers', 'b.layers'\]"), (["head"], "tell of none")],
+)
+def test_names_without_one_stack_of_layers_are_refused(names, message):
+    with pytest.raises(ValueError, match=message):
+        get_plan("w8a8", high_precision_first=1).assign(names, {})
+
+
+def test_more_edges_than_layers_are_refused():
+    with pytest.raises(ValueError, match="leave none of 3 decoder layers"):
+        get_plan("w8a8", high_precision_first=2, high_precision_last=1).assign(NAMES, HEAD)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "arguments", "message"),
+    [
+        ("w5a16", {}, "Unknown scheme 'w5a16'"),
+        (None, {}, "scheme=None is neither"),
+        ({}, {}, "quantizes nothing"),
+        ({"_default": "w5a16"}, {}, "'_default': Unknown scheme 'w5a16'"),
+        ({"re:(": "w4a16"}, {}, "holds no regular expression"),
+        ({"": "w4a16"}, {}, "is no pattern"),
+        ({"_default": {"group_size": 32}}, {}, "is neither a scheme's name"),
+        ({"_default": {"scheme": "w4a16", "size": 32}}, {}, "is neither a scheme's name"),
+        ({"_default": {"scheme": "w4a16", "group_size": 48}}, {}, r"'_default': group_size=48 .*\[32, 64, 128\]"),
+        ({"re:.*mlp.*": "w4a8", "_default": "w8a8"}, {"group_size": 64}, r"'re:.*mlp.*': group_size=64 .*\[128\]"),
+        ({"_default": {"scheme": "w8a8", "group_size": 32}}, {}, "has no groups"),
+        ({"_default": "w8a8"}, {"group_size": 32}, "no scheme of the plan has groups"),
+        ("w4a16", {"high_precision_first": -1}, "high_precision_first=-1 must be"),
+        ("w4a16", {"high_precision_last": 0.5}, "high_precision_last=0.5 must be"),
+        ("bf16", {"high_precision_last": 1}, "high_precision_last given, but scheme 'bf16' quantizes nothing"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(scheme, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        get_plan(scheme, **arguments)
+
+
+def test_group_size_is_for_schemes_with_groups_that_say_none():
+    plan = get_plan(
+        {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*o_proj": "w3a16", "_default": "w8a8"}, 64
+    )
+    assert [scheme.group_size for scheme in plan.schemes] == [32, 64, None]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        get_plan("w4a16", 32),
+        get_plan("w8a8", high_precision_first=2),
+        get_plan({"re:.*mlp.*": "w4a16", DOWN: None, "_default": {"scheme": "w2a16", "group_size": 64}}, None, 1, 1),
+    ],
+)
+def test_what_is_written_is_read_again(plan):
+    assert get_plan(json.loads(json.dumps(plan.written)), plan.group_size, **plan.options) == plan
+
+
+def test_command_lines_write_mappings_as_json():
+    assert parse_scheme("w4a16") == "w4a16" and parse_scheme({"_default": None}) == {"_default": None}
+    assert parse_scheme(' {"_default": null}') == {"_default": None}
+    with pytest.raises(ValueError, match="is not JSON"):
+        parse_scheme("{_default: w4a16}")
+
+
+@pytest.mark.parametrize("pattern", ["lm_head", "re:lm_.*"])
+def test_a_scheme_for_layers_that_are_never_quantized_is_refused(pattern):
+    with pytest.raises(ValueError, match=r"asks for 'w8a8' but matches only layers .*'lm_head' \(output head\)"):
+        get_plan({pattern: "w8a8", "_default": "w4a16"}).assign(NAMES, HEAD)
+    assert assigned(get_plan({pattern: None, "_default": "w4a16"})) == assigned(get_plan("w4a16"))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        (
+            {"re:.*[qk]_proj": "w8a8", "_default": "w4a16"},
+            "q_proj is w8a8, .*k_proj is w8a8, .*v_proj is w4a16 in groups of 128",
+        ),
+        ({"re:.*gate_proj": None, "_default": "w4a16"}, "gate_proj is bf16, .*up_proj is w4a16 in groups of 128"),
+        (
+            {"re:.*up_proj": {"scheme": "w4a16", "group_size": 32}, "_default": "w4a16"},
+            "gate_proj is w4a16 in groups of 128, .*up_proj is w4a16 in groups of 32",
+        ),
+    ],
+)
+def test_layers_that_vllm_fuses_share_a_scheme(mapping, message):
+    with pytest.raises(ValueError, match=f"{message}: vLLM holds"):
+        prepare_model(make_model(), mapping)
+
+
+def test_fused_layers_may_differ_between_layers_and_may_be_fewer():
+    schemes = {"a.0.q_proj": get_scheme("w4a16"), "a.0.k_proj": get_scheme("w4a16"), "a.1.q_proj": get_scheme("w8a8")}
+    check_fused(schemes, [*schemes, "a.2.gate_proj", "a.2.up_proj"])
+
+
+def test_plan_of_layers_is_one_scheme_or_one_each():
+    w4, w8 = get_scheme("w4a16"), get_scheme("w8a8")
+    assert QuantPlan.of_layers({"a": w4, "b": w4}) == get_plan("w4a16")
+    assert QuantPlan.of_layers({"a": w4, "b": w8}).written == {
+        "a": {"scheme": "w4a16", "group_size": 128},
+        "b": "w8a8",
+    }
+
+
+def test_prepared_model_follows_the_plan_and_its_report_says_how():
+    model = make_model(intermediate_size=192)
+    report = prepare_model(
+        model, {"re:.*mlp.*": "w4a16", "re:.*self_attn.*": "w8a8"}, exclude_modules="layers.0.mlp.down_proj"
+    )
+    assert {layer.scheme.name for name, layer in quantized_layers(model).items() if "mlp" in name} == {"w4a16"}
+    assert len(report.converted) == 13 and report.converted["model.layers.1.mlp.down_proj"] == 64
+    text = str(report)
+    assert text.startswith(
+        "scheme w4a16-w8a8: 13 linear layers quantized (8 w8a8 per output channel, 4 w4a16 group 128, 1 w4a16 group 64)"
+    )
+    assert "group_size=128 does not divide every layer" in text and "1 (exclude_modules)" in text
+
+
+def test_layer_whose_scheme_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r"Layer 'model.layers.0.mlp.down_proj': in_features=200 .*'w4a16'"):
+        prepare_model(make_model(intermediate_size=200), {"re:.*mlp.*": "w4a16", "_default": "w8a8"})
+    report = prepare_model(make_model(intermediate_size=200), {"re:.*down_proj": "w8a8", "_default": "w4a16"})
+    assert report.converted["model.layers.0.mlp.down_proj"] is None

@@ -1,0 +1,81 @@
+"""Coarser grids and several schemes in one model: training with vLLM, export, and what other programs read of it."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from testing_utils import logged, make_vllm_trainer, set_engine_environment
+from trl_qarl import load_engine
+from trl_qarl.checkpoint.load import load_frozen_model
+from trl_qarl.numerics import cpu as kernels
+from trl_qarl.quantization.swap import quantized_layers
+from trl_qarl.rollout.scoring import engine_log_probs
+
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(not kernels.has_engine_kernels(), reason=str(kernels.reason_against())),
+]
+
+PROMPTS = [[4, 90, 11, 57, 200, 31], [7, 8, 9]]
+CASES = {
+    "three bits in INT4": ({"scheme": "w3a16", "group_size": 64}, {"w3a16": 14}),
+    # Of two layers the first stays in bf16.
+    "INT4 MLPs, INT8 attention": (
+        {
+            "scheme": {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"},
+            "high_precision_first": 1,
+        },
+        {"w4a16": 3, "w8a8": 4},
+    ),
+    # No last component tells the groups apart, so an export names each layer.
+    "INT8 below three bits": (
+        {"scheme": {"re:.*layers.0.*": "w8a8", "_default": {"scheme": "w3a16", "group_size": 32}}},
+        {"w8a8": 7, "w3a16": 7},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def engine_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    set_engine_environment(monkeypatch)
+
+
+@pytest.mark.parametrize(("options", "expected"), CASES.values(), ids=CASES)
+def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_export(tmp_path, options, expected):
+    trainer = make_vllm_trainer(
+        tmp_path, "qwen3", vllm_mode="colocate", bf16=True, numerics="engine", learning_rate=1e-2, **options
+    )
+    layers = quantized_layers(trainer.model)
+    assert Counter(layer.scheme.name for layer in layers.values()) == expected
+    trainer.train()
+    assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
+    assert min(logged(trainer, "quant/code_flip_rate")) > 0 and min(logged(trainer, "publish/tensors")) > 0
+    trainer.vllm_generation.sync_weights()
+    published = engine_log_probs(trainer.vllm_generation.llm, PROMPTS)
+
+    folder = trainer.export_model(tmp_path / "export")
+    weights = {name: layer.low_bit_weight() for name, layer in layers.items()}
+    for group in json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values():
+        assert group["weights"]["num_bits"] in (4, 8)
+    # transformers, through compressed-tensors, has the dense weights of codes and scales.
+    dense = CompressedTensorsConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=dense)
+    for name, weight in weights.items():
+        assert torch.equal(loaded.get_submodule(name).weight, weight.dequantize(torch.float32)), name
+    # Our own loading has codes, scales and schemes.
+    for name, layer in quantized_layers(load_frozen_model(str(folder))).items():
+        read = layer.low_bit_weight()
+        assert layer.scheme.name == layers[name].scheme.name and layer.group_size == layers[name].group_size
+        assert torch.equal(read.qdata.view(torch.uint8), weights[name].qdata.view(torch.uint8))
+        assert torch.equal(read.scale, weights[name].scale)
+        levels = read.dequantize(torch.float64).view(*read.scale.shape, -1) / read.scale.double().unsqueeze(-1)
+        assert len(levels.unique()) <= 2**layer.scheme.grid.num_bits
+    # vLLM answers with the export as it did in training, bit for bit.
+    engine = load_engine(folder, max_model_len=64, max_num_seqs=4)
+    assert engine_log_probs(engine, PROMPTS) == published

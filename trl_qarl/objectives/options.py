@@ -1,0 +1,78 @@
+"""TRL's options of a loss: which tell a value that was given from one that was not, and which some objectives do not use."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+__all__ = [
+    "BOUNDS_OF_MISMATCH",
+    "OF_ONE_LOSS",
+    "OF_TRLS_LOSS",
+    "RESHAPES_SAMPLING",
+    "UNSET",
+    "clip_offsets",
+    "default",
+    "is_unused",
+    "refuse_changed",
+    "trl_default",
+]
+
+UNSET = (
+    "epsilon",
+    "importance_sampling_level",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+)
+"""Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's default."""
+
+RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
+
+OF_ONE_LOSS = (
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+
+OF_TRLS_LOSS = ("delta", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
+
+BOUNDS_OF_MISMATCH = (
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap",
+)
+
+# Beside TRL's own defaults.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
+
+
+def default(config_class: type, name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(config_class) if f.name == name)
+
+
+def trl_default(name: str) -> Any:
+    """Default of TRL's own configuration."""
+    from trl import GRPOConfig
+
+    return default(GRPOConfig, name)
+
+
+def clip_offsets(config: Any) -> tuple[float, float]:
+    """Offsets of TRL's clip below and above a ratio of 1, of which the second defaults to the first."""
+    return config.epsilon, config.epsilon if config.epsilon_high is None else config.epsilon_high
+
+
+def is_unused(config: Any, name: str, *neutral: Any) -> bool:
+    """Whether the option `name` has a value that asks for nothing: one of `neutral`, or one that does what a default does."""
+    return getattr(config, name) in (*neutral, *_NEUTRAL.get(name, ()))
+
+
+def refuse_changed(config: Any, names: Sequence[str], why: str) -> Iterator[str]:
+    """One problem for each option of TRL's that was changed, under an objective that does not use it."""
+    for name in names:
+        if not is_unused(config, name, None if name in UNSET else trl_default(name)):
+            yield f"{name}={getattr(config, name)!r} is not honoured: objective={config.objective!r} {why}."

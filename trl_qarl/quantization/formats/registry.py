@@ -1,0 +1,16 @@
+"""The file of each container."""
+
+from types import ModuleType
+
+from ..schemes import Container
+from . import e4m3, int4_packed, int8, int8_packed
+
+
+__all__ = ["format_of"]
+
+_FORMATS = {"int4-packed": int4_packed, "int8": int8, "int8-packed": int8_packed, "e4m3": e4m3}
+
+
+def format_of(container: Container) -> ModuleType:
+    """The functions of a container with low-bit codes."""
+    return _FORMATS[container.name]

@@ -1,0 +1,353 @@
+"""
+Which scheme each layer gets: patterns of names in order, as torchao's `FqnToConfig` has them. Needs no torch.
+
+A plan is written as the name of one scheme, or as a mapping from patterns to schemes:
+
+| key | layers |
+|---|---|
+| `"model.layers.0.mlp.down_proj"` | the one of this name |
+| `"re:.*mlp.*"` | those whose whole name the expression matches |
+| `"_default"` | all others; without it they stay in high precision |
+
+A name comes before expressions, of which the first one in the order of the mapping counts. A value is the name of a scheme,
+`{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision, which is scheme `"bf16"`.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .schemes import SCHEMES, QuantScheme, get_scheme
+
+
+__all__ = ["EDGES", "FUSED", "QuantPlan", "check_fused", "get_plan", "parse_scheme", "plan_of"]
+
+DEFAULT = "_default"
+_EXPRESSION = "re:"
+_HIGH_PRECISION = SCHEMES["bf16"]
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Last components of the names of layers that vLLM holds as one matrix, which has one scheme."""
+
+
+@dataclass(frozen=True)
+class QuantPlan:
+    """
+    A scheme for every layer; made by [`get_plan`].
+
+    Args:
+        rules (`tuple[tuple[str, QuantScheme], ...]`):
+            Patterns and their schemes, in order.
+        high_precision_first (`int`, *optional*, defaults to `0`):
+            How many of the first decoder layers stay in high precision, whatever the rules say.
+        high_precision_last (`int`, *optional*, defaults to `0`):
+            How many of the last ones do.
+    """
+
+    rules: tuple[tuple[str, QuantScheme], ...]
+    high_precision_first: int = 0
+    high_precision_last: int = 0
+
+    @classmethod
+    def of_layers(cls, schemes: Mapping[str, QuantScheme]) -> "QuantPlan":
+        """The plan of layers that have their schemes already: one for all, or each layer's by its name."""
+        one = set(schemes.values())
+        return cls(((DEFAULT, one.pop()),) if len(one) == 1 else tuple(schemes.items()))
+
+    @property
+    def schemes(self) -> tuple[QuantScheme, ...]:
+        """The quantized schemes of the plan, each once, in the order of its rules."""
+        return tuple(dict.fromkeys(scheme for _, scheme in self.rules if scheme.is_quantized))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the plan changes any weight."""
+        return bool(self.schemes)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is one scheme for every layer."""
+        return len(self.rules) == 1 and self.rules[0][0] == DEFAULT and not self._edges
+
+    @property
+    def name(self) -> str:
+        """Names of its schemes, each once, such as `"w4a16-w8a8"`: what folders, cards and reports call it."""
+        return "-".join(dict.fromkeys(scheme.name for scheme in self.schemes)) or _HIGH_PRECISION.name
+
+    @property
+    def group_size(self) -> int | None:
+        """Group size of a plan that is written as the name of one scheme; in a mapping, each scheme has its own."""
+        return self.rules[0][1].group_size if self._is_named else None
+
+    @property
+    def written(self) -> str | dict[str, Any]:
+        """The plan without `group_size` and edges, as JSON has it; [`get_plan`] reads it again."""
+        if self._is_named:
+            return self.rules[0][1].name
+        return {pattern: _written(scheme) for pattern, scheme in self.rules}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """`scheme`, the plan's name, and for a mapping `layers`, what is written: what reports and cards show."""
+        return {"scheme": self.name} if self._is_named else {"scheme": self.name, "layers": self.written}
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Arguments of [`get_plan`] for the edges that it has."""
+        edges = {"high_precision_first": self.high_precision_first, "high_precision_last": self.high_precision_last}
+        return {name: count for name, count in edges.items() if count}
+
+    @property
+    def _edges(self) -> int:
+        return self.high_precision_first + self.high_precision_last
+
+    @property
+    def _is_named(self) -> bool:
+        return len(self.rules) == 1 and self.rules[0][0] == DEFAULT
+
+    def scheme_of(self, name: str) -> QuantScheme:
+        """The scheme that the rules give to a layer, `bf16` where none does."""
+        return dict(self.rules).get(self._pattern_of(name) or "", _HIGH_PRECISION)
+
+    def assign(
+        self, names: Iterable[str], skipped: Mapping[str, str]
+    ) -> tuple[dict[str, QuantScheme], dict[str, str]]:
+        """
+        Scheme of each layer that is quantized, and the reason for each other one.
+
+        Args:
+            names (`Iterable[str]`):
+                Names of all linear layers.
+            skipped (`Mapping[str, str]`):
+                Those that are not quantized whatever the plan says, and why.
+
+        Raises:
+            ValueError: if a pattern matches no layer, or with a quantized scheme only layers that are skipped, and if more
+                decoder layers are to stay in high precision than there are.
+        """
+        names = list(names)
+        self._check_patterns(names, skipped)
+        kept = self._kept_edges(names)
+        schemes, reasons = {}, {}
+        for name in names:
+            if name in skipped:
+                continue
+            pattern, scheme = self._pattern_of(name), self.scheme_of(name)
+            if name in kept:
+                reasons[name] = kept[name]
+            elif scheme.is_quantized:
+                schemes[name] = scheme
+            else:
+                reasons[name] = "matches no pattern" if pattern is None else f"bf16 by {pattern!r}"
+        return schemes, reasons
+
+    def _pattern_of(self, name: str) -> str | None:
+        patterns = [pattern for pattern, _ in self.rules]
+        if name in patterns:
+            return name
+        matching = (p for p in patterns if p.startswith(_EXPRESSION) and re.fullmatch(p[len(_EXPRESSION) :], name))
+        return next(matching, DEFAULT if DEFAULT in patterns else None)
+
+    def _check_patterns(self, names: list[str], skipped: Mapping[str, str]) -> None:
+        for pattern, scheme in self.rules:
+            if pattern == DEFAULT:
+                continue
+            expression = pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
+            hits = [name for name in names if re.fullmatch(expression, name)]
+            if not hits:
+                example = next(iter(names), "")
+                raise ValueError(
+                    f"scheme: pattern {pattern!r} matches none of the {len(names)} linear layers. Give a whole name, such as "
+                    f"{example!r}, or an expression over whole names, such as 're:.*{example.rpartition('.')[2]}'."
+                )
+            left = {skipped[name] for name in hits if name in skipped}
+            if scheme.is_quantized and all(name in skipped for name in hits):
+                raise ValueError(
+                    f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
+                    f"{hits[0]!r} ({'; '.join(sorted(left))}). Remove it."
+                )
+
+    def _kept_edges(self, names: list[str]) -> dict[str, str]:
+        if not self._edges:
+            return {}
+        places = _decoder_layers(names)
+        count = max(places.values()) + 1
+        if self._edges >= count:
+            raise ValueError(
+                f"high_precision_first={self.high_precision_first} and high_precision_last={self.high_precision_last} leave none of "
+                f"{count} decoder layers to quantize. Give smaller numbers, or scheme='bf16'."
+            )
+        kept = {}
+        for name, place in places.items():
+            if place < self.high_precision_first:
+                kept[name] = f"high_precision_first={self.high_precision_first}"
+            elif place >= count - self.high_precision_last:
+                kept[name] = f"high_precision_last={self.high_precision_last}"
+        return kept
+
+
+def get_plan(
+    scheme: "str | QuantScheme | QuantPlan | Mapping[str, Any]",
+    group_size: int | None = None,
+    high_precision_first: int = 0,
+    high_precision_last: int = 0,
+) -> QuantPlan:
+    """
+    Make a plan of what a user writes.
+
+    Args:
+        scheme (`str`, [`QuantScheme`], [`QuantPlan`] or `Mapping`):
+            One scheme for every layer, or schemes by patterns as above; a plan is returned as it is, with other edges if given.
+        group_size (`int`, *optional*):
+            Group size of each scheme with groups that does not say its own.
+        high_precision_first, high_precision_last (`int`, *optional*, defaults to `0`):
+            How many decoder layers at either end stay in high precision.
+
+    Raises:
+        ValueError: for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression that is none, or
+            a negative number of layers.
+    """
+    for option, count in (
+        ("high_precision_first", high_precision_first),
+        ("high_precision_last", high_precision_last),
+    ):
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{option}={count!r} must be a number of decoder layers, 0 or more.")
+    if isinstance(scheme, QuantPlan):
+        rules = scheme.rules
+        high_precision_first = high_precision_first or scheme.high_precision_first
+        high_precision_last = high_precision_last or scheme.high_precision_last
+    elif isinstance(scheme, Mapping):
+        rules = tuple(_rules(scheme, group_size))
+    else:
+        if not isinstance(scheme, str | QuantScheme):
+            raise ValueError(
+                f"scheme={scheme!r} is neither the name of a scheme nor a mapping from patterns to names. Choose one of "
+                f"{sorted(SCHEMES)}."
+            )
+        rules = ((DEFAULT, get_scheme(scheme, group_size)),)
+    plan = QuantPlan(rules, high_precision_first, high_precision_last)
+    if plan.options and not plan.is_quantized:
+        raise ValueError(f"{', '.join(plan.options)} given, but scheme 'bf16' quantizes nothing. Remove it.")
+    return plan
+
+
+def parse_scheme(text: Any) -> Any:
+    """
+    What a command line says about schemes: JSON becomes a mapping, everything else stays.
+
+    Raises:
+        ValueError: for text that begins like a mapping and is none.
+    """
+    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f'scheme={text!r} is not JSON ({error}). Write it as \'{{"re:.*mlp.*": "w4a16", "_default": "w8a8"}}\'.'
+        ) from error
+
+
+def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> None:
+    """
+    Refuse layers that vLLM holds as one matrix and that do not share a scheme: it would take that of the first for all.
+
+    Args:
+        schemes (`Mapping[str, QuantScheme]`):
+            Scheme of each quantized layer, by its name.
+        names (`Iterable[str]`):
+            Names of all linear layers.
+
+    Raises:
+        ValueError: naming the layers and their schemes.
+    """
+    names = set(names)
+    for name in sorted(names):
+        parent, _, leaf = name.rpartition(".")
+        for leaves in FUSED:
+            if leaf != leaves[0]:
+                continue
+            parts = [part for part in (f"{parent}.{other}" for other in leaves) if part in names]
+            found = {part: schemes.get(part, _HIGH_PRECISION) for part in parts}
+            if len(set(found.values())) > 1:
+                listed = ", ".join(f"{part} is {_described(scheme)}" for part, scheme in found.items())
+                raise ValueError(
+                    f"{listed}: vLLM holds {' and '.join(leaves)} of a layer in one matrix, which has one scheme. Give them the same."
+                )
+
+
+def _rules(mapping: Mapping[str, Any], group_size: int | None) -> Iterable[tuple[str, QuantScheme]]:
+    if not mapping:
+        raise ValueError("scheme={} quantizes nothing. Name a scheme, or patterns with schemes.")
+    has_groups = False
+    for pattern, value in mapping.items():
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(
+                f"scheme: {pattern!r} is no pattern. Give names of layers, 're:' and an expression, or '_default'."
+            )
+        if pattern.startswith(_EXPRESSION):
+            try:
+                re.compile(pattern[len(_EXPRESSION) :])
+            except re.error as error:
+                raise ValueError(f"scheme: {pattern!r} holds no regular expression ({error}).") from error
+        try:
+            scheme, size = _parts(value)
+            own = get_scheme(scheme)
+            has_groups |= own.group_size is not None
+            if size is None and own.group_size is not None:
+                size = group_size
+            yield pattern, get_scheme(own, size)
+        except ValueError as error:
+            raise ValueError(f"scheme: {pattern!r}: {error}") from None
+    if group_size is not None and not has_groups:
+        raise ValueError(f"group_size={group_size} was given, but no scheme of the plan has groups. Remove it.")
+
+
+def _parts(value: Any) -> tuple[str | QuantScheme, int | None]:
+    if value is None:
+        return _HIGH_PRECISION, None
+    if isinstance(value, str | QuantScheme):
+        return value, None
+    if isinstance(value, Mapping) and "scheme" in value and set(value) <= {"scheme", "group_size"}:
+        return value["scheme"], value.get("group_size")
+    raise ValueError(f"{value!r} is neither a scheme's name, None, nor {{'scheme': NAME, 'group_size': NUMBER}}.")
+
+
+def _written(scheme: QuantScheme) -> Any:
+    return scheme.name if scheme.group_size is None else {"scheme": scheme.name, "group_size": scheme.group_size}
+
+
+def _described(scheme: QuantScheme) -> str:
+    return scheme.name if scheme.group_size is None else f"{scheme.name} in groups of {scheme.group_size}"
+
+
+def _decoder_layers(names: list[str]) -> dict[str, int]:
+    """
+    Number of the decoder layer that each linear layer is part of, for those that are.
+
+    Raises:
+        ValueError: if the names do not tell which layers are the decoder's.
+    """
+    stacks: dict[str, dict[str, int]] = {}
+    for name in names:
+        if found := re.match(r"(.*?)\.(\d+)\.", f".{name}"):
+            stacks.setdefault(found[1], {})[name] = int(found[2])
+    # Pictures have an encoder of their own, whose stack is called otherwise.
+    chosen = {stack: places for stack, places in stacks.items() if stack.rpartition(".")[2] == "layers"} or stacks
+    if len(chosen) != 1:
+        raise ValueError(
+            "high_precision_first and high_precision_last count decoder layers, and the names of the linear layers tell of "
+            f"{[stack[1:] for stack in chosen] or 'none'}. Name the layers in `exclude_modules`."
+        )
+    return next(iter(chosen.values()))
+
+
+EDGES = ("high_precision_first", "high_precision_last")
+
+
+def plan_of(options: Mapping[str, Any]) -> QuantPlan:
+    """Return the plan of a command's options, or of a record."""
+    edges = {name: options.get(name) or 0 for name in EDGES}
+    return get_plan(options["scheme"], options.get("group_size"), **edges)

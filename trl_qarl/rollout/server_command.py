@@ -1,0 +1,218 @@
+"""How a vLLM server for one learner is started: a pure function from settings to command line and environment."""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..quantization.schemes import scheme_of_group
+from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
+from ..wire.transfer_dir import default_transfer_dir
+
+
+__all__ = ["build_server_command", "check_engine_runs", "cpu_environment"]
+
+_NO_DRAFT = "no weights are published to a draft model"
+
+_LORA = "it follows from --max_lora_rank"
+
+_ONE_REPLICA = "weights are published to one replica; start one server for each trainer"
+
+# vLLM options that are set here or left at their defaults, with the reason why nobody else may set them.
+_IMPOSED = {
+    "--load-format": "weights come from the trainer",
+    "--hf-overrides": "it carries the scheme",
+    "--quantization": "it follows from --scheme",
+    "-q": "it follows from --scheme",
+    "--logprobs-mode": "the learner compares with log-probs after temperature",
+    "--weight-transfer-config": "it names the engine that receives the weights",
+    "--worker-extension-cls": "it carries the audit",
+    "--enable-sleep-mode": "a server that sleeps forgets its weights without the trainer knowing",
+    "--root-path": "the gate looks at paths",
+    "--api-server-count": "the gate that refuses to generate with unpublished weights lives in one API process",
+    "--config": "the file could hold any of the options that are set here; give its options one by one",
+    "--quantization-config": "it follows from --scheme",
+    "--kv-cache-dtype": "the learner does not round keys and values",
+    "--generation-config": "the trainer decides how tokens are sampled",
+    "--override-generation-config": "the trainer decides how tokens are sampled",
+    "--speculative-config": _NO_DRAFT,
+    "-sc": _NO_DRAFT,
+    "--spec-method": _NO_DRAFT,
+    "--spec-model": _NO_DRAFT,
+    "--spec-tokens": _NO_DRAFT,
+    "--pipeline-parallel-size": "a stage holds a part of the model, and the audit sees whole models only",
+    "-pp": "a stage holds a part of the model, and the audit sees whole models only",
+    "--enable-lora": _LORA,
+    "--max-loras": _LORA,
+    "--max-cpu-loras": _LORA,
+    "--max-lora-rank": _LORA,
+    "--lora-target-modules": _LORA,
+    "--lora-dtype": "an adapter has the dtype of the model, as in the learner",
+    "--lora-modules": "the adapter comes from the trainer",
+    "--default-mm-loras": "the adapter comes from the trainer",
+    "--data-parallel-size": _ONE_REPLICA,
+    "-dp": _ONE_REPLICA,
+    "--data-parallel-size-local": _ONE_REPLICA,
+    "-dpl": _ONE_REPLICA,
+    "--data-parallel-rank": _ONE_REPLICA,
+    "-dpn": _ONE_REPLICA,
+    "--data-parallel-start-rank": _ONE_REPLICA,
+    "-dpr": _ONE_REPLICA,
+    "--data-parallel-hybrid-lb": _ONE_REPLICA,
+    "-dph": _ONE_REPLICA,
+    "--data-parallel-external-lb": _ONE_REPLICA,
+    "-dpe": _ONE_REPLICA,
+    "--data-parallel-multi-port-external-lb": _ONE_REPLICA,
+    "-dpm": _ONE_REPLICA,
+}
+
+
+def _reason_against(argument: str) -> str | None:
+    """Why an argument of `vllm serve` is not allowed, in any spelling that vLLM's parser understands."""
+    # `--name=value`, and `--name.key value` for one entry of a dictionary.
+    name = argument.partition("=")[0].partition(".")[0]
+    if not name.startswith("--"):
+        return _IMPOSED.get(name)
+    name = name.replace("_", "-")
+    if name in _IMPOSED or len(name) < 4:
+        return _IMPOSED.get(name)
+    # argparse takes the beginning of a name for the whole.
+    return next((reason for option, reason in _IMPOSED.items() if option.startswith(name)), None)
+
+
+def cpu_environment() -> dict[str, str]:
+    """
+    Settings without which vLLM on a CPU is slow, fails or computes something else.
+
+    Two are defaults, what is in the environment already wins. `nobind`: binding a thread to each core stalls where cores are
+    shared. The key-value cache is otherwise sized by the machine's memory, which the learner needs too.
+
+    Two are imposed: with AMX vLLM would round the activations of INT4 layers to 8 bits, which `w4a16` says they are not; and
+    in decoding it would split the sums of attention over threads, so that log-probs depend on how many there are.
+    """
+    defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | {
+        "VLLM_CPU_INT4_W4A8": "0",
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    }
+
+
+def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool) -> None:
+    """
+    Raise for a scheme that vLLM cannot run here, before it is started.
+
+    Args:
+        quantization_config (`Mapping` or `None`):
+            From [`~trl_qarl.checkpoint.layout.quantization_config`].
+        dtype (`str`):
+            Dtype of everything that is not quantized.
+        on_cpu (`bool`):
+            Whether the engine runs on a CPU.
+
+    Raises:
+        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16.
+    """
+    schemes = itertools.starmap(scheme_of_group, (quantization_config or {}).get("config_groups", {}).items())
+    if not any(scheme is not None and scheme.has_fp8_scales for scheme in schemes):
+        return
+    if on_cpu:
+        raise ValueError(
+            "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
+            "after its weights are reloaded. Use 'w4a16' or 'w8a8', `use_vllm=False`, or a GPU of compute capability 9.0."
+        )
+    if dtype != "bfloat16":
+        raise ValueError(
+            f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`)."
+        )
+
+
+def build_server_command(
+    model: str,
+    quantization_config: Mapping[str, Any] | None,
+    *,
+    dtype: str = "bfloat16",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    on_cpu: bool = False,
+    transport: str | None = None,
+    transfer_dir: str | Path | None = None,
+    max_lora_rank: int | None = None,
+    lora_modules: Sequence[str] = (),
+    numerics: str = "fast",
+    vllm_args: Sequence[str] = (),
+) -> tuple[list[str], dict[str, str]]:
+    """
+    Command line and environment of vLLM's own OpenAI server, ready for a trainer.
+
+    Args:
+        model (`str`):
+            Hub id or directory of the model; its configuration and tokenizer are read, its weights are not.
+        quantization_config (`Mapping` or `None`):
+            From [`~trl_qarl.checkpoint.layout.quantization_config`]; `None` for an unquantized engine.
+        dtype (`str`, *optional*, defaults to `"bfloat16"`):
+            Dtype of everything that is not quantized; the learner's.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`):
+            Address to listen on.
+        port (`int`, *optional*, defaults to `8000`):
+            Port to listen on.
+        on_cpu (`bool`, *optional*, defaults to `False`):
+            Whether the engine runs on a CPU.
+        transport (`str`, *optional*):
+            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, to `"nccl"` else.
+        transfer_dir (`str` or `Path`, *optional*):
+            Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
+        max_lora_rank (`int`, *optional*):
+            Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.checkpoint.serving.ENGINE_RANKS`]; none without.
+        lora_modules (`Sequence[str]`, *optional*):
+            Last components of the names of the layers that may have an adapter.
+        numerics (`str`, *optional*, defaults to `"fast"`):
+            The learner's. On a GPU `"engine"` gives a slower engine, whose arithmetic the learner can repeat
+            ([`trl_qarl.numerics.cuda`]); on a CPU every engine is one.
+        vllm_args (`Sequence[str]`, *optional*):
+            Further arguments of `vllm serve`.
+
+    Returns:
+        argv, and the variables to add to the environment.
+
+    Raises:
+        ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run here.
+    """
+    check_engine_runs(quantization_config, dtype, on_cpu)
+    transport = transport or ("file" if on_cpu else "nccl")
+    if transport not in ("file", "nccl"):
+        raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")
+    if transport == "nccl" and on_cpu:
+        raise ValueError("transport='nccl' needs GPUs on both sides. Use transport='file'.")
+    for argument in vllm_args:
+        if argument.startswith("-") and (reason := _reason_against(argument)):
+            raise ValueError(f"{argument.partition('=')[0]} is set by trl-qarl: {reason}. Remove it.")
+    backend = FILE_BACKEND if transport == "file" else NCCL_BACKEND
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", model, "--host", host, "--port", str(port), "--dtype", dtype]
+    argv += ["--load-format", "dummy"]
+    if quantization_config:
+        argv += ["--hf-overrides", json.dumps({"quantization_config": quantization_config})]
+    # -1: a deep audit asks for the log-probs of a whole prompt.
+    argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    argv += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    argv += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", GATE]
+    if max_lora_rank is not None:
+        argv += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_lora_rank)]
+        argv += ["--lora-target-modules", *lora_modules]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if transport == "file":
+        environment[TRANSFER_DIR_VARIABLE] = str(transfer_dir or default_transfer_dir(port))
+    if on_cpu:
+        # Compiling takes minutes there, and the compiled graph would not see the learner's kernels.
+        argv += ["--enforce-eager"]
+        environment |= cpu_environment()
+    elif numerics == "engine":
+        from ..numerics import cuda
+
+        environment |= cuda.ENVIRONMENT
+        for name, value in cuda.ENGINE_ARGUMENTS.items():
+            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return [*argv, *vllm_args], environment

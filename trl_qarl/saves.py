@@ -1,0 +1,168 @@
+"""What a trainer adds to transformers' checkpoints: the generation batch in progress, a mark of completeness, one record."""
+
+import logging
+import os
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from typing_extensions import override
+
+from .checkpoint import batch as resume
+from .checkpoint import marker
+from .checkpoint.pushes import PushesPolicy
+from .rollout.failures import all_or_none
+
+
+__all__ = ["SavesRuns"]
+
+logger = logging.getLogger(__name__)
+
+
+class SavesRuns(PushesPolicy):
+    """
+    Checkpoints of a trainer from which a run goes on as if it had not ended. To be inherited from before TRL's trainer, whose
+    generation batch it saves.
+    """
+
+    _step: int
+    _buffered_inputs: Any
+    _is_saving = False
+    _last_checkpoint: Path | None = None
+
+    def _save_before_leaving(self) -> None:
+        """
+        Saves what was trained, unless this run has saved it: a complete checkpoint is not put at risk. That it could not be
+        saved is logged, as what the training ended of is another error.
+        """
+        if self.state.global_step == 0:
+            return
+        folder = self._checkpoint_folder(trial=None)
+        # The main process decides, as it is the one that completes the folder.
+        is_saved = [folder.resolve() == self._last_checkpoint and marker.is_complete(folder)]
+        broadcast_object_list(is_saved, from_process=0)
+        if is_saved[0]:
+            logger.warning("%s is complete and stays as it is.", folder)
+        else:
+            try:
+                self._save_checkpoint(self.model, trial=None)
+            except Exception as error:
+                logger.error(
+                    "%s could not be saved (%s: %s). A resumed run goes on from the last complete checkpoint.",
+                    folder,
+                    type(error).__name__,
+                    error,
+                )
+        # A launcher ends the other processes as soon as one has failed.
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoint_folder(self, trial) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+    @override
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ) -> tuple[int, int]:
+        """Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more."""
+        position = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is None or self.state.global_step < max_steps:
+            return position
+        if self.is_world_process_zero():
+            logger.warning(
+                "%s is of update %d, and the run ends at %d: nothing is left to train. Raise `max_steps` or "
+                "`num_train_epochs` to go on.",
+                resume_from_checkpoint,
+                self.state.global_step,
+                max_steps,
+            )
+        return num_train_epochs, 0
+
+    def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """
+        Checkpoint folder to resume from, `None` for a new run.
+
+        Raises:
+            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme or learner.
+        """
+        return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
+
+    @override
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """
+        Writes the masters, or the adapter, as TRL does, and beside them which scheme they were trained for, also in words.
+        """
+        super()._save(output_dir, state_dict)
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
+        shutil.rmtree(folder / "ref", ignore_errors=True)
+        resume.write_scheme(folder, self.policy.record())
+        self._weights_card().save(folder / "README.md")
+
+    @override
+    def _save_checkpoint(self, model, trial):
+        """
+        Also saves the generation batch in progress, so that a resumed run goes on with the same completions. Once everything of
+        all processes is on disk, the folder is marked as complete; only then is it uploaded, and older ones deleted. A failure of
+        one process is raised by all.
+        """
+        if self.args.push_to_hub and self.args.save_total_limit:
+            # It may be reading the checkpoint that is deleted next.
+            self._finish_current_push()
+        folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
+        with all_or_none(self.accelerator):
+            if self.args.should_save:
+                marker.begin(folder)
+        self._is_saving = True
+        try:
+            with all_or_none(self.accelerator), resume.hold_back_rotation() as rotate:
+                super()._save_checkpoint(model, trial)
+                resume.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
+                marker.sync(folder)
+        finally:
+            self._is_saving = False
+        with all_or_none(self.accelerator):
+            if self.args.should_save:
+                marker.complete(folder)
+        self._last_checkpoint = folder.resolve()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(os.fspath(folder))
+        rotate()
+
+    def _shared_while_saving(self):
+        """Where processes meet within a checkpoint, a failure of one before must reach the others."""
+        return all_or_none(self.accelerator) if self._is_saving else nullcontext()
+
+    @override
+    def create_model_card(self, *args, **kwargs) -> None:
+        """As the parent's; within a checkpoint, a failure of one process is raised by all."""
+        with self._shared_while_saving():
+            super().create_model_card(*args, **kwargs)
+
+    @override
+    def save_model(self, *args, **kwargs) -> None:
+        """As the parent's; within a checkpoint, a failure of one process is raised by all."""
+        with self._shared_while_saving():
+            super().save_model(*args, **kwargs)
+
+    @override
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As the parent's, once the checkpoint is complete."""
+        if not self._is_saving:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        """Also restores the generation batch in progress, or drops it where this run's batches have another shape."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        rank, device = self.accelerator.process_index, self.accelerator.device
+        batch = resume.load_batch(checkpoint, rank, self._batch_shape(), device)
+        if batch is not None:
+            self._step, self._buffered_inputs = batch
+
+    def _batch_shape(self) -> dict[str, int]:
+        return resume.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)

@@ -1,0 +1,55 @@
+"""Options of commands that say which scheme each layer has."""
+
+from argparse import ArgumentParser, ArgumentTypeError
+from typing import Any
+
+from ..quantization.plan import EDGES, get_plan, parse_scheme
+from ..quantization.schemes import SCHEMES
+
+
+__all__ = ["add_plan_options"]
+
+
+def add_plan_options(parser: ArgumentParser, default: str | None, has_layers: bool = True) -> None:
+    """
+    Add `--scheme` and `--group_size`, and with `has_layers` what names layers beside: `--exclude_modules` and the edges.
+
+    Args:
+        parser (`ArgumentParser`):
+            Parser of a command.
+        default (`str` or `None`):
+            Scheme without the option.
+        has_layers (`bool`, *optional*, defaults to `True`):
+            Whether the command has a model.
+    """
+    parser.add_argument(
+        "--scheme",
+        type=_scheme,
+        default=default,
+        metavar="SCHEME",
+        help=f"the learner's: one of {', '.join(SCHEMES)}; or JSON from patterns of layers' names to them"
+        + (f" (default: {default})" if default else ""),
+    )
+    parser.add_argument("--group_size", type=int, metavar="N", help="group size of the schemes that have groups")
+    if not has_layers:
+        return
+    parser.add_argument(
+        "--exclude_modules",
+        nargs="+",
+        metavar="NAME",
+        help="linear layers to leave alone: names, last components, or regular expressions over the whole name",
+    )
+    for name in EDGES:
+        end = name.rpartition("_")[2]
+        parser.add_argument(
+            f"--{name}", type=int, default=0, metavar="N", help=f"{end} decoder layers that stay in high precision"
+        )
+
+
+def _scheme(text: str) -> Any:
+    try:
+        scheme = parse_scheme(text)
+        get_plan(scheme)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return scheme

@@ -1,0 +1,67 @@
+"""
+Attention of vLLM on a CPU whose prefill has the bits of its decoding, whatever the length, the chunks or the prefix that is cached.
+
+vLLM has one kernel for both, and gives it a request's new tokens at once. Here its requests are handed on in parts of one pass each
+([`~trl_qarl.numerics.cpu.one_pass_requests`]), in an engine that receives its weights from
+[`trl_qarl.vllm_plugin.weight_transfer`]; any other runs as without this package.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadata, CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from ..numerics.cpu import IN_ONE_PASS, one_pass_requests, queries_in_one_pass
+from .linear_kernels import is_our_engine
+
+
+__all__ = ["OnePassBackend", "OnePassMetadataBuilder", "describe_attention", "register_attention"]
+
+
+def register_attention() -> None:
+    """Put the backend in the place of vLLM's for CPUs; calling it again changes nothing."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OnePassBackend.__name__}")
+
+
+def describe_attention(model_runner: Any) -> str | None:
+    """What an engine says of its attention: [`~trl_qarl.numerics.cpu.IN_ONE_PASS`] if all its layers have it."""
+    builders = [
+        builder for groups in model_runner.attn_groups for group in groups for builder in group.metadata_builders
+    ]
+    return IN_ONE_PASS if all(getattr(builder, "is_ours", False) for builder in builders) else None
+
+
+class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Says for a step of the engine which tokens attend to what; the only thing that differs here."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.is_ours = is_our_engine(config=self.vllm_config)
+        self.size = queries_in_one_pass(self.isa, self.num_heads, self.num_kv_heads)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> CPUAttentionMetadata:
+        batch = common_attn_metadata
+        # Encoders, and layers that look at one, see all keys at once.
+        is_causal = batch.causal is True and not self.is_cross_attention and not self.is_encoder_only_attention
+        if self.is_ours and is_causal and batch.max_query_len > self.size:
+            starts, lengths, request = one_pass_requests(batch.query_start_loc, batch.seq_lens, self.size)
+            # Of a row for 128,000 tokens most is unused.
+            table = batch.block_table_tensor[:, : -(-batch.max_seq_len // self.block_size)]
+            batch = replace(
+                batch,
+                num_reqs=len(request),
+                max_query_len=self.size,
+                query_start_loc=starts,
+                seq_lens=lengths,
+                block_table_tensor=table[request],
+            )
+        return super().build(common_prefix_len, batch, fast_build)
+
+
+class OnePassBackend(CPUAttentionBackend):
+    """vLLM's attention for CPUs with [`OnePassMetadataBuilder`]."""
+
+    @staticmethod
+    def get_builder_cls() -> type[OnePassMetadataBuilder]:
+        return OnePassMetadataBuilder

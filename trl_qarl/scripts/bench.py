@@ -151,12 +151,19 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         parser.add_argument(
             "--new_tokens", type=int, metavar="N", default=32, help="tokens per sequence; default: %(default)s"
         )
+    if mode == "numerics":
+        parser.add_argument(
+            "--sequence_length",
+            type=int,
+            metavar="N",
+            help="tokens of prompt and answer, by prompts that say the same again and again; default: short prompts",
+        )
 
 
 def main(args: Namespace) -> None:
     with configuration_errors():
         for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r"):
-            value = getattr(args, name, 1)
+            value = 1 if getattr(args, name, None) is None else getattr(args, name)
             if min(value if isinstance(value, list) else [value]) < 1:
                 raise ValueError(f"`--{name}` must be at least 1.")
         if args.mode in VLLM_MODES:

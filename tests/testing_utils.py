@@ -132,6 +132,23 @@ def set_engine_environment(patch) -> None:
         patch.setenv(name, value)
 
 
+def audit_in_this_process(patch) -> None:
+    """
+    Have [`deep_audit`] load the export in this process, which has imported what that takes, until the monkeypatch `patch` is undone.
+    An engine that was here before ends with the one that is loaded.
+    """
+    from types import SimpleNamespace
+
+    from trl_qarl.rollout import deep_audit
+
+    def run(command, **kwargs):
+        deep_audit._main(command[-1])
+        return SimpleNamespace(returncode=0)
+
+    set_engine_environment(patch)
+    patch.setattr(deep_audit, "subprocess", SimpleNamespace(run=run))
+
+
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
     """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset` reads."""
     path = Path(directory) / "dataset"

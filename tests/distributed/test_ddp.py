@@ -24,8 +24,7 @@ def train_on_two_processes(tmp_path, environment, runs, with_failures) -> tuple[
     model = make_tiny_model(tmp_path, "qwen2")
     output_dir = tmp_path / "out"
     output_dir.mkdir()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    launch += [str(Path(__file__).with_name("train_ddp.py")), model, str(output_dir), json.dumps(runs)]
+    launch = [sys.executable, str(Path(__file__).with_name("train_ddp.py")), model, str(output_dir), json.dumps(runs)]
     launch += ["fail"] * with_failures
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment}
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=1500)

@@ -2,17 +2,27 @@
 A few steps of QaRL under DDP, for each of some sets of options. Each rank writes the digest of what it trained and the logged rows;
 with an option `resume`, the name of a checkpoint, also those of a new trainer that went on from there; with the argument `fail`,
 what came of the failures in `fail_ddp.py`. Run by test_ddp.py.
+
+The ranks are forked from one process that has imported everything, which takes longer than what they do.
 """
 
+import atexit
+import gc
 import hashlib
+import importlib
 import json
+import os
+import signal
 import sys
+import traceback
+from contextlib import suppress
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
 
 from testing_utils import fixed_completions, make_trainer
+from trl_qarl.rollout.server_process import free_port
 
 
 def make(model, folder, options):
@@ -58,8 +68,7 @@ def run(model, folder, options):
     return written
 
 
-if __name__ == "__main__":
-    model, output_dir, runs, *failures = sys.argv[1:]
+def run_all(model, output_dir, runs, *failures):
     written = {name: run(model, f"{output_dir}/{name}", options) for name, options in json.loads(runs).items()}
     if failures:
         import fail_ddp
@@ -67,3 +76,41 @@ if __name__ == "__main__":
         written["failed"] = fail_ddp.run_all(model, output_dir)
     with open(f"{output_dir}/rank{PartialState().process_index}.json", "w") as file:
         json.dump(written, file)
+
+
+def fork_rank(rank, count, port):
+    """A process with what `torchrun` would tell it, as one of `count`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        run_all(*sys.argv[1:])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    # As an interpreter that ends.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    for name in ("trl_qarl.qarl_trainer", "peft"):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    # A collection in a rank must not walk, and copy, what is shared.
+    gc.freeze()
+    port = str(free_port())
+    ranks = {fork_rank(rank, 2, port) for rank in range(2)}
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status:
+            # The other one would wait for it.
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with {os.waitstatus_to_exitcode(status)}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trl.generation.vllm_generation import VLLMGeneration
 
-from testing_utils import logged, make_vllm_trainer, push_export
+from testing_utils import audit_in_this_process, logged, make_vllm_trainer, push_export
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.quantization.swap import quantized_forward
@@ -20,6 +20,25 @@ def quiet(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
 
 
+def check_rollouts(trainer):
+    """What a training of four updates, on two generation batches, has logged of its rollouts."""
+    scheme = trainer.args.scheme
+    # Sampled token by token with a cache, scored at once: in float32 only the order of summation differs. That can move an
+    # activation over the edge of its 8-bit step; 7e-4 has been seen, and less than 1e-5 where none is moved.
+    bound = 5e-3 if scheme in ("w8a8", "fp8") else 1e-5
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < bound
+    assert logged(trainer, "mismatch/unknown_tokens") == [0, 0]
+    assert logged(trainer, "rollout/weight_version") == [0, 2]
+    # TRL's losses reject whole completions by their mismatch, TBPO does not.
+    is_tbpo = trainer.args.objective == "tbpo"
+    assert logged(trainer, "mismatch/rejected_share") == ([] if is_tbpo else [0, 0])
+    assert bool(logged(trainer, "sampling/importance_sampling_ratio/mean")) != is_tbpo
+    assert all(value > 0 for value in logged(trainer, "publish/tensors"))
+    assert trainer.vllm_generation.llm.get_weight_version().startswith("2-")
+    if scheme != "bf16":
+        assert max(logged(trainer, "quant/code_flip_rate")) > 0
+
+
 class TestColocated:
     pytestmark = colocated
 
@@ -30,8 +49,7 @@ class TestColocated:
     @pytest.mark.parametrize(
         ("scheme", "arch", "options"),
         [
-            ("w4a16", "qwen2", {}),
-            ("w4a16", "gemma", {"temperature": 0.7}),
+            ("w4a16", "gemma", {"temperature": 0.7, "mismatch_probe_steps": 1}),
             ("w8a8", "llama", {"objective": "dapo"}),
             ("fp8", "qwen3", {"objective": "grpo", "beta": 0.1}),
             ("bf16", "llama", {}),
@@ -41,20 +59,12 @@ class TestColocated:
     def test_rollouts_follow_the_learner(self, tmp_path, scheme, arch, options):
         trainer = make_vllm_trainer(tmp_path, arch, scheme=scheme, vllm_mode="colocate", **options)
         trainer.train()
-        # Sampled token by token with a cache, scored at once: in float32 only the order of summation differs. That can move an
-        # activation over the edge of its 8-bit step; 7e-4 has been seen, and less than 1e-5 where none is moved.
-        bound = 5e-3 if scheme in ("w8a8", "fp8") else 1e-5
-        assert max(logged(trainer, "mismatch/abs_logp_max")) < bound
-        assert logged(trainer, "mismatch/unknown_tokens") == [0, 0]
-        assert logged(trainer, "rollout/weight_version") == [0, 2]
-        # TRL's losses reject whole completions by their mismatch, TBPO does not.
-        is_tbpo = trainer.args.objective == "tbpo"
-        assert logged(trainer, "mismatch/rejected_share") == ([] if is_tbpo else [0, 0])
-        assert bool(logged(trainer, "sampling/importance_sampling_ratio/mean")) != is_tbpo
-        assert all(value > 0 for value in logged(trainer, "publish/tensors"))
-        assert trainer.vllm_generation.llm.get_weight_version().startswith("2-")
-        if scheme != "bf16":
-            assert max(logged(trainer, "quant/code_flip_rate")) > 0
+        check_rollouts(trainer)
+        if "mismatch_probe_steps" in options:
+            # One row per generation batch. Rounding of the rest's float32 probability is what remains.
+            assert len(logged(trainer, "mismatch/probe_kl")) == 2
+            assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
+            assert logged(trainer, "mismatch/probe_top1_agreement") == [1, 1]
 
     def test_learner_that_is_not_quantized_runs_its_masters_and_the_engine_low_bits(self, tmp_path):
         trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", quantize_learner=False, mismatch_probe_steps=2)
@@ -127,15 +137,6 @@ class TestColocated:
         assert ours.shape == theirs.shape and len(theirs.unique()) > 1
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
-    def test_evaluation_publishes_what_training_left(self, tmp_path):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=2)
-        trainer.train()
-        metrics = trainer.evaluate(trainer.train_dataset)
-        assert metrics["eval_mismatch/abs_logp_max"] < 1e-5 and metrics["eval_rollout/weight_version"] == 2
-        assert deep_audit(trainer.vllm_generation, [list(range(5, 40)), [7, 8]]) < 1e-5
-        # The engine goes on as before.
-        assert trainer.evaluate(trainer.train_dataset)["eval_mismatch/abs_logp_max"] < 1e-5
-
     def test_weights_of_the_best_checkpoint_are_published(self, tmp_path):
         saving = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
         trainer = make_vllm_trainer(
@@ -155,36 +156,38 @@ class TestColocated:
         assert metrics["eval_mismatch/abs_logp_max"] < 1e-5
         assert trainer.vllm_generation.published_version != before
 
-    def test_probe_finds_no_difference_where_learner_and_engine_are_aligned(self, tmp_path):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", mismatch_probe_steps=1, temperature=0.7)
-        trainer.train()
-        # One row per generation batch. Rounding of the rest's float32 probability is what remains.
-        assert len(logged(trainer, "mismatch/probe_kl")) == 2
-        assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
-        assert logged(trainer, "mismatch/probe_top1_agreement") == [1, 1]
 
-    def test_a_deep_audit_sees_what_fingerprints_cannot(self, tmp_path):
-        """A kernel that goes on with an operand of its own: right in every tensor, wrong in what it computes."""
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1)
-        generation = trainer.vllm_generation
-        generation.sync_weights()
-        worker = generation.publisher.transport._worker
-        layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.down_proj")
-        apply = layer.quant_method.apply
-        layer.quant_method.apply = lambda *args, **kwargs: 1.5 * apply(*args, **kwargs)
-        generation.publisher.forget()
-        assert deep_audit(generation, [list(range(5, 40))]) > 1e-3
+@pytest.fixture(scope="class")
+def trainer(tmp_path_factory):
+    pytest.importorskip("vllm")
+    trainer = make_vllm_trainer(tmp_path_factory.mktemp("trained"), "qwen2", scheme="w4a16", vllm_mode="colocate")
+    trainer.train()
+    return trainer
 
-    def test_training_again_publishes_again(self, tmp_path):
+
+@pytest.mark.xdist_group("colocated")
+class TestOneTraining:
+    """In order: each test goes on with the trainer and the engine that the one before has left."""
+
+    pytestmark = colocated
+
+    def test_rollouts_follow_the_learner(self, trainer):
+        check_rollouts(trainer)
+
+    def test_evaluation_publishes_what_training_left(self, trainer):
+        metrics = trainer.evaluate(trainer.train_dataset)
+        assert metrics["eval_mismatch/abs_logp_max"] < 1e-5 and metrics["eval_rollout/weight_version"] == 4
+        assert deep_audit(trainer.vllm_generation, [list(range(5, 40)), [7, 8]]) < 1e-5
+        # The engine goes on as before.
+        assert trainer.evaluate(trainer.train_dataset)["eval_mismatch/abs_logp_max"] < 1e-5
+
+    def test_training_again_publishes_again(self, trainer):
         """The step count begins at 0 again, where the first run published last."""
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=2)
-        trainer.train()
         trainer.train()
         assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-        assert len(logged(trainer, "publish/tensors")) == 1
+        assert len(logged(trainer, "publish/tensors")) == 2
 
-    def test_completions_that_make_no_sense_end_with_a_checkpoint(self, tmp_path, monkeypatch):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate")
+    def test_completions_that_make_no_sense_end_with_a_checkpoint(self, trainer, monkeypatch):
         generate = VLLMGeneration.generate
 
         def broken(*args, **kwargs):
@@ -200,14 +203,28 @@ class TestColocated:
             trainer.train()
         assert is_complete(f"{trainer.args.output_dir}/checkpoint-2")
 
-    def test_weights_changed_by_somebody_else_raise(self, tmp_path):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1)
+    def test_weights_changed_by_somebody_else_raise(self, trainer, monkeypatch):
         publish = trainer.vllm_generation.sync_weights
 
         def publish_and_interfere():
             publish()
             trainer.vllm_generation.llm.update_weight_version("theirs")
 
-        trainer.vllm_generation.sync_weights = publish_and_interfere
+        monkeypatch.setattr(trainer.vllm_generation, "sync_weights", publish_and_interfere)
         with pytest.raises(RuntimeError, match="version 'theirs', but version '0-.*' was published"):
             trainer.train()
+
+    def test_a_deep_audit_sees_what_fingerprints_cannot(self, trainer, monkeypatch):
+        """
+        A kernel that goes on with an operand of its own: right in every tensor, wrong in what it computes. The last test: their
+        engine ends with the one that loads the export.
+        """
+        audit_in_this_process(monkeypatch)
+        generation = trainer.vllm_generation
+        generation.sync_weights()
+        worker = generation.publisher.transport._worker
+        layer = worker.model_runner.model.get_submodule("model.layers.0.mlp.down_proj")
+        apply = layer.quant_method.apply
+        monkeypatch.setattr(layer.quant_method, "apply", lambda *args, **kwargs: 1.5 * apply(*args, **kwargs))
+        generation.publisher.forget()
+        assert deep_audit(generation, [list(range(5, 40))]) > 1e-3

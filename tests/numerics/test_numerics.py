@@ -156,13 +156,17 @@ def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme, arit
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
 
 
-@pytest.mark.parametrize("lengths", [(5, 140, 33), (1600,)])
-def test_attention_has_the_gradient_of_exact_attention(lengths, arithmetic):
+@pytest.mark.parametrize(
+    ("lengths", "window"), [((5, 140, 33), None), ((1600,), None), ((5, 1100, 33), 33), ((700,), 600)]
+)
+def test_attention_has_the_gradient_of_exact_attention(lengths, window, arithmetic):
+    if window is not None and not kernels.has_engine_kernels():
+        pytest.skip("windows are vLLM's alone")
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(sum(lengths), heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)
     ]
-    output = ops.attention(*inputs, lengths, lengths, 0.125)
+    output = ops.attention(*inputs, lengths, lengths, 0.125, window)
     upstream = torch.randn(output.shape, generator=generator).bfloat16()
     output.backward(upstream)
     reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -170,7 +174,8 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, arithmetic):
     for q, k, v in zip(*(tensor.split(lengths) for tensor in reference), strict=True):
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * 0.125
-        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        seen = torch.ones(len(q), len(q)).tril().triu(1 - (window or len(q))).bool()
+        scores = scores.masked_fill(~seen, -torch.inf)
         parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     expected = torch.cat(parts)
     expected.backward(upstream.double())
@@ -239,11 +244,11 @@ def make_attention(length, num_heads, num_key_heads, head_dim):
         for heads in (num_heads, num_key_heads, num_key_heads)
     )
 
-    def attend(*ranges):
+    def attend(*ranges, window=None):
         """Of several such ranges at once, each as a sequence of its own."""
         parts = [(query[start:end], key[:end], value[:end]) for start, end in ranges]
         lengths = [(end - start, end) for start, end in ranges]
-        output = kernels.attention(*map(torch.cat, zip(*parts, strict=True)), *zip(*lengths, strict=True), 0.1)
+        output = kernels.attention(*map(torch.cat, zip(*parts, strict=True)), *zip(*lengths, strict=True), 0.1, window)
         return output.split([queries for queries, _ in lengths])
 
     return attend
@@ -271,6 +276,17 @@ def test_attention_has_the_bits_of_decoding_at_any_length(
     (all_decoded,) = attend((0, length))
     assert all(torch.equal(all_decoded[position], row) for position, row in decoded.items())
     assert (whole != all_decoded).flatten(1).any(dim=1).nonzero().flatten().tolist() == []
+
+
+@needs_vllm
+@pytest.mark.parametrize("window", [1, 32, 100, 1500, 4000])
+def test_attention_to_a_window_has_the_bits_of_decoding(window, instructions):
+    attend = make_attention(3000, 4, 2, 64)
+    (whole,) = attend((0, 3000), window=window)
+    for start, end in ((0, 700), (700, 1999), *((p, p + 1) for p in (0, 31, 32, 99, 100, 1500, 1531, 2999))):
+        assert torch.equal(attend((start, end), window=window)[0], whole[start:end]), (start, end)
+    is_cut = (whole != attend((0, 3000))[0]).flatten(1).any(dim=1)
+    assert not is_cut[:window].any() and (window > 3000 or is_cut[window + 32 :].any())
 
 
 @needs_vllm
@@ -596,10 +612,17 @@ def test_adapters_that_an_engine_does_not_have_are_refused_by_name(tmp_path, con
 
 
 REFUSED = [
-    ("gemma", {}, {}, "GemmaForCausalLM are not known, those of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    (
+        "gemma",
+        {},
+        {},
+        "GemmaForCausalLM are not known, those of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
+        "Qwen3ForCausalLM",
+    ),
     ("qwen3", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
     ("llama", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 2}, {}, "chunked_attention"),
     pytest.param("llama", {"head_dim": 16}, {}, "head_dim=16", marks=VLLM),
     (
         "llama",
@@ -620,6 +643,36 @@ def test_what_is_not_covered_is_refused_by_name(arch, overrides, arguments, mess
     model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
     with pytest.raises(ValueError, match=message):
         check_engine_numerics(model, **arguments)
+
+
+@pytest.mark.parametrize("arch", ["mistral", "qwen2"])
+def test_windows_are_vllms_alone(arch, torch_kernels):
+    fields = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if arch == "qwen2" else {}
+    config = make_tiny_config(arch, sliding_window=20, **fields)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"windows of \[20\] tokens, which vLLM's CPU kernels alone have"):
+        check_engine_numerics(model)
+    for no_window in (None, 0):
+        model.config.sliding_window = no_window
+        if arch == "mistral":
+            check_engine_numerics(model)
+
+
+@needs_vllm
+@torch.no_grad()
+def test_a_window_hides_what_is_before_it_and_has_no_cache():
+    config = make_tiny_config("mistral", sliding_window=20, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids = torch.tensor(make_sequences((60, 60)))
+    ids[1, 40:] = ids[0, 40:]
+    fast = model(ids).logits
+    attach_engine_numerics(model)
+    logits = model(ids, use_cache=False).logits
+    assert relative_error(logits, fast.double()) < 0.02
+    is_equal = (logits[0] == logits[1]).all(dim=-1)
+    assert is_equal[59:].all() and not is_equal[:59].any()
+    with pytest.raises(ValueError, match="a window of 20 tokens, and a cache drops keys before it"):
+        model.generate(ids, max_new_tokens=2)
 
 
 def test_capped_logits_and_other_schemes_are_refused(tmp_path):

@@ -319,6 +319,7 @@ def attention(
     query_lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """
     Causal attention of packed sequences; the queries of a sequence are its last positions.
@@ -330,10 +331,13 @@ def attention(
         query_lengths (`tuple[int, ...]`): number of queries of each sequence.
         key_lengths (`tuple[int, ...]`): number of keys of each sequence.
         scale (`float`): factor of the scores.
+        window (`int`, *optional*): number of last keys that a query sees, its own among them; with vLLM's kernels for CPUs alone.
 
     Returns:
         `(sum(query_lengths), heads, head_dim)`, with the same bits for any other number of queries.
     """
+    if window is not None and (is_on_gpu(query) or not has_engine_kernels()):
+        raise NotImplementedError("Attention to a window of keys exists with vLLM's kernels for CPUs alone.")
     if is_on_gpu(query):
         return cuda.attention(query, key, value, query_lengths, key_lengths, scale)
     if not has_engine_kernels():
@@ -346,9 +350,8 @@ def _attend_with_vllm(query, key, value, query_lengths, key_lengths, scale) -> t
 
     num_heads, head_dim = query.shape[1:]
     num_key_heads = key.shape[1]
-    layout = _layout(
-        query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, torch.get_num_threads()
-    )
+    num_threads = torch.get_num_threads()
+    layout = _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, num_threads, window)
     isa, slots, table, query_starts, lengths, schedule = layout
     num_blocks = int(table.max()) + 1
     cache = query.new_zeros(num_blocks, num_key_heads, 2 * KV_BLOCK_SIZE, head_dim)
@@ -365,7 +368,7 @@ def _attend_with_vllm(query, key, value, query_lengths, key_lengths, scale) -> t
         scale=scale,
         causal=True,
         alibi_slopes=None,
-        sliding_window=-1,
+        sliding_window=-1 if window is None else window,
         block_table=table,
         softcap=0,
         scheduler_metadata=schedule,
@@ -374,14 +377,16 @@ def _attend_with_vllm(query, key, value, query_lengths, key_lengths, scale) -> t
     return output
 
 
-def queries_in_one_pass(isa: str, num_heads: int, num_key_heads: int) -> int:
+def queries_in_one_pass(isa: str, num_heads: int, num_key_heads: int, has_window: bool = False) -> int:
     """
     Number of queries of a sequence that vLLM's attention computes in one pass over the keys; they have the bits of each alone.
 
     The kernel sizes a tile of keys such that it, the queries and the scores fit half the L2 cache, so that sums over several
     tiles depend on the number of queries. Up to one pass of rows it counts a whole pass, and lets the keys stream (vLLM 0.31,
-    `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`).
+    `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`). A window moves the first tile with the first query, so there each is alone.
     """
+    if has_window:
+        return 1
     rows, heads = PASS_ROWS.get(isa, 1), num_heads // num_key_heads
     # Heads that share keys are rows of one pass if they fill it evenly, else each head has its own.
     return rows // heads if rows % heads == 0 else rows
@@ -411,7 +416,7 @@ def one_pass_requests(
 
 
 @lru_cache(maxsize=4)
-def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads):
+def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
     """What all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the threads."""
     import vllm._custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -427,7 +432,7 @@ def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtyp
         [int(start) * KV_BLOCK_SIZE + torch.arange(length) for start, length in zip(first, key_lengths, strict=True)]
     )
     query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
-    size = queries_in_one_pass(isa, num_heads, num_key_heads)
+    size = queries_in_one_pass(isa, num_heads, num_key_heads, window is not None)
     query_starts, keys, request = one_pass_requests(query_starts, keys, size)
     table = table[request]
     schedule = ops.cpu_attn_get_scheduler_metadata(
@@ -439,7 +444,7 @@ def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtyp
         dtype=dtype,
         query_start_loc=query_starts,
         causal=True,
-        sliding_window_size=-1,
+        sliding_window_size=-1 if window is None else window,
         isa=isa,
         # Sums over keys that depend on how many threads there are could not be repeated elsewhere.
         enable_kv_split=False,

@@ -9,6 +9,8 @@ vLLM has one kernel for both, and gives it a request's new tokens at once. Here 
 from dataclasses import replace
 from typing import Any
 
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -38,7 +40,9 @@ class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.is_ours = is_our_engine(config=self.vllm_config)
-        self.size = queries_in_one_pass(self.isa, self.num_heads, self.num_kv_heads)
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        has_window = any(layer.sliding_window is not None for layer in layers.values())
+        self.size = queries_in_one_pass(self.isa, self.num_heads, self.num_kv_heads, has_window)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> CPUAttentionMetadata:
         batch = common_attn_metadata

@@ -12,7 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import override
 
 from .checkpoint import batch as resume
-from .checkpoint import marker
+from .checkpoint import marker, record
 from .checkpoint.pushes import PushesPolicy
 from .rollout.failures import all_or_none
 
@@ -89,7 +89,7 @@ class SavesRuns(PushesPolicy):
         Raises:
             ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme or learner.
         """
-        return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
+        return record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -100,7 +100,7 @@ class SavesRuns(PushesPolicy):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
-        resume.write_scheme(folder, self.policy.record())
+        record.write_scheme(folder, self.policy.record())
         self._weights_card().save(folder / "README.md")
 
     @override

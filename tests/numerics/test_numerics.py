@@ -417,10 +417,11 @@ def test_what_vllms_kernels_lack_here_is_named(monkeypatch, is_installed, has_av
 @needs_vllm
 @pytest.mark.parametrize("shape", [(64, 128), (96, 576), (1536, 320)])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_the_int4_layer_has_product_and_gradients_of_its_dequantized_weight(shape, rows):
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-signed"])
+def test_the_int4_layer_has_the_product_of_its_dequantized_weight(scheme, shape, rows):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(*shape[::-1]))
-    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     low_bit = model[0].low_bit_weight()
     product = kernels.PackedInt4Linear(low_bit)
     x = torch.randn(rows, shape[1]).bfloat16()

@@ -90,9 +90,9 @@ E4M3 = Grid("e4m3", "float", 8)
 GRIDS = {grid.name: grid for grid in (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E4M3)}
 
 _AGAINST_SIGNED_SCALES = (
-    "Signed scales are for weights of 4 bits and fewer that meet 16-bit activations: what vLLM and CUTLASS make of the scales of "
-    "`w4a8` in FP8 follows from the largest of an output channel, so negative ones would be lost, and with 8 bits there is "
-    "nothing to gain. Use 'w4a16-signed', or the scheme without '-signed'."
+    "Signed scales are for weights of at most 4 bits that meet 16-bit activations: the scales of 'w4a8' are chosen such that "
+    "vLLM's conversion to FP8 loses nothing, which holds for positive ones alone, and 8 bits have next to nothing to gain. "
+    "Use 'w4a16-signed', or the scheme without '-signed'."
 )
 
 

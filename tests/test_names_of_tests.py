@@ -57,6 +57,7 @@ ELSEWHERE = {
     # One learner's arithmetic, compared as a whole with an engine or a reference.
     "numerics/attach.py": "numerics/test_numerics.py",
     "numerics/cpu.py": "numerics/test_numerics.py",
+    "numerics/cpu_attention.py": "numerics/test_numerics.py",
     "numerics/modules.py": "numerics/test_numerics.py",
     "numerics/ops.py": "numerics/test_numerics.py",
     "numerics/portable.py": "numerics/test_numerics.py",

@@ -120,7 +120,8 @@ def test_training_updates_masters_and_logs_every_family(tiny_model, tmp_path, sc
         assert math.isfinite(first[name]), name
     assert first["rollout/tokens_per_second"] > 0 and first["rollout/mean_length"] > 0
     if scheme != "bf16":
-        assert 10 < first["quant/sqnr"] < 60
+        # Each bit is worth some 6 dB, and 2 bits have 5 to 7 here.
+        assert (4 if scheme.startswith("w2") else 10) < first["quant/sqnr"] < 60
         assert 0 < last["quant/code_flip_rate"] < 1 and last["quant/update_to_step"] > 0
         assert len(trainer.swap_report.converted) == 14
     assert all(p.dtype is torch.float32 for p in trainer.model.parameters())

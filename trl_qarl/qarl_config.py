@@ -82,7 +82,8 @@ class QaRLConfig(GRPOConfig):
     Parameters:
         scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
             Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"w3a16"` or `"w2a16"`
-            (3 or 2 bits, stored as INT4), or `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in
+            (3 or 2 bits, stored as INT4), `"w4a16-signed"`, `"w3a16-signed"` or `"w2a16-signed"` (the same with signed scales), or
+            `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in
             torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
             `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):

@@ -11,8 +11,8 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import override
 
-from .checkpoint import batch as resume
-from .checkpoint import marker
+from .checkpoint import batch as generation_batch
+from .checkpoint import marker, record
 from .checkpoint.pushes import PushesPolicy
 from .rollout.failures import all_or_none
 
@@ -89,7 +89,7 @@ class SavesRuns(PushesPolicy):
         Raises:
             ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme or learner.
         """
-        return resume.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
+        return record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -100,7 +100,7 @@ class SavesRuns(PushesPolicy):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
-        resume.write_scheme(folder, self.policy.record())
+        record.write_scheme(folder, self.policy.record())
         self._weights_card().save(folder / "README.md")
 
     @override
@@ -119,9 +119,9 @@ class SavesRuns(PushesPolicy):
                 marker.begin(folder)
         self._is_saving = True
         try:
-            with all_or_none(self.accelerator), resume.hold_back_rotation() as rotate:
+            with all_or_none(self.accelerator), generation_batch.hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)
-                resume.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
+                generation_batch.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -160,9 +160,9 @@ class SavesRuns(PushesPolicy):
         """Also restores the generation batch in progress, or drops it where this run's batches have another shape."""
         super()._load_optimizer_and_scheduler(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
-        batch = resume.load_batch(checkpoint, rank, self._batch_shape(), device)
+        batch = generation_batch.load_batch(checkpoint, rank, self._batch_shape(), device)
         if batch is not None:
             self._step, self._buffered_inputs = batch
 
     def _batch_shape(self) -> dict[str, int]:
-        return resume.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)
+        return generation_batch.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)

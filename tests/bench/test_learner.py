@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.bench.adapters import held_bytes
+from trl_qarl.bench.engines import fill_up, make_chats
 from trl_qarl.bench.learner import format_table, prepare_variants, run_benchmark
 from trl_qarl.cli import main
 from trl_qarl.quantization.schemes import get_scheme
@@ -121,6 +122,19 @@ def test_mode_has_only_the_options_that_it_uses(capsys, mode, options, message):
     assert message in capsys.readouterr().err
 
 
+def test_prompts_are_filled_up_to_a_length(tiny_model):
+    from transformers import AutoTokenizer
+
+    chats = make_chats(2)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for length, expected in (
+        (300, 300),
+        (10, len(tokenizer.apply_chat_template(chats[1], add_generation_prompt=True)["input_ids"])),
+    ):
+        prompt = tokenizer.apply_chat_template(fill_up(tiny_model, chats, length)[1], add_generation_prompt=True)
+        assert len(prompt["input_ids"]) == expected
+
+
 @pytest.mark.vllm
 def test_bench_numerics_times_both_on_alternate_batches(tiny_model, tmp_path, capsys):
     kernels = pytest.importorskip("trl_qarl.numerics.cpu")
@@ -128,9 +142,26 @@ def test_bench_numerics_times_both_on_alternate_batches(tiny_model, tmp_path, ca
         pytest.skip(reason)
     path = tmp_path / "bench.json"
     argv = ["--model_name_or_path", tiny_model, "--rollout", "transformers", "--schemes", "w4a16", "--repeats", "1"]
-    assert main(["bench", "numerics", *argv, "--tokens", "8", "--new_tokens", "4", "--json", str(path)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "numerics",
+                *argv,
+                "--tokens",
+                "8",
+                "--new_tokens",
+                "4",
+                "--sequence_length",
+                "100",
+                "--json",
+                str(path),
+            ]
+        )
+        == 0
+    )
     (row,) = json.loads(path.read_text())["rows"]
-    assert row["sequences"] == 8
+    assert row["sequences"] == 8 and row["length"] == 100
     for part in ("whole", "rollout", "scoring", "forward and backward"):
         assert row[f"{part}, fast s"] > 0 and row[f"{part}, engine / fast"] > 0
         assert len(row[f"{part}, least and most"]) == 2

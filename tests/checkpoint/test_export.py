@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import make_tiny_model
 from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.marker import begin, complete
+from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.cli import main
-from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.quantization.plan import get_plan
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
 
@@ -58,7 +62,7 @@ def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, ar
     assert ("lm_head.weight" in tensors) == (not model.config.tie_word_embeddings)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w8a16", "bf16"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-signed", "w8a16", "bf16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path, name, tied):
     model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
@@ -157,6 +161,26 @@ def test_the_models_own_config_is_not_changed(tmp_path):
     assert getattr(model.config, "quantization_config", None) is None
     model.save_pretrained(tmp_path / "masters")
     assert "quantization_config" not in json.loads((tmp_path / "masters" / "config.json").read_text())
+
+
+def test_what_is_written_of_a_policy_says_its_grid(tmp_path):
+    model, _ = load(tmp_path)
+    prepare_model(model, get_scheme("w4a16-signed", 32), scale_dtype=torch.bfloat16)
+    folder = export_checkpoint(model, tmp_path / "export")
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert [*groups] == ["group_0-int4-signed"] and groups["group_0-int4-signed"]["weights"]["num_bits"] == 4
+    assert "w4a16-signed" in (folder / "README.md").read_text()
+    assert any((layer.low_bit_weight().scale < 0).any() for layer in quantized_layers(model).values())
+    # A run on the other grid does not go on with its masters by mistake.
+    args = SimpleNamespace(exclude_modules=None, quantize_learner=True)
+    signed, other = (scheme_record(args, get_plan(name, 32), torch.bfloat16) for name in ("w4a16-signed", "w4a16"))
+    checkpoint = tmp_path / "checkpoint-1"
+    begin(checkpoint)
+    write_scheme(checkpoint, signed)
+    complete(checkpoint)
+    assert find_checkpoint(str(checkpoint), str(tmp_path), signed) == str(checkpoint)
+    with pytest.raises(ValueError, match=r"was trained with .*'w4a16-signed'.*, this run uses .*'w4a16'"):
+        find_checkpoint(str(checkpoint), str(tmp_path), other)
 
 
 RECORD = {"scheme": "w4a16", "group_size": 128, "exclude_modules": None, "scale_dtype": "bfloat16"}

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_config, set_engine_environment
 from trl_qarl.cli import main
 from trl_qarl.doctor import checks as doctor
+from trl_qarl.doctor import engine
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.scripts.doctor import _engine, _installed
@@ -210,7 +211,7 @@ def test_a_broken_engine_is_a_finding(monkeypatch):
         raise RuntimeError("no such device\nat all")
 
     monkeypatch.setattr("trl_qarl.rollout.engines.make_engine", fail)
-    (finding,) = doctor.check_engine(get_scheme("w4a16"))
+    (finding,) = engine.check_engine(get_scheme("w4a16"))
     assert finding.level == "error" and "RuntimeError: no such device" in finding.text
 
 
@@ -242,9 +243,9 @@ def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
         samples.extend(sample_twice(llm))
         return [samples[0], samples[0]]
 
-    sample_twice, scheme = doctor.sample_twice, get_plan({"re:.*proj": "w4a16", "re:.*mlp.*": "w8a8"})
-    monkeypatch.setattr(doctor, "sample_twice", record)
-    published, equal = doctor.check_engine(scheme)
+    sample_twice, scheme = engine.sample_twice, get_plan({"re:.*proj": "w4a16", "re:.*mlp.*": "w8a8"})
+    monkeypatch.setattr(engine, "sample_twice", record)
+    published, equal = engine.check_engine(scheme)
     assert published.level == "ok", published
     assert "of a tiny w4a16-w8a8 model" in published.text and "unquantized" not in published.text
     # The engine's own samples differ; two copies of one of them are found.

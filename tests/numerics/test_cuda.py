@@ -150,7 +150,7 @@ def as_vllm_computes(model, ids):
         )
         if hasattr(attention, "q_norm"):
             query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
-        query, key = (cuda.rotate(x, positions, body.rotary_emb._cache) for x in (query, key))
+        query, key = (cuda.rotate(x, positions, body.rotary_emb.forward.table) for x in (query, key))
         attended = cuda.attention(query, key, value, (len(ids),), (len(ids),), attention.scaling)
         hidden, residual = norm(
             layer.post_attention_layernorm, product(attention.o_proj, attended.flatten(1)), residual

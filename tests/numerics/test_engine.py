@@ -155,12 +155,26 @@ def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_p
         assert ours.tolist() == theirs
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_sequences_of_2048_tokens_agree_in_every_bit_while_weights_change(tmp_path, head_dim):
+LENGTH = 2048
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "fields"),
+    [
+        ("qwen3", 64, {}),
+        ("qwen3", 128, {}),
+        ("mistral", 128, {"sliding_window": 1000}),
+        ("qwen2", 64, {"sliding_window": 300, "use_sliding_window": True, "max_window_layers": 0}),
+    ],
+)
+def test_long_sequences_agree_in_every_bit_while_weights_change(tmp_path, arch, head_dim, fields):
     """Prompts of more keys than a tile of vLLM's own prefill has; the second layer's keys depend on the attention of the first."""
-    model = make_tiny_model(tmp_path, "qwen3", head_dim=head_dim, max_position_embeddings=2048, intermediate_size=128)
+    sizes = {"head_dim": head_dim, "max_position_embeddings": LENGTH, "intermediate_size": 128}
+    model = make_tiny_model(tmp_path, arch, **sizes, **fields)
     generator = torch.Generator().manual_seed(0)
-    prompts = ["".join(map(chr, row)) for row in torch.randint(97, 123, (4, 1800), generator=generator).tolist()]
+    prompts = [
+        "".join(map(chr, row)) for row in torch.randint(97, 123, (4, LENGTH - 248), generator=generator).tolist()
+    ]
     trainer = make_plain_trainer(
         model,
         tmp_path / "output",
@@ -170,7 +184,7 @@ def test_sequences_of_2048_tokens_agree_in_every_bit_while_weights_change(tmp_pa
         bf16=True,
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_max_model_length=2048,
+        vllm_max_model_length=LENGTH,
         max_completion_length=248,
         generation_kwargs={"ignore_eos": True},
         learning_rate=1e-2,
@@ -183,7 +197,7 @@ def test_sequences_of_2048_tokens_agree_in_every_bit_while_weights_change(tmp_pa
     assert len(batches) == 2 and not torch.equal(batches[0]["completion_ids"], batches[1]["completion_ids"])
     for batch in batches:
         mask = batch["completion_mask"].bool()
-        assert mask.all() and mask.shape[1] + batch["prompt_ids"].shape[1] == 2048
+        assert mask.all() and mask.shape[1] + batch["prompt_ids"].shape[1] == LENGTH
         assert torch.equal(batch["old_per_token_logps"], batch["sampling_per_token_logps"])
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
 
@@ -314,7 +328,7 @@ def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tm
         ({"use_vllm": False, "vllm_mode": "server"}, "rollouts are the learner's own"),
         ({"bf16": False}, "engine numerics contradict bf16=False: they exist in bfloat16"),
         ({"scheme": "w8a16"}, "engine numerics contradict scheme='w8a16'"),
-        ({"arch": "mistral"}, "the operations of MistralForCausalLM are not known"),
+        ({"arch": "gemma"}, "the operations of GemmaForCausalLM are not known"),
     ],
     ids=["transformers", "float32", "scheme", "model"],
 )

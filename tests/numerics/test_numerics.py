@@ -9,13 +9,14 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from testing_utils import logged, make_tiny_config, make_tiny_model, make_vllm_trainer, relative_error
 from trl_qarl import convert_model, get_scheme, prepare_model, restore_model
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics import ops, portable
+from trl_qarl.numerics import cpu_attention, ops, portable
 from trl_qarl.numerics.attach import (
     attach_engine_numerics,
     detach_engine_numerics,
@@ -155,13 +156,17 @@ def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme, arit
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
 
 
-@pytest.mark.parametrize("lengths", [(5, 140, 33), (1600,)])
-def test_attention_has_the_gradient_of_exact_attention(lengths, arithmetic):
+@pytest.mark.parametrize(
+    ("lengths", "window"), [((5, 140, 33), None), ((1600,), None), ((5, 1100, 33), 33), ((700,), 600)]
+)
+def test_attention_has_the_gradient_of_exact_attention(lengths, window, arithmetic):
+    if window is not None and not kernels.has_engine_kernels():
+        pytest.skip("windows are vLLM's alone")
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(sum(lengths), heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)
     ]
-    output = ops.attention(*inputs, lengths, lengths, 0.125)
+    output = ops.attention(*inputs, lengths, lengths, 0.125, window)
     upstream = torch.randn(output.shape, generator=generator).bfloat16()
     output.backward(upstream)
     reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -169,7 +174,8 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, arithmetic):
     for q, k, v in zip(*(tensor.split(lengths) for tensor in reference), strict=True):
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * 0.125
-        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        seen = torch.ones(len(q), len(q)).tril().triu(1 - (window or len(q))).bool()
+        scores = scores.masked_fill(~seen, -torch.inf)
         parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     expected = torch.cat(parts)
     expected.backward(upstream.double())
@@ -177,6 +183,29 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, arithmetic):
     for ours, exact in zip(inputs, reference, strict=True):
         # One rounding to bfloat16.
         torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the size of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return output
+
+
+def test_no_tensor_of_attention_grows_with_the_square_of_the_length(arithmetic):
+    lengths = (2048, 2048)
+    inputs = [torch.randn(4096, heads, 32).bfloat16().requires_grad_() for heads in (2, 1, 1)]
+    with LargestTensor() as largest:
+        output = ops.attention(*inputs, lengths, lengths, 0.1)
+        output.backward(torch.ones_like(output))
+    # The scores of one head of one sequence alone would be 16 times as many; torch's kernel keeps a sum of each row.
+    assert 0 < largest.numel <= inputs[0].numel() < 2048**2 // 15
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
@@ -202,9 +231,9 @@ def instructions(request, monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     elif not torch.cpu._is_amx_tile_supported():
         pytest.skip("no AMX")
-    kernels._layout.cache_clear()
+    cpu_attention._layout.cache_clear()
     yield
-    kernels._layout.cache_clear()
+    cpu_attention._layout.cache_clear()
 
 
 def make_attention(length, num_heads, num_key_heads, head_dim):
@@ -215,11 +244,11 @@ def make_attention(length, num_heads, num_key_heads, head_dim):
         for heads in (num_heads, num_key_heads, num_key_heads)
     )
 
-    def attend(*ranges):
+    def attend(*ranges, window=None):
         """Of several such ranges at once, each as a sequence of its own."""
         parts = [(query[start:end], key[:end], value[:end]) for start, end in ranges]
         lengths = [(end - start, end) for start, end in ranges]
-        output = kernels.attention(*map(torch.cat, zip(*parts, strict=True)), *zip(*lengths, strict=True), 0.1)
+        output = kernels.attention(*map(torch.cat, zip(*parts, strict=True)), *zip(*lengths, strict=True), 0.1, window)
         return output.split([queries for queries, _ in lengths])
 
     return attend
@@ -229,7 +258,7 @@ def make_attention(length, num_heads, num_key_heads, head_dim):
 @pytest.mark.parametrize(
     ("length", "num_heads", "num_key_heads", "head_dim"),
     # With AMX heads that share keys are rows of one pass if 32 is a multiple of their number. A tile of decoding has 8,096 keys.
-    [(5000, 2, 1, 64), (2500, 4, 2, 128), (3000, 3, 1, 64), (2000, 16, 1, 96), (9000, 2, 1, 64)],
+    [(5000, 2, 2, 64), (2500, 2, 2, 128), (3000, 3, 1, 64), (2000, 16, 1, 96), (9000, 2, 1, 64)],
 )
 def test_attention_has_the_bits_of_decoding_at_any_length(
     length, num_heads, num_key_heads, head_dim, instructions, monkeypatch
@@ -242,19 +271,30 @@ def test_attention_has_the_bits_of_decoding_at_any_length(
         assert torch.equal(output, whole[start:end]), (start, end)
     # One token at a time; first of some steps, then of all in one batch.
     decoded = {position: attend((position, position + 1))[0][0] for position in (0, 1, 736, 1376, length - 1)}
-    monkeypatch.setattr(kernels, "PASS_ROWS", {})
-    kernels._layout.cache_clear()
+    monkeypatch.setattr(cpu_attention, "PASS_ROWS", {})
+    cpu_attention._layout.cache_clear()
     (all_decoded,) = attend((0, length))
     assert all(torch.equal(all_decoded[position], row) for position, row in decoded.items())
     assert (whole != all_decoded).flatten(1).any(dim=1).nonzero().flatten().tolist() == []
 
 
 @needs_vllm
+@pytest.mark.parametrize("window", [1, 32, 100, 1500, 4000])
+def test_attention_to_a_window_has_the_bits_of_decoding(window, instructions):
+    attend = make_attention(3000, 4, 2, 64)
+    (whole,) = attend((0, 3000), window=window)
+    for start, end in ((0, 700), (700, 1999), *((p, p + 1) for p in (0, 31, 32, 99, 100, 1500, 1531, 2999))):
+        assert torch.equal(attend((start, end), window=window)[0], whole[start:end]), (start, end)
+    is_cut = (whole != attend((0, 3000))[0]).flatten(1).any(dim=1)
+    assert not is_cut[:window].any() and (window > 3000 or is_cut[window + 32 :].any())
+
+
+@needs_vllm
 def test_a_prefill_of_vllm_has_other_bits_at_some_length(instructions, monkeypatch):
     """Without which all of this would be for nothing."""
     whole = make_attention(3000, 4, 2, 128)((0, 3000))[0]
-    monkeypatch.setattr(kernels, "PASS_ROWS", dict.fromkeys(kernels.PASS_ROWS, 1 << 20))
-    kernels._layout.cache_clear()
+    monkeypatch.setattr(cpu_attention, "PASS_ROWS", dict.fromkeys(cpu_attention.PASS_ROWS, 1 << 20))
+    cpu_attention._layout.cache_clear()
     prefill = make_attention(3000, 4, 2, 128)((0, 3000))[0]
     is_equal = (prefill == whole).flatten(1).all(dim=1)
     assert is_equal[:320].all() and not is_equal[2000:].all()
@@ -270,7 +310,7 @@ def test_attention_in_torch_is_the_same_in_chunks(torch_kernels):
 def test_requests_of_one_pass_are_all_queries_and_see_what_they_saw():
     counts, keys = [1, 16, 17, 0, 40, 1], [9, 16, 30, 5, 40, 1]
     query_starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
-    starts, lengths, request = kernels.one_pass_requests(query_starts, torch.tensor(keys, dtype=torch.int32), 16)
+    starts, lengths, request = cpu_attention.one_pass_requests(query_starts, torch.tensor(keys, dtype=torch.int32), 16)
     assert starts.dtype == lengths.dtype == torch.int32 and starts.diff().max() <= 16 and len(request) == 8
 
     def seen(starts, lengths, names):
@@ -377,10 +417,11 @@ def test_what_vllms_kernels_lack_here_is_named(monkeypatch, is_installed, has_av
 @needs_vllm
 @pytest.mark.parametrize("shape", [(64, 128), (96, 576), (1536, 320)])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_the_int4_layer_has_product_and_gradients_of_its_dequantized_weight(shape, rows):
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-signed"])
+def test_the_int4_layer_has_the_product_of_its_dequantized_weight(scheme, shape, rows):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(*shape[::-1]))
-    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     low_bit = model[0].low_bit_weight()
     product = kernels.PackedInt4Linear(low_bit)
     x = torch.randn(rows, shape[1]).bfloat16()
@@ -572,10 +613,17 @@ def test_adapters_that_an_engine_does_not_have_are_refused_by_name(tmp_path, con
 
 
 REFUSED = [
-    ("gemma", {}, {}, "GemmaForCausalLM are not known, those of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    (
+        "gemma",
+        {},
+        {},
+        "GemmaForCausalLM are not known, those of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
+        "Qwen3ForCausalLM",
+    ),
     ("qwen3", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
     ("llama", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 2}, {}, "chunked_attention"),
     pytest.param("llama", {"head_dim": 16}, {}, "head_dim=16", marks=VLLM),
     (
         "llama",
@@ -598,6 +646,36 @@ def test_what_is_not_covered_is_refused_by_name(arch, overrides, arguments, mess
         check_engine_numerics(model, **arguments)
 
 
+@pytest.mark.parametrize("arch", ["mistral", "qwen2"])
+def test_windows_are_vllms_alone(arch, torch_kernels):
+    fields = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if arch == "qwen2" else {}
+    config = make_tiny_config(arch, sliding_window=20, **fields)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"windows of \[20\] tokens, which vLLM's CPU kernels alone have"):
+        check_engine_numerics(model)
+    for no_window in (None, 0):
+        model.config.sliding_window = no_window
+        if arch == "mistral":
+            check_engine_numerics(model)
+
+
+@needs_vllm
+@torch.no_grad()
+def test_a_window_hides_what_is_before_it_and_has_no_cache():
+    config = make_tiny_config("mistral", sliding_window=20, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids = torch.tensor(make_sequences((60, 60)))
+    ids[1, 40:] = ids[0, 40:]
+    fast = model(ids).logits
+    attach_engine_numerics(model)
+    logits = model(ids, use_cache=False).logits
+    assert relative_error(logits, fast.double()) < 0.02
+    is_equal = (logits[0] == logits[1]).all(dim=-1)
+    assert is_equal[59:].all() and not is_equal[:59].any()
+    with pytest.raises(ValueError, match="a window of 20 tokens, and a cache drops keys before it"):
+        model.generate(ids, max_new_tokens=2)
+
+
 def test_capped_logits_and_other_schemes_are_refused(tmp_path):
     model = make_model(tmp_path, "llama", "w8a16")
     with pytest.raises(ValueError, match="scheme 'w8a16', which is none of"):
@@ -617,8 +695,8 @@ def test_a_module_of_unknown_class_is_refused_by_path(tmp_path):
 def test_every_covered_class_passes():
     names = {
         type(model).__name__
-        for arch in ("llama", "qwen2", "qwen3")
-        for model in [AutoModelForCausalLM.from_config(make_tiny_config(arch))]
+        for arch in ("llama", "mistral", "qwen2", "qwen3")
+        for model in [AutoModelForCausalLM.from_config(make_tiny_config(arch, sliding_window=None))]
         if check_engine_numerics(model) is None
     }
     assert names == set(COVERED_CLASSES)

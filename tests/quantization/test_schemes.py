@@ -51,9 +51,11 @@ def test_group_size_that_divides_nothing_names_both_numbers():
 
 
 @pytest.mark.parametrize(
-    ("name", "divisor"), [("w2a16", 1.5), ("w3a16", 3.5), ("w4a16", 7.5), ("w8a16", 127.5), ("fp8", 448.0)]
+    ("name", "divisor"),
+    [("w2a16", 1.5), ("w3a16", 3.5), ("w4a16", 7.5), ("w8a16", 127.5), ("fp8", 448.0)]
+    + [("w2a16-signed", -2.0), ("w3a16-signed", -4.0), ("w4a16-signed", -8.0)],
 )
-def test_scale_divisor_is_half_the_code_range(name, divisor):
+def test_scale_divisor_is_half_the_code_range_or_the_smallest_code(name, divisor):
     assert SCHEMES[name].grid.scale_divisor == divisor
 
 
@@ -84,6 +86,15 @@ def test_w4a8_has_the_one_group_size_of_its_kernel():
         ((GRIDS["int4"], CONTAINERS["int4-packed"]), r"group_size=None is not supported.*\[32, 64, 128\]"),
         ((GRIDS["int4"], CONTAINERS["int4-packed"], 48), "group_size=48 is not supported"),
         (
+            (GRIDS["int4-signed"], CONTAINERS["int8-packed"]),
+            r"does not hold the codes of grid 'int4-signed', only those of int2, .*Choose another of \['int4-packed'\]",
+        ),
+        ((GRIDS["int2-signed"], CONTAINERS["e4m3"], None, E4M3), "does not hold the codes of grid 'int2-signed'"),
+        (
+            (GRIDS["int4-signed"], CONTAINERS["int4-packed"], 128, E4M3),
+            "grid 'int4-signed' does not go with activations in 'e4m3'.*positive ones alone",
+        ),
+        (
             (GRIDS["int4"], CONTAINERS["int8-packed"], 64),
             "group_size=64 is not supported.*one scale per output channel",
         ),
@@ -94,8 +105,14 @@ def test_a_scheme_that_nothing_can_run_or_read_is_refused(arguments, message):
         QuantScheme("odd", *arguments)
 
 
-def test_a_coarser_grid_is_described_as_what_it_is_stored_in():
-    for name in ("w3a16", "w2a16"):
+@pytest.mark.parametrize("name", ["w4a8-signed", "w8a16-signed", "fp8-signed"])
+def test_signed_scales_where_there_are_none_are_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=rf"Unknown scheme '{name}'.*positive ones alone.*Use 'w4a16-signed'"):
+        get_scheme(name)
+
+
+def test_another_grid_is_described_as_what_it_is_stored_in():
+    for name in ("w3a16", "w2a16", "w4a16-signed", "w3a16-signed", "w2a16-signed"):
         assert get_scheme(name).weight_args(32) == get_scheme("w4a16").weight_args(32)
         assert get_scheme(name).weight_args(32)["num_bits"] == 4
 

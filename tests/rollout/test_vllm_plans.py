@@ -24,6 +24,7 @@ pytestmark = [
 PROMPTS = [[4, 90, 11, 57, 200, 31], [7, 8, 9]]
 CASES = {
     "three bits in INT4": ({"scheme": "w3a16", "group_size": 64}, {"w3a16": 14}),
+    "signed scales": ({"scheme": "w4a16-signed", "group_size": 32}, {"w4a16-signed": 14}),
     # Of two layers the first stays in bf16.
     "INT4 MLPs, INT8 attention": (
         {

@@ -51,7 +51,7 @@ def test_sqnr_of_each_family_of_layers():
     assert len(ups) == 2 and sqnr(ups.items())["quant/sqnr"] == ratios["quant/sqnr/up"] != ratios["quant/sqnr/down"]
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "w8a16", "fp8"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-signed", "w8a8", "w8a16", "fp8"])
 def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 40), nn.Linear(128, 24))
@@ -70,7 +70,7 @@ def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
         group = layer.in_features // scale.shape[1]
         for i in range(0, layer.out_features, 2 if layer.out_features == 40 else 1):
             for j in range(layer.in_features):
-                s = scale[i, j // group].item()
+                s = abs(scale[i, j // group].item())
                 step = s
                 if scheme == "fp8":
                     # Normal numbers have three bits after the point, below 2^-6 the distance stays.

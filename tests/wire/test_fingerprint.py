@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from testing_utils import make_tiny_config, make_tiny_tokenizer
+from trl_qarl.quantization.schemes import get_scheme, group_name
 from trl_qarl.wire.describe import config_differences, describe_model, describe_tokenizer, model_differences
 from trl_qarl.wire.fingerprint import fingerprint, fingerprint_differences
 
@@ -133,6 +134,18 @@ def test_config_differences_give_both_values():
     assert any(
         "quant_method: learner 'compressed-tensors', engine None" in line for line in config_differences(_config(), {})
     )
+
+
+def test_an_engine_for_another_grid_in_the_same_container_is_no_other_engine():
+    """It multiplies whatever codes by whatever scales arrive."""
+
+    def described(name):
+        group = {"targets": ["Linear"], "weights": get_scheme(name).weight_args(128), "input_activations": None}
+        return _config() | {"config_groups": {group_name(0, get_scheme(name)): group}}
+
+    for name in ("w4a16-signed", "w3a16", "w2a16-signed"):
+        assert described(name) != described("w4a16")
+        assert config_differences(described(name), described("w4a16")) == []
 
 
 def test_what_changes_a_forward_is_told_apart_and_names_are_not():

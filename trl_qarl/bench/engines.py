@@ -12,6 +12,7 @@ from .shapes import has_weights, random_model
 __all__ = [
     "TOPICS",
     "autocast",
+    "fill_up",
     "join_names",
     "load_learner",
     "make_bench_engine",
@@ -45,6 +46,21 @@ TOPICS = [
 def make_chats(count: int) -> list[list[dict[str, str]]]:
     texts = [f"Explain {TOPICS[i % len(TOPICS)]} in a few sentences." for i in range(count)]
     return [[{"role": "user", "content": text}] for text in texts]
+
+
+def fill_up(path: str, chats: list[list[dict[str, str]]], num_tokens: int) -> list[list[dict[str, str]]]:
+    """The same conversations, each question said again and again until its prompt has about `num_tokens` tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    filled = []
+    for [message] in chats:
+        ids = tokenizer(f" {message['content']}", add_special_tokens=False)["input_ids"]
+        prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)["input_ids"]
+        missing = max(num_tokens - len(prompt), 0)
+        more = tokenizer.decode((ids * (missing // len(ids) + 1))[:missing])
+        filled.append([{**message, "content": message["content"] + more}])
+    return filled
 
 
 def make_prompts(path: str, count: int) -> list[list[int]]:

@@ -38,14 +38,16 @@ def measure_numerics(path: str, prompts: list[list[dict[str, str]]], schemes: li
         schemes (`list[str]`):
             Schemes to train with.
         args (`Namespace`):
-            `rollout` (`"transformers"`, `"colocate"` or `"server"`), `new_tokens`, `repeats` and `tokens`, the number of
-            sequences per generation batch.
+            `rollout` (`"transformers"`, `"colocate"` or `"server"`), `new_tokens`, `repeats`, `tokens`, the number of sequences
+            per generation batch, and `sequence_length`, that of prompt and answer, or `None`.
     """
     rows = []
     for scheme in schemes:
         for num_sequences in args.tokens:
             times = _run(path, prompts, scheme, num_sequences, args)
             row: dict[str, Any] = {"scheme": scheme, "rollouts": args.rollout, "sequences": num_sequences}
+            if args.sequence_length is not None:
+                row["length"] = args.sequence_length
             for part in ("whole", *_PARTS):
                 fast, engine = ([batch.get(part, 0.0) for batch in times[name]] for name in ("fast", "engine"))
                 if all(fast):
@@ -87,7 +89,7 @@ def _run(path: str, prompts, scheme: str, num_sequences: int, args) -> dict[str,
             vllm_mode=args.rollout if use_vllm else "server",
             vllm_server_autostart=args.rollout == "server",
             vllm_server_port=free_port(),
-            vllm_max_model_length=512 if use_vllm else None,
+            vllm_max_model_length=max(512, (args.sequence_length or 0) + 64) if use_vllm else None,
             generation_kwargs={"ignore_eos": True} if use_vllm else None,
             logging_steps=1,
             save_strategy="no",

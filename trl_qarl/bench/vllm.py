@@ -18,6 +18,7 @@ from .alignment import measure_alignment, summarize_alignment
 from .engines import (
     TOPICS,
     autocast,
+    fill_up,
     join_names,
     load_learner,
     make_bench_engine,
@@ -113,7 +114,10 @@ def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]
 
 
 def _measure_numerics(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    return measure_numerics(path, make_chats(len(TOPICS)), schemes, args)
+    chats = make_chats(len(TOPICS))
+    if args.sequence_length is not None:
+        chats = fill_up(path, chats, args.sequence_length - args.new_tokens)
+    return measure_numerics(path, chats, schemes, args)
 
 
 def _measure_adapters(path: str, schemes: list[str], args) -> list[dict[str, Any]]:

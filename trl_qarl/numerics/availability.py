@@ -16,7 +16,7 @@ from ..quantization.names import adapted_layers, base_model, base_modules
 from ..quantization.schemes import E4M3_CODES, INT4_PACKED, QuantScheme
 from . import cpu as kernels
 from . import cuda
-from .modules import ENGINE_OPERATIONS, TRANSPARENT, head_dim_of
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, head_dim_of, window_of
 
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "obstacles",
 ]
 
-COVERED_CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+COVERED_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Model classes whose operations are all known here."""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
@@ -169,8 +169,17 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     is_engine = not on_gpu and kernels.has_engine_kernels()
     config = model.config
     yield config.hidden_act == "silu", f"hidden_act={config.hidden_act!r} is not 'silu'"
-    windows = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
-    yield not windows, f"layers attend with {sorted(windows)}, not with 'full_attention' alone"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    is_known = kinds in ({"full_attention"}, {"sliding_attention"})
+    yield (
+        is_known,
+        f"layers attend with {sorted(kinds)}, not all with 'full_attention' or all with 'sliding_attention'",
+    )
+    windows = {window for module in model.modules() if (window := window_of(module)) is not None}
+    yield (
+        is_engine or not windows,
+        f"layers attend to windows of {sorted(windows)} tokens, which vLLM's CPU kernels alone have",
+    )
     for option in ("attn_logit_softcapping", "final_logit_softcapping"):
         yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
     yield not config.attention_dropout, f"attention_dropout={config.attention_dropout} is not 0"

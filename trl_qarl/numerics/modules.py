@@ -17,6 +17,7 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
@@ -37,6 +38,7 @@ __all__ = [
     "engine_product",
     "head_dim_of",
     "operation_of",
+    "window_of",
 ]
 
 ATTENTION = "qarl_engine"
@@ -46,6 +48,13 @@ ATTENTION = "qarl_engine"
 def head_dim_of(config) -> int:
     """Size of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def window_of(module: nn.Module) -> int | None:
+    """Number of last keys that a query of an attention layer sees, or `None` if it sees all, for which configurations also have 0."""
+    if isinstance(module, mistral.MistralAttention):
+        return module.config.sliding_window or None
+    return getattr(module, "sliding_window", None) or None
 
 
 class EngineOperation:
@@ -194,11 +203,25 @@ class _Attention(EngineOperation):
         query, key = (ops.rotate(x.flatten(0, 1), flat, table).view_as(x).transpose(1, 2) for x in (query, key))
         value = value.transpose(1, 2)
         kwargs.pop("position_ids", None)
+        window = window_of(module)
         if past_key_values is not None:
+            if window is not None:
+                raise ValueError(
+                    f"Layers attend to a window of {window} tokens, and a cache drops keys before it: engine numerics have no "
+                    "decoding with a cache there. Take rollouts from vLLM (use_vllm=True), or the fast numerics."
+                )
             key, value = past_key_values.update(key, value, module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
         output, _ = attend(
-            module, query, key, value, attention_mask, scaling=module.scaling, position_ids=positions, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=module.scaling,
+            position_ids=positions,
+            sliding_window=window,
+            **kwargs,
         )
         return module.o_proj(output.reshape(*shape, -1)), None
 
@@ -224,7 +247,7 @@ ENGINE_OPERATIONS = {
     nn.Linear: _Linear,
     **{
         getattr(module, f"{prefix}{name}"): operation
-        for module, prefix in ((llama, "Llama"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
+        for module, prefix in ((llama, "Llama"), (mistral, "Mistral"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
         for name, operation in (
             ("RMSNorm", _RMSNorm),
             ("RotaryEmbedding", _RotaryEmbedding),
@@ -240,7 +263,7 @@ ENGINE_OPERATIONS = {
 TRANSPARENT = (nn.ModuleList, SiLUActivation)
 
 
-def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, **kwargs):
+def _attend(module, query, key, value, attention_mask, scaling, position_ids=None, sliding_window=None, **kwargs):
     """
     transformers' attention interface for the engine's kernel.
 
@@ -252,6 +275,7 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
         attention_mask (`torch.Tensor` or `None`): `(B, S)`, true where there is a token; `None` if there is one everywhere.
         scaling (`float`): factor of the scores.
         position_ids (`torch.Tensor`, *optional*): `(B, T)`; where they start again, without a mask, so does a sequence.
+        sliding_window (`int`, *optional*): number of last keys that a query sees.
 
     Returns:
         `(B, T, heads, head_dim)`, 0 where there is no token, and `None` for the weights.
@@ -268,14 +292,15 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
         else:
             query_lengths, key_lengths = (length,) * batch, (key.shape[1],) * batch
         packed = (x.flatten(0, 1) for x in (query, key, value))
-        output = ops.attention(*packed, query_lengths, key_lengths, scaling)
+        output = ops.attention(*packed, query_lengths, key_lengths, scaling, sliding_window)
         return output.view(query.shape), None
     present = attention_mask.bool()
     queries = present[:, -length:]
     query_lengths, key_lengths = (tuple(mask.sum(dim=1).tolist()) for mask in (queries, present))
     if 0 in query_lengths:
         raise ValueError("A sequence of the batch has no token: its attention mask is 0 everywhere.")
-    output = ops.attention(query[queries], key[present], value[present], query_lengths, key_lengths, scaling)
+    packed = query[queries], key[present], value[present]
+    output = ops.attention(*packed, query_lengths, key_lengths, scaling, sliding_window)
     return torch.zeros_like(query).masked_scatter(queries[..., None, None], output), None
 
 

@@ -28,6 +28,9 @@ __all__ = [
 LOG_PROB_ROWS = 256
 """Rows whose distributions over the vocabulary are held in float32 at a time."""
 
+WINDOW_ROWS = 512
+"""Queries whose mask of a window is held at a time."""
+
 
 def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """
@@ -54,9 +57,9 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
     return _Rotate.apply(x, positions, cache)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
     """[`~trl_qarl.numerics.cpu.attention`] with gradients to `query`, `key` and `value`."""
-    return _Attention.apply(query, key, value, query_lengths, key_lengths, scale)
+    return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: kernels.PackedLinear):
@@ -179,35 +182,54 @@ class _Rotate(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, query_lengths, key_lengths, scale):
+    def forward(ctx, query, key, value, query_lengths, key_lengths, scale, window):
         if any(ctx.needs_input_grad) and query_lengths != key_lengths:
             raise NotImplementedError(
                 "Attention to cached keys has no gradient; score whole sequences, without a cache."
             )
         ctx.save_for_backward(query, key, value)
-        ctx.lengths, ctx.scale = query_lengths, scale
-        return kernels.attention(query, key, value, query_lengths, key_lengths, scale)
+        ctx.lengths, ctx.scale, ctx.window = query_lengths, scale, window
+        return kernels.attention(query, key, value, query_lengths, key_lengths, scale, window)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         query, key, value = ctx.saved_tensors
         grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        differentiate = _grad_attention if ctx.window is None else _grad_windowed_attention
         parts = zip(*(tensor.split(ctx.lengths) for tensor in (query, key, value, grad, *grads)), strict=True)
         # Sequence by sequence: memory is that of one, and torch's fused kernel holds no matrix of scores.
         for *inputs, grad_part, grad_query, grad_key, grad_value in parts:
-            with torch.enable_grad():
-                inputs = [tensor.detach().float().requires_grad_() for tensor in inputs]
-                q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in inputs)
-                groups = q.shape[1] // k.shape[1]
-                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-                output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=ctx.scale)
-            grad_output = grad_part.float().transpose(0, 1).unsqueeze(0)
-            for target, source in zip(
-                (grad_query, grad_key, grad_value), torch.autograd.grad(output, inputs, grad_output), strict=True
-            ):
+            sources = differentiate(*(tensor.float() for tensor in (*inputs, grad_part)), ctx.scale, ctx.window)
+            for target, source in zip((grad_query, grad_key, grad_value), sources, strict=True):
                 target.copy_(source)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
+
+
+def _grad_attention(query, key, value, grad, scale, window=None, mask=None):
+    """Gradients of one sequence's attention in float32: causal, or to the keys of `mask` `(queries, keys)`."""
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in inputs)
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return torch.autograd.grad(output, inputs, grad.transpose(0, 1).unsqueeze(0))
+
+
+def _grad_windowed_attention(query, key, value, grad, scale, window):
+    """The same with a window, [`WINDOW_ROWS`] queries at a time with the keys that any of them sees."""
+    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    for start in range(0, len(query), WINDOW_ROWS):
+        end, first = min(start + WINDOW_ROWS, len(query)), max(start - window + 1, 0)
+        rows, keys = slice(start, end), slice(first, end)
+        distance = torch.arange(start, end)[:, None] - torch.arange(first, end)
+        mask = (distance >= 0) & (distance < window)
+        parts = _grad_attention(query[rows], key[keys], value[keys], grad[rows], scale, mask=mask)
+        grad_query[rows] = parts[0]
+        grad_key[keys] += parts[1]
+        grad_value[keys] += parts[2]
+    return grad_query, grad_key, grad_value
 
 
 class _Linear(torch.autograd.Function):

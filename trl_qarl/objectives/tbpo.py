@@ -190,6 +190,7 @@ class _TBPO(Objective):
     @override
     def loss(self, config: Any, batch: Batch) -> Loss:
         now, old = batch.per_token_logps, batch.old_per_token_logps
+        assert now is not None
         value, output = tbpo_loss(
             now,
             old,

@@ -129,7 +129,8 @@ class QuantPlan:
         names = list(names)
         self._check_patterns(names, skipped)
         kept = self._kept_edges(names)
-        schemes, reasons = {}, {}
+        schemes: dict[str, QuantScheme] = {}
+        reasons: dict[str, str] = {}
         for name in names:
             if name in skipped:
                 continue

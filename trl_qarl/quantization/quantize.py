@@ -83,6 +83,8 @@ def quantize_weight(
     Raises:
         ValueError: if no group size divides `K`, or if the codes of a row do not fill words of the checkpoint.
     """
+    grid = scheme.grid
+    assert grid is not None
     out_features, in_features = weight.shape
     # Quotients would inherit the strides of a transposed or sliced master, and codes are packed along rows.
     weight = weight.contiguous()
@@ -90,16 +92,16 @@ def quantize_weight(
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
         weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
-    if scheme.grid.has_signed_scales:
+    if grid.has_signed_scales:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     groups = weight.reshape(out_features, -1, group_size)
-    scale = _largest(groups, scheme.grid) / scheme.grid.scale_divisor
+    scale = _largest(groups, grid) / grid.scale_divisor
     if scheme.has_fp8_scales:
         scale = _fp8_exact_scales(scale)
     scale = scale.to(scale_dtype)
     scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
-    codes = (groups / scale.unsqueeze(-1)).clamp_(*scheme.grid.quant_range).view(out_features, in_features)
-    if scheme.grid.type == "int":
+    codes = (groups / scale.unsqueeze(-1)).clamp_(*grid.quant_range).view(out_features, in_features)
+    if grid.type == "int":
         codes = codes.round_()
     return format_of(scheme.container).pack(codes), scale
 
@@ -144,6 +146,7 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
         Codes `(M, K)` in int8 or float8_e4m3fn and float32 scales `(M, 1)`. A token of zeros or denormal numbers gets zero
         codes.
     """
+    assert scheme.activation is not None
     amax = x.abs().amax(dim=-1, keepdim=True).float()
     if scheme.activation.type == "float":
         scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))

@@ -90,9 +90,9 @@ E4M3 = Grid("e4m3", "float", 8)
 GRIDS = {grid.name: grid for grid in (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E4M3)}
 
 _AGAINST_SIGNED_SCALES = (
-    "Signed scales are for weights of 4 bits and fewer that meet 16-bit activations: what vLLM and CUTLASS make of the scales of "
-    "`w4a8` in FP8 follows from the largest of an output channel, so negative ones would be lost, and with 8 bits there is "
-    "nothing to gain. Use 'w4a16-signed', or the scheme without '-signed'."
+    "Signed scales are for weights of at most 4 bits that meet 16-bit activations: the scales of 'w4a8' are chosen such that "
+    "vLLM's conversion to FP8 loses nothing, which holds for positive ones alone, and 8 bits have next to nothing to gain. "
+    "Use 'w4a16-signed', or the scheme without '-signed'."
 )
 
 
@@ -334,14 +334,15 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
 def group_name(index: int, scheme: QuantScheme) -> str:
     """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's own."""
     grid = scheme.grid
-    fills = grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales)
-    return f"group_{index}" if fills else f"group_{index}-{grid.name}"
+    if grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales):
+        return f"group_{index}"
+    return f"group_{index}-{grid.name}"
 
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
     """The scheme that wrote a group of a `quantization_config` under its [`group_name`]; `None` if it is none of [`SCHEMES`]."""
 
-    def fits(theirs, ours):
+    def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
         if not ours or not theirs:
             return bool(ours) == bool(theirs)
         return all(theirs.get(name) == value for name, value in ours.items())

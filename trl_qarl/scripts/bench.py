@@ -168,6 +168,13 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         parser.add_argument(
             "--new_tokens", type=int, metavar="N", default=32, help="tokens per sequence; default: %(default)s"
         )
+    if mode == "numerics":
+        parser.add_argument(
+            "--sequence_length",
+            type=int,
+            metavar="N",
+            help="tokens of prompt and answer, by prompts that say the same again and again; default: short prompts",
+        )
 
 
 def main(args: Namespace) -> None:

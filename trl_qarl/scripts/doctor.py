@@ -115,6 +115,7 @@ def _engine(plan):
     from importlib.util import find_spec
 
     from ..doctor import checks as doctor
+    from ..doctor.engine import check_engine
     from ..numerics import cpu as kernels
     from ..numerics import cuda
 
@@ -129,7 +130,7 @@ def _engine(plan):
     else:
         exact = f"cannot be used with vLLM here: neither on a CPU ({on_cpu}) nor on a GPU ({on_gpu})"
     yield doctor.Finding("ok", f'numerics="engine" {exact}')
-    yield from doctor.check_engine(plan)
+    yield from check_engine(plan)
 
 
 def _shapes(args: Namespace):

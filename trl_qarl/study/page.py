@@ -243,6 +243,7 @@ def _scheme_table(groups: list[Group]) -> str:
         weights = (
             f"{'FP8 E4M3' if scheme.grid.type == 'float' else f'INT{scheme.grid.num_bits}'}"
             + (f" in INT{scheme.container.num_bits}" if scheme.grid.num_bits < scheme.container.num_bits else "")
+            + (", signed scales" if scheme.grid.has_signed_scales else "")
             if scheme.is_quantized
             else "16-bit"
         )

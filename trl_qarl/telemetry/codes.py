@@ -56,7 +56,7 @@ def update_to_step(before: Mapping[str, torch.Tensor], layers: Iterable[tuple[st
         low_bit = layer.low_bit_weight()
         scale = low_bit.scale[rows].float().abs().unsqueeze(-1)  # (R, groups, 1)
         change = (layer.master()[rows].float() - old.float()).abs().view(*scale.shape[:2], -1)
-        if layer.scheme.grid.type == "float":
+        if layer.scheme.container.type == "float":
             codes = low_bit.qdata[rows].float().abs().view_as(change)
             scale = scale * torch.exp2(codes.log2().floor().clamp(min=-6) - 3)
         total += (change / scale).sum().item()

@@ -2,17 +2,19 @@
 Attention of vLLM on a CPU whose prefill has the bits of its decoding, whatever the length, the chunks or the prefix that is cached.
 
 vLLM has one kernel for both, and gives it a request's new tokens at once. Here its requests are handed on in parts of one pass each
-([`~trl_qarl.numerics.cpu.one_pass_requests`]), in an engine that receives its weights from
+([`~trl_qarl.numerics.cpu_attention.one_pass_requests`]), in an engine that receives its weights from
 [`trl_qarl.vllm_plugin.weight_transfer`]; any other runs as without this package.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from ..numerics.cpu import IN_ONE_PASS, one_pass_requests, queries_in_one_pass
+from ..numerics.cpu_attention import IN_ONE_PASS, one_pass_requests, queries_in_one_pass
 from .linear_kernels import is_our_engine
 
 
@@ -25,7 +27,7 @@ def register_attention() -> None:
 
 
 def describe_attention(model_runner: Any) -> str | None:
-    """What an engine says of its attention: [`~trl_qarl.numerics.cpu.IN_ONE_PASS`] if all its layers have it."""
+    """What an engine says of its attention: [`~trl_qarl.numerics.cpu_attention.IN_ONE_PASS`] if all its layers have it."""
     builders = [
         builder for groups in model_runner.attn_groups for group in groups for builder in group.metadata_builders
     ]
@@ -38,7 +40,9 @@ class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.is_ours = is_our_engine(config=self.vllm_config)
-        self.size = queries_in_one_pass(self.isa, self.num_heads, self.num_kv_heads)
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        has_window = any(layer.sliding_window is not None for layer in layers.values())
+        self.size = queries_in_one_pass(self.isa, self.num_heads, self.num_kv_heads, has_window)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> CPUAttentionMetadata:
         batch = common_attn_metadata

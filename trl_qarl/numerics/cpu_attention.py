@@ -1,0 +1,124 @@
+"""vLLM's attention for CPUs, in requests whose bits do not depend on what else is computed."""
+
+from functools import lru_cache
+
+import torch
+
+
+__all__ = ["IN_ONE_PASS", "KV_BLOCK_SIZE", "attend_with_vllm", "one_pass_requests", "queries_in_one_pass"]
+
+IN_ONE_PASS = "requests of one pass"
+"""What an engine says of its attention that runs as [`one_pass_requests`] has it."""
+
+KV_BLOCK_SIZE = 128
+
+PASS_ROWS = {"amx": 32, "vec": 8}
+"""Rows of queries that vLLM's attention takes at once, by its name of the instructions (`MaxQHeadNumPerIteration`)."""
+
+
+def attend_with_vllm(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+    """Compute what [`~trl_qarl.numerics.cpu.attention`] says with vLLM's kernel."""
+    import vllm._custom_ops as ops
+
+    num_heads, head_dim = query.shape[1:]
+    num_key_heads = key.shape[1]
+    num_threads = torch.get_num_threads()
+    layout = _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, query.dtype, num_threads, window)
+    isa, slots, table, query_starts, lengths, schedule = layout
+    num_blocks = int(table.max()) + 1
+    cache = query.new_zeros(num_blocks, num_key_heads, 2 * KV_BLOCK_SIZE, head_dim)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa)
+    output = torch.empty(query.shape, dtype=query.dtype)
+    ops.cpu_attention_with_kv_cache(
+        query=query.contiguous(),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=query_starts,
+        seq_lens=lengths,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1 if window is None else window,
+        block_table=table,
+        softcap=0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+    )
+    return output
+
+
+def queries_in_one_pass(isa: str, num_heads: int, num_key_heads: int, has_window: bool = False) -> int:
+    """
+    Number of queries of a sequence that vLLM's attention computes in one pass over the keys; they have the bits of each alone.
+
+    The kernel sizes a tile of keys such that it, the queries and the scores fit half the L2 cache, so that sums over several
+    tiles depend on the number of queries. Up to one pass of rows it counts a whole pass, and lets the keys stream (vLLM 0.31,
+    `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`). A window moves the first tile with the first query, so there each is alone.
+    """
+    if has_window:
+        return 1
+    rows, heads = PASS_ROWS.get(isa, 1), num_heads // num_key_heads
+    # Heads that share keys are rows of one pass if they fill it evenly, else each head has its own.
+    return rows // heads if rows % heads == 0 else rows
+
+
+def one_pass_requests(
+    query_starts: torch.Tensor, key_lengths: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Requests of at most `size` queries that together are those of a batch; each sees the keys up to its last query.
+
+    Args:
+        query_starts (`torch.Tensor`): `(R + 1,)` int32, where the queries of each request begin.
+        key_lengths (`torch.Tensor`): `(R,)` int32; the queries of a request are its last positions.
+        size (`int`): from [`queries_in_one_pass`].
+
+    Returns:
+        The same two for the new requests, and the index of the request that each is part of.
+    """
+    counts = query_starts.diff()
+    parts = (counts + size - 1) // size
+    request = torch.repeat_interleave(torch.arange(len(counts)), parts)
+    part = torch.arange(len(request)) - (parts.cumsum(0) - parts)[request]
+    starts, ends = query_starts[:-1][request] + part * size, query_starts[1:][request]
+    lengths = key_lengths[request] - (ends - starts - size).clamp(min=0)
+    return torch.cat([starts, query_starts[-1:]]).int(), lengths.int(), request
+
+
+@lru_cache(maxsize=4)
+def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
+    """What all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the threads."""
+    import vllm._custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(dtype, KV_BLOCK_SIZE, head_dim)
+    keys = torch.tensor(key_lengths, dtype=torch.int32)
+    blocks = (keys + KV_BLOCK_SIZE - 1) // KV_BLOCK_SIZE
+    first = torch.cat([blocks.new_zeros(1), blocks.cumsum(0)[:-1].int()])
+    table = first[:, None] + torch.arange(int(blocks.max()), dtype=torch.int32)
+    # Beyond a sequence's blocks the table is not read; it must name blocks that exist nevertheless.
+    table = table.clamp(max=int(blocks.sum()) - 1).int()
+    slots = torch.cat(
+        [int(start) * KV_BLOCK_SIZE + torch.arange(length) for start, length in zip(first, key_lengths, strict=True)]
+    )
+    query_starts = torch.tensor([0, *torch.tensor(query_lengths).cumsum(0)], dtype=torch.int32)
+    size = queries_in_one_pass(isa, num_heads, num_key_heads, window is not None)
+    query_starts, keys, request = one_pass_requests(query_starts, keys, size)
+    table = table[request]
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(request),
+        num_heads=num_heads,
+        num_kv_heads=num_key_heads,
+        head_dim=head_dim,
+        seq_lens=keys,
+        dtype=dtype,
+        query_start_loc=query_starts,
+        causal=True,
+        sliding_window_size=-1 if window is None else window,
+        isa=isa,
+        # Sums over keys that depend on how many threads there are could not be repeated elsewhere.
+        enable_kv_split=False,
+    )
+    return isa, slots, table, query_starts, keys, schedule

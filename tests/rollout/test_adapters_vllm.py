@@ -7,7 +7,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from testing_utils import TRAINING, logged, make_tiny_model, push_export, spread
+from testing_utils import TRAINING, audit_in_this_process, logged, make_tiny_model, push_export, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.rollout.deep_audit import deep_audit
@@ -121,8 +121,9 @@ class TestServer:
         check(trained)
         assert complete(trained) == 200
 
-    def test_an_engine_that_loads_base_and_adapter_from_disk_computes_the_same(self, trained):
+    def test_an_engine_that_loads_base_and_adapter_from_disk_computes_the_same(self, trained, monkeypatch):
         move(trained)
+        audit_in_this_process(monkeypatch)
         assert deep_audit(trained.vllm_generation, [list(range(5, 40)), [7, 8]]) < 1e-5
 
     @pytest.mark.parametrize(
@@ -160,12 +161,21 @@ class TestServer:
     def test_base_and_adapter_are_pushed(self, trained, hub):
         assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trained, hub).keys()
 
-    def test_a_server_that_was_killed_gets_base_and_adapter_again(self, trained):
+    def test_a_server_that_dies_between_two_updates_gets_base_and_adapter_again(self, trained, monkeypatch):
         generation = trained.vllm_generation
-        generation.server._process.kill()
-        generation.server._process.wait()
-        move(trained)
-        generation.sync_weights()
-        assert generation.publication["publish/unchanged_tensors"] == 0
-        assert generation.publication["publish/canary_abs_logp"] < 1e-5
+        monkeypatch.setattr(generation, "stop_server", lambda: None)
+
+        class Kill(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                generation.server._process.kill()
+                generation.server._process.wait()
+
+        kill = Kill()
+        trained.add_callback(kill)
+        try:
+            check_resumed(trained)
+        finally:
+            trained.remove_callback(kill)
+        assert logged(trained, "publish/unchanged_tensors")[-1] == 0
+        assert logged(trained, "publish/canary_abs_logp")[-1] < 1e-5
         assert complete(trained) == 200

@@ -15,7 +15,7 @@ import requests
 import torch
 from safetensors.torch import save_file
 
-from testing_utils import logged, make_tiny_model, make_vllm_trainer, push_export
+from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer, push_export
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
@@ -175,8 +175,9 @@ def train_and_check(server, make_trainer):
     return trainer
 
 
-def test_training_publishes_and_agrees(server, make_trainer):
+def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
     trainer = train_and_check(server, make_trainer)
+    audit_in_this_process(monkeypatch)
     # Not zero: the server may score the two prompts in one batch or in two, which orders float32 sums differently.
     assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5
 

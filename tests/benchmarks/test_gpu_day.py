@@ -71,7 +71,7 @@ def test_the_dry_run_measures_every_kind_and_goes_on_where_it_was(tmp_path, monk
     pytest.importorskip("vllm")
     names = [name for name in pieces["dry_pieces"]() if name.partition("-")[0] in kinds]
     assert len(names) == len(kinds)
-    # What the script of the shell calls, which is called itself below, in a process that has imported everything.
+    # What `gpu.sh` runs, in this process, which has imported what the pieces need; the script itself runs below.
     set_engine_environment(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry_run", "--out", str(tmp_path), *names])

@@ -66,7 +66,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, inputs: dict[str, Any], per_token_logps: torch.Tensor | None = None) -> "Batch":
-        """The batch that TRL's dictionary `inputs` holds."""
+        """Return the batch that TRL's dictionary `inputs` holds."""
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]

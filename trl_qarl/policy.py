@@ -74,7 +74,7 @@ class Policy:
         self._base: str | None = None
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
-        """The model of that name, in place of TRL's `create_model_from_path`: also an adapter's folder, or a low-bit base."""
+        """Return the model of that name, in place of TRL's `create_model_from_path`: also an adapter's folder, or a low-bit base."""
         model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
         if is_adapter_folder(name_or_path):
             self._adapter_folder = name_or_path
@@ -147,14 +147,14 @@ class Policy:
         self.attach_numerics(model)
 
     def record(self) -> dict[str, Any]:
-        """What the weights of a checkpoint are trained for, to tell it from others."""
+        """Return what the weights of a checkpoint are trained for, to tell it from others."""
         record = scheme_record(self.args, self.swap_report.plan, self.dtype)
         if self.has_adapter:
             record |= {"lora_mode": self.args.lora_mode, "base": self._base}
         return record
 
     def describe(self) -> dict[str, Any]:
-        """What the record of a run says of its policy."""
+        """Return what the record of a run says of its policy."""
         described = {"model": self.model.name_or_path, "numerics": self.numerics}
         return described | describe_adapter(self.model, self.args.lora_mode)
 

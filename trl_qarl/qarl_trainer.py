@@ -162,7 +162,7 @@ class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
         return generation
 
     def _make_generation_config(self, **kwargs) -> OwnGenerationConfig:
-        """The same where the learner generates itself."""
+        """Return the same where the learner generates itself."""
         self.policy.attach_numerics(self.model)
         if self.args.cast_lm_head_to_fp32:
             # TRL casts the inputs, which autocast undoes in the rollout; its own scoring turns autocast off.

@@ -134,7 +134,7 @@ class SavesRuns(PushesPolicy):
         rotate()
 
     def _shared_while_saving(self):
-        """Where processes meet within a checkpoint, a failure of one before must reach the others."""
+        """Return where processes meet within a checkpoint, a failure of one before must reach the others."""
         return all_or_none(self.accelerator) if self._is_saving else nullcontext()
 
     @override

@@ -127,6 +127,12 @@ def round_by_gptq(trainer, tokens: torch.Tensor, damping: float = 0.01) -> None:
     """
     model = trainer.model
     layers = quantized_layers(model)
+    signed = {layer.scheme.name for layer in layers.values() if layer.scheme.grid.has_signed_scales}
+    if signed:
+        raise ValueError(
+            f"The start from GPTQ places masters such that their scale is the largest magnitude over half the range, which is not "
+            f"the rule of {sorted(signed)}. Choose a scheme without '-signed', or another start."
+        )
     moments = {name: torch.zeros(layer.in_features, layer.in_features) for name, layer in layers.items()}
 
     def add(name):

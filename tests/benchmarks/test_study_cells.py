@@ -338,6 +338,16 @@ def test_start_by_gptq_has_less_error_in_outputs_and_is_kept_by_the_quantizer(ch
     assert codes[(codes - 1).abs() > 1e-5].min() > 0.87 and codes.max() < edge + 1e-5
 
 
+def test_gptq_refuses_scales_that_follow_another_rule(chain_sums, long_starts):
+    from trl_qarl import prepare_model
+    from trl_qarl.quantization.schemes import get_scheme
+
+    model = chain_sums.make_model()
+    prepare_model(model, get_scheme("w3a16-signed", 32), scale_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"not the rule of \['w3a16-signed'\]"):
+        long_starts.round_by_gptq(SimpleNamespace(model=model), torch.zeros(1, 4, dtype=torch.int64))
+
+
 def test_warm_start_brings_the_low_bit_policy_nearer(chain_sums, long_starts, tmp_path):
     from datasets import Dataset
     from trl import DistillationConfig

@@ -62,6 +62,8 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
 
     folder = trainer.export_model(tmp_path / "export")
     weights = {name: layer.low_bit_weight() for name, layer in layers.items()}
+    is_signed = "w4a16-signed" in expected
+    assert all((weight.scale < 0).any() == is_signed for weight in weights.values())
     for group in json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values():
         assert group["weights"]["num_bits"] in (4, 8)
     # transformers, through compressed-tensors, has the dense weights of codes and scales.

@@ -49,7 +49,7 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
 
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
-    """The base model, in the precision of its checkpoint: low-bit without masters, or high."""
+    """Return the base model, in the precision of its checkpoint: low-bit without masters, or high."""
     # Without a `device_map` one is chosen, which several processes must not have.
     kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
@@ -63,7 +63,7 @@ def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTraine
 
 def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_trainable: bool) -> nn.Module:
     """
-    The adapter in `folder` as a `PeftModel` on its base, which is loaded too.
+    Return the adapter in `folder` as a `PeftModel` on its base, which is loaded too.
 
     Raises:
         ValueError: if its base is another model than the one that it was trained on.

@@ -51,7 +51,7 @@ def lora_arguments(model: nn.Module) -> dict[str, Any]:
 
 
 def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[str]:
-    """What of the adapter of `model` an engine that describes itself as `engine` could not serve."""
+    """Yield what of the adapter of `model` an engine that describes itself as `engine` could not serve."""
     if not _runs_beside(model):
         return
     lora, rank = engine.get("lora"), adapter_config(model)["r"]
@@ -69,7 +69,7 @@ def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[st
 
 
 def _runs_beside(model: nn.Module) -> bool:
-    """Whether `model` has an adapter that is not a part of its low-bit weights."""
+    """Return whether `model` has an adapter that is not a part of its low-bit weights."""
     return is_peft_model(model) and not any(getattr(module, "holds_adapter", False) for module in model.modules())
 
 

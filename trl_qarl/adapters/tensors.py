@@ -31,12 +31,12 @@ ADAPTER_NAME = "default"
 
 
 def is_adapter_folder(name_or_path: Any) -> bool:
-    """Whether PEFT has saved an adapter there."""
+    """Return whether PEFT has saved an adapter there."""
     return isinstance(name_or_path, (str, Path)) and (Path(name_or_path) / CONFIG_FILE).is_file()
 
 
 def saved_adapter_config(folder: str | Path) -> "PeftConfig":
-    """The configuration of a saved adapter."""
+    """Return the configuration of a saved adapter."""
     from peft import PeftConfig
 
     return PeftConfig.from_pretrained(str(folder))
@@ -44,7 +44,7 @@ def saved_adapter_config(folder: str | Path) -> "PeftConfig":
 
 def adapter_tensors(model: "PeftModel", dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """
-    The trained adapter under the names of `adapter_model.safetensors`, such as
+    Return the trained adapter under the names of `adapter_model.safetensors`, such as
     `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`; detached, on the model's device.
 
     Args:
@@ -68,7 +68,7 @@ def adapter_config(model: "PeftModel") -> dict[str, Any]:
 
 
 def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
-    """What a record of the run says about the adapter of `model`: its mode, size and layers. Nothing without an adapter."""
+    """Return what a record of the run says about the adapter of `model`: its mode, size and layers. Nothing without an adapter."""
     if not is_peft_model(model):
         return {}
     config = adapter_config(model)

@@ -98,7 +98,7 @@ _SUMMARIZED = {
 
 
 def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, floor: float | None) -> dict[str, Any]:
-    """The floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
+    """Return the floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
     import torch
 
     from ..quantization.swap import quantized_layers, restore_model

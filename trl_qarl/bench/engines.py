@@ -92,7 +92,7 @@ def load_learner(path: str, scheme: str, dtype):
 
 
 def _memory_of_engine(model, dtype) -> float:
-    """The share of a GPU's memory for the weights, unquantized, and 8 GiB more for keys, values and activations."""
+    """Return the share of a GPU's memory for the weights, unquantized, and 8 GiB more for keys, values and activations."""
     import torch
 
     needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize + 8 * 2**30

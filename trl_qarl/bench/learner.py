@@ -25,7 +25,7 @@ def prepare_variants(
     model: "PreTrainedModel", schemes: list[str], group_size: int | None = None, dtype: str = "bfloat16"
 ) -> tuple[dict[str | None, "PreTrainedModel"], dict[str, "SwapReport"]]:
     """
-    A copy of `model` per scheme, sharing its master weights.
+    Return a copy of `model` per scheme, sharing its master weights.
 
     Args:
         model (`PreTrainedModel`):

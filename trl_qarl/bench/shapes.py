@@ -92,7 +92,7 @@ def write_random_model(shapes: str, num_layers: int | None = None) -> str:
 
 
 def has_weights(path: str) -> bool:
-    """Whether `path`, which may be the name of a model on the Hub, is not a folder of [`write_random_model`]."""
+    """Return whether `path`, which may be the name of a model on the Hub, is not a folder of [`write_random_model`]."""
     return not Path(path).is_dir() or any(Path(path).glob("*.safetensors*")) or any(Path(path).glob("*.bin"))
 
 

@@ -42,7 +42,7 @@ def hold_back_rotation() -> Iterator[Callable[[], None]]:
 
 
 def batch_shape(args, num_processes: int, train_batch_size: int) -> dict[str, int]:
-    """What a generation batch is divided into and how often it is used."""
+    """Return what a generation batch is divided into and how often it is used."""
     return {
         "num_processes": num_processes,
         "per_device_train_batch_size": train_batch_size,

@@ -258,7 +258,7 @@ def save_export_card(folder: Path, facts: TrainingFacts, title: str, evaluated: 
 
 
 def evaluation_table(folder: Path) -> str | None:
-    """What [`put_evaluation`] has put into the card in a folder, if anything."""
+    """Return what [`put_evaluation`] has put into the card in a folder, if anything."""
     path = folder / "README.md"
     found = _EVALUATION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
     return found and found[1]
@@ -344,7 +344,7 @@ def _card_data(
 
 
 def _metadata(name_or_path: str | None) -> dict[str, Any]:
-    """What the card of a folder, or the cached card of a name on the Hub, says in its header."""
+    """Return what the card of a folder, or the cached card of a name on the Hub, says in its header."""
     if not name_or_path:
         return {}
     if Path(name_or_path).is_dir():
@@ -361,7 +361,7 @@ def _metadata(name_or_path: str | None) -> dict[str, Any]:
 
 
 def _hub_id(name_or_path: str | None) -> str | None:
-    """A name on the Hub; for a folder that which its own card gives as base model."""
+    """Return a name on the Hub; for a folder that which its own card gives as base model."""
     if not name_or_path or not Path(name_or_path).is_dir():
         return name_or_path or None
     base = _metadata(name_or_path).get("base_model")
@@ -369,7 +369,7 @@ def _hub_id(name_or_path: str | None) -> str | None:
 
 
 def _describe(name_or_path: str | None) -> str | None:
-    """The base model; of a folder the name alone, as a card is made to be published."""
+    """Return the base model; of a folder the name alone, as a card is made to be published."""
     base = _hub_id(name_or_path)
     if base:
         return f"[{base}](https://huggingface.co/{base})"

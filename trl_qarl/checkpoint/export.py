@@ -151,7 +151,7 @@ def _written_as_a_whole(folder: Path) -> Iterator[Path]:
 
 
 def _is_same_policy(folder: Path, other: Path) -> bool:
-    """Whether two exports have the same weights and the same adapter, if any, and are configured alike."""
+    """Return whether two exports have the same weights and the same adapter, if any, and are configured alike."""
     patterns = ("*.safetensors", "config.json", f"{ADAPTER_FOLDER}/adapter_*")
     ours, theirs = (
         {path.relative_to(f): _content(path) for pattern in patterns for path in f.glob(pattern)}
@@ -181,7 +181,7 @@ def check_export_dir(folder: str | Path) -> None:
 
 def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """
-    Every tensor of the low-bit policy under its checkpoint name, on the CPU.
+    Return every tensor of the low-bit policy under its checkpoint name, on the CPU.
 
     Low-bit weights give [`LowBitTensor.checkpoint_tensors`], other floating tensors are cast to `dtype`. Of tensors
     that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
@@ -194,7 +194,7 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
 
 
 def is_export(folder: Path) -> bool:
-    """Whether the weights in a folder were written by [`export_checkpoint`], and none of them by anything else."""
+    """Return whether the weights in a folder were written by [`export_checkpoint`], and none of them by anything else."""
     # A later `save_pretrained` may leave either file behind, so all that are there must say so.
     found = []
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -64,7 +64,7 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
 
 def quantization_config(model: nn.Module) -> dict[str, Any]:
     """
-    The `quantization_config` entry of the model's `config.json`, as compressed-tensors defines it.
+    Return the `quantization_config` entry of the model's `config.json`, as compressed-tensors defines it.
 
     One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular
     expression.
@@ -113,5 +113,5 @@ def _targets(names: list[str], layers: Iterable[str]) -> list[str]:
 
 
 def has_stacked_experts(model: nn.Module) -> bool:
-    """Whether a mixture-of-experts model keeps the matrices of all experts in one tensor, as transformers 5 does."""
+    """Return whether a mixture-of-experts model keeps the matrices of all experts in one tensor, as transformers 5 does."""
     return bool(stacked_experts(model))

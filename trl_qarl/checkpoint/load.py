@@ -27,7 +27,7 @@ __all__ = ["is_low_bit_checkpoint", "load_frozen_model"]
 
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
-    """Whether a folder, or a model on the Hub, is a compressed-tensors checkpoint."""
+    """Return whether a folder, or a model on the Hub, is a compressed-tensors checkpoint."""
     path = cached_file(
         name_or_path, "config.json", revision=revision or "main", _raise_exceptions_for_missing_entries=False
     )

@@ -54,7 +54,7 @@ def sync(folder: Path) -> None:
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether `folder` holds a checkpoint that was written to its end."""
+    """Return whether `folder` holds a checkpoint that was written to its end."""
     folder = Path(folder)
     if (folder / COMPLETE_FILE).exists():
         return True

@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str, Any]:
-    """What the weights of a checkpoint were trained for."""
+    """Return what the weights of a checkpoint were trained for."""
     excluded = args.exclude_modules
     return {
         "scheme": plan.written,

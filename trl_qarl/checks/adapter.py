@@ -84,12 +84,12 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
 
 
 def is_nf4(quantization_config: Any) -> bool:
-    """Whether it is bitsandbytes' for 4 bits."""
+    """Return whether it is bitsandbytes' for 4 bits."""
     return bool(getattr(quantization_config, "load_in_4bit", False))
 
 
 def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool) -> Iterator[str]:
-    """What contradicts a base that is loaded quantized: bitsandbytes' 4 bits beneath an adapter (QLoRA) are possible."""
+    """Yield what contradicts a base that is loaded quantized: bitsandbytes' 4 bits beneath an adapter (QLoRA) are possible."""
     if quantization_config is None:
         return
     if not is_nf4(quantization_config):
@@ -124,7 +124,7 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
 
 
 def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
-    """What is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and for vLLM, if that serves it."""
+    """Yield what is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and for vLLM, if that serves it."""
     if not hasattr(config, "peft_type"):
         yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
         return
@@ -149,7 +149,7 @@ def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
 
 
 def problems_of_adapted_model(model: Any) -> Iterator[str]:
-    """What is wrong with adapters inside `model`, a `PeftModel`, `ref` of TRL aside."""
+    """Yield what is wrong with adapters inside `model`, a `PeftModel`, `ref` of TRL aside."""
     names = [name for name in model.peft_config if name != "ref"]
     if names != [ADAPTER_NAME]:
         yield (

@@ -135,7 +135,7 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
 
 
 def problems_of_optimizer(args: Any) -> Iterator[str]:
-    """An optimizer that cannot be made here; transformers makes it when training starts, after the model and the engine."""
+    """Yield that an optimizer cannot be made here, if so; transformers makes it when training starts, after the model and the engine."""
     if args.optim == "muon":
         return
     name = str(getattr(args.optim, "value", args.optim))

@@ -229,7 +229,7 @@ def raise_problems_of_config(
 
 
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None:
-    """What is wrong with masters in `dtype`: nothing where it is float32, or known once the weights are loaded only."""
+    """Return what is wrong with masters in `dtype`: nothing where it is float32, or known once the weights are loaded only."""
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype) or dtype.itemsize >= 4:
         return None

@@ -121,7 +121,7 @@ def _check_was_run(name: str, version: str) -> list[Finding]:
 
 def check_gpu(name: str, capability: tuple[int, int], schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
     """
-    A CUDA device against what the products of docs/schemes.md need.
+    Compare a CUDA device with what the products of docs/schemes.md need.
 
     Args:
         name (`str`):

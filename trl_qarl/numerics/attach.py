@@ -96,7 +96,7 @@ def detach_engine_numerics(model: nn.Module) -> None:
 
 
 def has_engine_numerics(model: nn.Module) -> bool:
-    """Whether [`attach_engine_numerics`] is in effect."""
+    """Return whether [`attach_engine_numerics`] is in effect."""
     return hasattr(base_model(model), "_engine_forward")
 
 

@@ -35,7 +35,7 @@ def first_difference(
     block_size: int,
 ) -> str | None:
     """
-    What vLLM computes otherwise than the learner, in words, or `None`.
+    Return what vLLM computes otherwise than the learner, in words, or `None`.
 
     Args:
         int4_linear (`Callable`):

@@ -66,7 +66,7 @@ MIN_ROWS = 5
 
 
 def covers(scheme: QuantScheme) -> bool:
-    """Whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
+    """Return whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
     return (scheme.container, scheme.activation) in ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
 
 
@@ -76,13 +76,13 @@ def covered_schemes() -> list[str]:
 
 
 def has_engine_kernels() -> bool:
-    """Whether vLLM's kernels for CPUs can be called in this process, and compute what its layers do."""
+    """Return whether vLLM's kernels for CPUs can be called in this process, and compute what its layers do."""
     return reason_against() is None
 
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the learner here."""
+    """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the learner here."""
     reason = reason_not_to_call()
     if reason is not None:
         return reason
@@ -104,7 +104,7 @@ def reason_against() -> str | None:
 
 
 def reason_against_installation() -> str | None:
-    """Why vLLM's kernels for CPUs cannot be called here, as far as that can be said without loading vLLM, or `None`."""
+    """Return why vLLM's kernels for CPUs cannot be called here, as far as that can be said without loading vLLM, or `None`."""
     if find_spec("vllm") is None:
         return "vLLM for CPUs is not installed"
     # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
@@ -113,7 +113,7 @@ def reason_against_installation() -> str | None:
 
 @lru_cache(maxsize=1)
 def reason_not_to_call() -> str | None:
-    """Why they cannot be called in this process at all, or `None`."""
+    """Return why they cannot be called in this process at all, or `None`."""
     if reason := reason_against_installation():
         return reason
     from vllm.platforms import current_platform
@@ -129,7 +129,7 @@ def reason_not_to_call() -> str | None:
 
 
 def describe_arithmetic() -> dict[str, Any]:
-    """What decides which bits the kernels of this process compute, beside their inputs."""
+    """Return what decides which bits the kernels of this process compute, beside their inputs."""
     from vllm import envs
 
     return {
@@ -143,7 +143,7 @@ def describe_arithmetic() -> dict[str, Any]:
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
-    """Whether [`trl_qarl.numerics.cuda`] computes with `x`."""
+    """Return whether [`trl_qarl.numerics.cuda`] computes with `x`."""
     return x.is_cuda
 
 
@@ -240,7 +240,7 @@ class PackedInt4Linear:
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    What an adapter adds to `rows` `(M, K)`, as vLLM's `torch_ops.bgmv_shrink` and `bgmv_expand` compute it, where each row has an
+    Return what an adapter adds to `rows` `(M, K)`, as vLLM's `torch_ops.bgmv_shrink` and `bgmv_expand` compute it, where each row has an
     adapter of its own: one product for each row.
 
     Args:

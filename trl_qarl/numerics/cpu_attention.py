@@ -89,7 +89,7 @@ def one_pass_requests(
 
 @lru_cache(maxsize=4)
 def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
-    """What all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the threads."""
+    """Return what all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the threads."""
     import vllm._custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -73,13 +73,13 @@ FP8_KERNEL = "E4M3 codes in float32 + vllm::matmul_batch_invariant"
 
 
 def is_known_release() -> bool:
-    """Whether the vLLM that is installed is one of [`KNOWN_VLLM`]. Touches no device: a process that did cannot be forked."""
+    """Return whether the vLLM that is installed is one of [`KNOWN_VLLM`]. Touches no device: a process that did cannot be forked."""
     release = _vllm_version()
     return release is not None and ".".join(release.split(".")[:2]) in KNOWN_VLLM
 
 
 def reason_against() -> str | None:
-    """Why the kernels cannot be used in this process, or `None`."""
+    """Return why the kernels cannot be used in this process, or `None`."""
     if not torch.cuda.is_available():
         return "no CUDA device is available"
     if not is_known_release():
@@ -93,7 +93,7 @@ def reason_against() -> str | None:
 
 def describe_arithmetic(config=None) -> dict[str, Any]:
     """
-    What decides which bits an engine on this GPU computes, beside its inputs.
+    Return what decides which bits an engine on this GPU computes, beside its inputs.
 
     Args:
         config (`vllm.config.VllmConfig`, *optional*):
@@ -139,7 +139,7 @@ def use_one_tiling() -> None:
 
 def prepare_process() -> None:
     """
-    What a process needs before it calls the first kernel, or starts the engine.
+    Do what a process needs before it calls the first kernel, or starts the engine.
 
     vLLM's kernels read `VLLM_BATCH_INVARIANT` once: where an engine ran in this process without it, they go on without.
     """
@@ -236,7 +236,7 @@ def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Ten
 @lru_cache(maxsize=4)
 def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Where each key is among all blocks, which blocks each sequence has, where its queries start, and how many keys it has.
+    Return where each key is among all blocks, which blocks each sequence has, where its queries start, and how many keys it has.
 
     Beyond a sequence's own blocks the table is not read; it names some that exist.
     """

@@ -119,7 +119,7 @@ def largest_difference(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> tuple[float, int, int]:
     """
-    The largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column. NaN, a log-prob that is not
+    Return the largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column. NaN, a log-prob that is not
     known, counts as infinite.
     """
     difference = (old_per_token_logps - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
@@ -136,7 +136,7 @@ def describe_difference(
     score: Callable[[list[list[int]]], list[list[dict[int, float]]]] | None = None,
 ) -> str:
     """
-    Which token of a generation batch differs most, and the first layer, or else the first token, that differs when the engine is
+    Return which token of a generation batch differs most, and the first layer, or else the first token, that differs when the engine is
     given the whole sequence.
 
     Args:
@@ -174,7 +174,7 @@ def describe_difference(
 
 @torch.no_grad()
 def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
-    """What an engine out of reach says when it computes a sequence at once."""
+    """Return what an engine out of reach says when it computes a sequence at once."""
     device = next(model.parameters()).device
     tokens = torch.tensor([ids], device=device)
     logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]

@@ -95,7 +95,7 @@ def engine_product(
     rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[Any, ...], str]:
     """
-    The engine's product of a quantized layer, given activations in the engine's dtype: its own for INT4 weights, else that which
+    Return the engine's product of a quantized layer, given activations in the engine's dtype: its own for INT4 weights, else that which
     the learner has too.
     """
     if kernels.is_on_gpu(rows):

@@ -34,7 +34,7 @@ WINDOW_ROWS = 512
 
 def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """
-    The residual stream after a block, in float32: `x + residual`, both rounded to the engine's dtype already.
+    Return the residual stream after a block, in float32: `x + residual`, both rounded to the engine's dtype already.
 
     The engine on a CPU norms this sum, that on a GPU its rounded value; both store the rounded value. So it passes from layer to
     layer unrounded.

@@ -94,7 +94,7 @@ class Objective:
     # What is computed.
 
     def weight(self, config: Any, batch: "Batch") -> "torch.Tensor | None":
-        """What multiplies the loss on account of the mismatch, `(B, T)` or `(B, 1)`, where TRL does not apply it itself."""
+        """Return what multiplies the loss on account of the mismatch, `(B, T)` or `(B, 1)`, where TRL does not apply it itself."""
         return None
 
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -108,15 +108,15 @@ class Objective:
     # What the telemetry shows.
 
     def is_corrected(self, config: Any) -> bool:
-        """Whether TRL's mismatch weight, of tokens or of sequences, is part of the loss."""
+        """Return whether TRL's mismatch weight, of tokens or of sequences, is part of the loss."""
         return config.use_vllm and bool(config.vllm_importance_sampling_correction)
 
     def rejects(self, config: Any) -> bool:
-        """Whether the weight of the mismatch, where the loss has one, is 0 for some tokens or sequences."""
+        """Return whether the weight of the mismatch, where the loss has one, is 0 for some tokens or sequences."""
         return (config.vllm_importance_sampling_mode or "").endswith("mask")
 
     def rejects_by_product(self, config: Any) -> bool:
-        """Whether the loss is weighted by TRL's mismatch of a whole sequence, the product of token ratios."""
+        """Return whether the loss is weighted by TRL's mismatch of a whole sequence, the product of token ratios."""
         return self.is_corrected(config) and config.vllm_importance_sampling_mode.startswith("sequence")
 
     def ratio_bounds(self, config: Any) -> tuple[Bounds, Bounds]:
@@ -162,7 +162,7 @@ class Objective:
     # What a configuration must not say.
 
     def contradictions(self, config: Any) -> Iterator[str]:
-        """What contradicts the objective's name, in the options as they were given."""
+        """Yield what contradicts the objective's name, in the options as they were given."""
         if config.loss_type not in (None, self.loss_type):
             yield (
                 f"loss_type={config.loss_type!r} contradicts objective={self.name!r}. Remove `loss_type`; "
@@ -180,7 +180,7 @@ class Objective:
         yield from ()
 
     def problems(self, config: Any) -> Iterator[str]:
-        """What is wrong with the options of the loss, once the objective has set its own."""
+        """Yield what is wrong with the options of the loss, once the objective has set its own."""
         if config.importance_sampling_level not in ("token", "sequence"):
             yield (
                 f"importance_sampling_level={config.importance_sampling_level!r} is unknown. Choose 'token' or 'sequence'."

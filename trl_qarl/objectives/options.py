@@ -67,7 +67,7 @@ def clip_offsets(config: Any) -> tuple[float, float]:
 
 
 def is_unused(config: Any, name: str, *neutral: Any) -> bool:
-    """Whether the option `name` has a value that asks for nothing: one of `neutral`, or one that does what a default does."""
+    """Return whether the option `name` has a value that asks for nothing: one of `neutral`, or one that does what a default does."""
     return getattr(config, name) in (*neutral, *_NEUTRAL.get(name, ()))
 
 

@@ -35,7 +35,7 @@ OBJECTIVES = (
 
 @cache
 def all_objectives() -> dict[str, Objective]:
-    """The objectives by name, in the order of [`OBJECTIVES`]."""
+    """Return the objectives by name, in the order of [`OBJECTIVES`]."""
     from .others import BYPASS, GEO_MASK, ICEPOP, KPOP
     from .presets import COMPARISON, TRLS_LOSSES
     from .tbpo import TBPO
@@ -46,5 +46,5 @@ def all_objectives() -> dict[str, Objective]:
 
 
 def get_objective(name: str) -> Objective:
-    """The objective that `objective=name` chooses, one of [`OBJECTIVES`]."""
+    """Return the objective that `objective=name` chooses, one of [`OBJECTIVES`]."""
     return all_objectives()[name]

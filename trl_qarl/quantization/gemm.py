@@ -114,7 +114,7 @@ def low_bit_linear(
 
 
 def uses_int4_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool = False) -> bool:
-    """Whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs [`int4_kernel_operands`]."""
+    """Return whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs [`int4_kernel_operands`]."""
     return (
         weight.scheme.container == INT4_PACKED
         and weight.scheme.activation is None
@@ -263,5 +263,5 @@ def _has_vnni() -> bool:
 
 @lru_cache(maxsize=1)
 def has_fast_bf16() -> bool:
-    """Whether this processor multiplies bf16 matrices natively (AVX512-BF16 or AMX); else float32 is several times faster."""
+    """Return whether this processor multiplies bf16 matrices natively (AVX512-BF16 or AMX); else float32 is several times faster."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

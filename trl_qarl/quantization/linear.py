@@ -45,7 +45,7 @@ class MasterSource:
     """Whether an adapter is part of the weight that is quantized."""
 
     def active(self) -> Hashable:
-        """Which of its weights the source gives now; the low-bit form of each is kept."""
+        """Return which of its weights the source gives now; the low-bit form of each is kept."""
         return ()
 
     def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
@@ -53,15 +53,15 @@ class MasterSource:
         return weight_version(weight)
 
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """The high-precision weight that is quantized, with gradients."""
+        """Return the high-precision weight that is quantized, with gradients."""
         return weight
 
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """A tensor to which the gradient of the value can be given in its place; `None` if nothing takes one."""
+        """Return a tensor to which the gradient of the value can be given in its place; `None` if nothing takes one."""
         return weight
 
     def is_trained(self, weight: torch.Tensor) -> bool:
-        """Whether an optimizer can change the value."""
+        """Return whether an optimizer can change the value."""
         return weight.requires_grad
 
     def release(self) -> None:
@@ -186,12 +186,12 @@ class QuantizedLinear(nn.Linear):
         return self.source.holds_adapter
 
     def master(self) -> torch.Tensor:
-        """The high-precision weight that is quantized, with gradients."""
+        """Return the high-precision weight that is quantized, with gradients."""
         return self.source.value(self.weight)
 
     def low_bit_weight(self) -> LowBitTensor:
         """
-        The low-bit weight of the current master. The same object is returned until its value changes.
+        Return the low-bit weight of the current master. The same object is returned until its value changes.
 
         Raises:
             ValueError: if the master was made in inference mode, where PyTorch does not count updates.
@@ -214,7 +214,7 @@ class QuantizedLinear(nn.Linear):
         return low_bit
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
-        """The low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
+        """Return the low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
         return LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype)
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
@@ -276,7 +276,7 @@ _OWN_ATTRIBUTES = frozenset(
 
 
 def _sharing_state(cls: type, module: nn.Module, without: frozenset[str] = frozenset()) -> Any:
-    """A `cls` with the attributes of `module`; the tables of parameters and hooks are the same objects."""
+    """Return a `cls` with the attributes of `module`; the tables of parameters and hooks are the same objects."""
     new = cls.__new__(cls)
     vars(new).update({name: value for name, value in vars(module).items() if name not in without})
     return new

@@ -20,7 +20,7 @@ __all__ = ["adapted_layers", "base_model", "base_modules", "base_state_dict", "i
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters into `model`."""
+    """Return whether PEFT has put adapters into `model`."""
     return any(_is_wrapper(module) for module in model.modules())
 
 
@@ -30,7 +30,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model itself, of a `PeftModel` the one inside; its adapted layers stay wrapped."""
+    """Return the model itself, of a `PeftModel` the one inside; its adapted layers stay wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -78,7 +78,7 @@ def _split(name: str, wrappers: set[str]) -> tuple[str | None, str]:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a configuration of it."""
+    """Return whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a configuration of it."""
     if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
         return False
     from peft import PeftModel

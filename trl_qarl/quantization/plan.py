@@ -51,7 +51,7 @@ class QuantPlan:
 
     @classmethod
     def of_layers(cls, schemes: Mapping[str, QuantScheme]) -> "QuantPlan":
-        """The plan of layers that have their schemes already: one for all, or each layer's by its name."""
+        """Return the plan of layers that have their schemes already: one for all, or each layer's by its name."""
         one = set(schemes.values())
         return cls(((DEFAULT, one.pop()),) if len(one) == 1 else tuple(schemes.items()))
 
@@ -107,7 +107,7 @@ class QuantPlan:
         return len(self.rules) == 1 and self.rules[0][0] == DEFAULT
 
     def scheme_of(self, name: str) -> QuantScheme:
-        """The scheme that the rules give to a layer, `bf16` where none does."""
+        """Return the scheme that the rules give to a layer, `bf16` where none does."""
         return dict(self.rules).get(self._pattern_of(name) or "", _HIGH_PRECISION)
 
     def assign(
@@ -236,7 +236,7 @@ def get_plan(
 
 def parse_scheme(text: Any) -> Any:
     """
-    What a command line says about schemes: JSON becomes a mapping, everything else stays.
+    Return what a command line says about schemes: JSON becomes a mapping, everything else stays.
 
     Raises:
         ValueError: for text that begins like a mapping and is none.

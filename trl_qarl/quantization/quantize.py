@@ -167,8 +167,8 @@ def _largest(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Largest magnitude of each group, with the sign of its element where `grid` has signed scales."""
     if not grid.has_signed_scales:
         return groups.abs().amax(dim=-1)
-    # Not `argmax`: which of several it finds depends on the order of the weights.
-    lowest, highest = groups.aminmax(dim=-1)
+    # Not `argmax`: which of several it finds depends on the order of the weights. `aminmax` is several times slower on a CPU.
+    lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
     return torch.where(highest > -lowest, highest, lowest)
 
 

@@ -131,7 +131,7 @@ class Container:
     takes_signed_scales: bool = False
 
     def holds(self, grid: Grid | None) -> bool:
-        """Whether every code of `grid` is one of the container's, `None` standing for no grid at all."""
+        """Return whether every code of `grid` is one of the container's, `None` standing for no grid at all."""
         if grid is None or self.type is None:
             return grid is None and self.type is None
         if grid.has_signed_scales and not self.takes_signed_scales:
@@ -340,7 +340,7 @@ def group_name(index: int, scheme: QuantScheme) -> str:
 
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
-    """The scheme that wrote a group of a `quantization_config` under its [`group_name`]; `None` if it is none of [`SCHEMES`]."""
+    """Return the scheme that wrote a group of a `quantization_config` under its [`group_name`]; `None` if it is none of [`SCHEMES`]."""
 
     def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
         if not ours or not theirs:

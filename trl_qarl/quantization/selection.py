@@ -20,7 +20,7 @@ def reasons_to_skip(
     model: nn.Module, linears: dict[str, nn.Linear], exclude_modules: str | Sequence[str] | None
 ) -> dict[str, str]:
     """
-    Why each of the linear layers of `model`, by name, that stay in high precision does so.
+    Return why each of the linear layers of `model`, by name, that stay in high precision does so.
 
     Raises:
         ValueError: if an exclude pattern matches none of them.

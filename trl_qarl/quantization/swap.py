@@ -246,7 +246,7 @@ def prepare_model(
 
 def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport:
     """
-    The report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters; `plan`, if given, is
+    Return the report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters; `plan`, if given, is
     one of several schemes that its layers have.
     """
     layers = quantized_layers(model)
@@ -341,7 +341,7 @@ def freeze_model(model: nn.Module) -> int:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Every [`QuantizedLinear`] of `model` by its name, that in the base model where an adapter wraps it."""
+    """Return every [`QuantizedLinear`] of `model` by its name, that in the base model where an adapter wraps it."""
     return {name: module for name, module in base_modules(model) if isinstance(module, QuantizedLinear)}
 
 

@@ -83,11 +83,11 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The dense weight: the exact product `scale * code`, rounded once to `output_dtype` or `orig_dtype`."""
+        """Return the dense weight: the exact product `scale * code`, rounded once to `output_dtype` or `orig_dtype`."""
         return dequantize(self.qdata, self.scale, output_dtype or self.orig_dtype, self.scheme.container)
 
     def gemm_weight(self) -> "LowBitTensor":
-        """What the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
+        """Return what the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
@@ -114,7 +114,7 @@ class LowBitTensor(TorchAOBaseTensor):
     def from_checkpoint(
         cls, tensors: Mapping[str, torch.Tensor], scheme: QuantScheme, orig_dtype: torch.dtype
     ) -> "LowBitTensor":
-        """The inverse of [`~LowBitTensor.checkpoint_tensors`]."""
+        """Return the inverse of [`~LowBitTensor.checkpoint_tensors`]."""
         return cls(*format_of(scheme.container).from_checkpoint(tensors), scheme, orig_dtype)
 
     def __getstate__(self) -> dict[str, Any]:

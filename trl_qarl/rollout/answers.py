@@ -29,7 +29,7 @@ class BadAnswer(ValueError):
 
 def vocabulary_size(model) -> int:
     """
-    How many token ids a model has rows for. The tokenizer may know fewer, as the rows are padded, and an engine samples from all
+    Return how many token ids a model has rows for. The tokenizer may know fewer, as the rows are padded, and an engine samples from all
     of them; it may also know more, which no model can score.
     """
     return model.config.get_text_config().vocab_size
@@ -177,7 +177,7 @@ def _first_of_each(positions: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _numbers(row: Any) -> Any:
-    """A row of tensors, arrays or Python's numbers as Python's numbers."""
+    """Return a row of tensors, arrays or Python's numbers as Python's numbers."""
     if hasattr(row, "tolist"):
         return row.tolist()
     return [value.tolist() if hasattr(value, "tolist") else value for value in row]

@@ -225,7 +225,7 @@ class QaRLClient(VLLMClient):
         self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
 
     def _find_token(self, named_by_server: Any) -> tuple[str, str]:
-        """The secret, and where it comes from in words. Read each time: a server that is started again may have another."""
+        """Return the secret, and where it comes from in words. Read each time: a server that is started again may have another."""
         if self._token is not None:
             return self._token, "the server's start"
         path = self._token_file or named_by_server
@@ -243,11 +243,11 @@ class QaRLClient(VLLMClient):
             ) from error
 
     def has_session(self) -> bool:
-        """Whether a server has proved who it is and let this trainer in, be it that it has gone since."""
+        """Return whether a server has proved who it is and let this trainer in, be it that it has gone since."""
         return self._held is not None
 
     def has_lost_session(self) -> bool:
-        """Whether the server has closed the session's connection, which it does not while it lives."""
+        """Return whether the server has closed the session's connection, which it does not while it lives."""
         held = self._held
         sock = None if held is None else getattr(held.raw.connection, "sock", None)
         if sock is None:
@@ -300,7 +300,7 @@ class QaRLClient(VLLMClient):
             time.sleep(1.0)
 
     def is_healthy(self) -> bool:
-        """Whether the server answers and its engine lives."""
+        """Return whether the server answers and its engine lives."""
         try:
             self.session.get(f"{self.base_url}/health", timeout=_HEALTH_SECONDS)
             return True
@@ -327,11 +327,11 @@ class QaRLClient(VLLMClient):
         return _json(self.control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
 
     def weight_version(self) -> str:
-        """The version that the server stamps on what it generates."""
+        """Return the version that the server stamps on what it generates."""
         return self._get(f"{self.base_url}/weight_info")["weight_version"]
 
     def state(self) -> dict[str, Any]:
-        """The gate's state: `is_open`, `num_publications`, `holder`, `instance`, `transfer_dir`."""
+        """Return the gate's state: `is_open`, `num_publications`, `holder`, `instance`, `transfer_dir`."""
         return self._get(f"{self.base_url}{STATE_PATH}")
 
     @override

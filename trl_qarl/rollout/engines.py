@@ -127,7 +127,7 @@ def _is_repeated_on_gpu(model) -> bool:
 
 
 def start_command(args, model, dtype: torch.dtype) -> str:
-    """The command with which a user starts a server for a prepared `model` and a [`QaRLConfig`]."""
+    """Return the command with which a user starts a server for a prepared `model` and a [`QaRLConfig`]."""
     options = {
         "model": model.name_or_path,
         "scheme": args.scheme if isinstance(args.scheme, str) else json.dumps(args.plan.written),
@@ -147,7 +147,7 @@ def start_command(args, model, dtype: torch.dtype) -> str:
 
 
 def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
-    """The server of `vllm_server_autostart=True`, not yet started, for a prepared `model` and a [`QaRLConfig`]."""
+    """Return the server of `vllm_server_autostart=True`, not yet started, for a prepared `model` and a [`QaRLConfig`]."""
     vllm_args = []
     if args.vllm_max_model_length is not None:
         vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]

@@ -47,7 +47,7 @@ def all_or_none(accelerator):
 
 
 def as_lost(error: Exception, doing: str) -> EngineLost:
-    """What `doing` was ended by, as [`EngineLost`]; what nobody foresaw is logged with its traceback."""
+    """Return what `doing` was ended by, as [`EngineLost`]; what nobody foresaw is logged with its traceback."""
     if isinstance(error, EngineLost):
         return error
     if not isinstance(error, (ServerLost, PublishError, ValueError)):
@@ -57,7 +57,7 @@ def as_lost(error: Exception, doing: str) -> EngineLost:
 
 
 def _for_others(error: Exception) -> Exception:
-    """What the other processes raise; not every error can be pickled."""
+    """Return what the other processes raise; not every error can be pickled."""
     if isinstance(error, EngineLost):
         return EngineLost(str(error))
     return RuntimeError(f"Another process failed with {type(error).__name__}: {error}")

@@ -222,7 +222,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def is_published(self) -> bool:
         """
-        Whether no process' parameters have been written to since the last publication. What is written through `.data` is
+        Return whether no process' parameters have been written to since the last publication. What is written through `.data` is
         not seen.
         """
         is_published = self._parameter_versions() == self._published_parameters
@@ -327,7 +327,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         raise EngineLost(f"Publishing to vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")
 
     def _persistently(self, request: Callable[[], Any]) -> Any:
-        """The answer to a request to the server, which is filled again after each failure."""
+        """Return the answer to a request to the server, which is filled again after each failure."""
         for attempt in range(MAX_ATTEMPTS):
             try:
                 if attempt:
@@ -363,7 +363,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             return dict.fromkeys(_ANSWER, lost)
 
     def _image_features_persistently(self, image_features, images: list) -> list:
-        """What the server makes of images; where that fails for good, the completions say so to every process."""
+        """Return what the server makes of images; where that fails for good, the completions say so to every process."""
         try:
             return self._persistently(lambda: image_features(images))
         except EngineLost as lost:

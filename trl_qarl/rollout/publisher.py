@@ -245,5 +245,5 @@ def _rounded(values: torch.Tensor) -> list[float]:
 
 
 def _layer_of(name: str) -> str:
-    """What must be sent together: an adapter, or a layer."""
+    """Return what must be sent together: an adapter, or a layer."""
     return "the adapter" if is_adapter_tensor(name) else layer_of(name)

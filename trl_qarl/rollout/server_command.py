@@ -71,7 +71,7 @@ _IMPOSED = {
 
 
 def _reason_against(argument: str) -> str | None:
-    """Why an argument of `vllm serve` is not allowed, in any spelling that vLLM's parser understands."""
+    """Return why an argument of `vllm serve` is not allowed, in any spelling that vLLM's parser understands."""
     # `--name=value`, and `--name.key value` for one entry of a dictionary.
     name = argument.partition("=")[0].partition(".")[0]
     if not name.startswith("--"):

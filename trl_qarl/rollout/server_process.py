@@ -30,7 +30,7 @@ _TRACKER_SECONDS = 5.0
 
 def free_port() -> int:
     """
-    A port on the loopback address that nothing listens on, below those that Linux gives to outgoing connections: one of them
+    Return a port on the loopback address that nothing listens on, below those that Linux gives to outgoing connections: one of them
     could otherwise take it before a server does.
     """
     for port in random.SystemRandom().sample(range(15000, 32768), 100):

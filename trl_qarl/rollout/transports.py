@@ -35,7 +35,7 @@ class Transport(Protocol):
     """How tensors reach an engine."""
 
     def describe(self) -> dict[str, Any]:
-        """What the engine was built for: `quantization_config`, `dtype`, `logprobs_mode`, kernels."""
+        """Return what the engine was built for: `quantization_config`, `dtype`, `logprobs_mode`, kernels."""
 
     def begin(self) -> list[str]:
         """

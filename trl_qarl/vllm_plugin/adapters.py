@@ -106,7 +106,7 @@ class PublishedAdapter:
         self._arriving = {}
 
     def accept(self, names: Iterable[str]) -> None:
-        """What has arrived, in full and as it was sent, is the adapter from now on; `names` is all of it."""
+        """Make what has arrived, in full and as it was sent, the adapter from now on; `names` is all of it."""
         known = self.tensors | self._arriving
         self.tensors = {name: known[name] for name in names}
 
@@ -155,7 +155,7 @@ class PublishedAdapter:
         )
 
     def _problems(self, slot: int) -> list[str]:
-        """What the engine's buffers hold that the learner did not send, and what it sent that they do not hold."""
+        """Return what the engine's buffers hold that the learner did not send, and what it sent that they do not hold."""
         sent = {self.engine_name(name): (name, tensor) for name, tensor in self.tensors.items()}
         packed = self.model.lora_manager.packed_modules
         problems = []

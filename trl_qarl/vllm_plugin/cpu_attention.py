@@ -27,7 +27,7 @@ def register_attention() -> None:
 
 
 def describe_attention(model_runner: Any) -> str | None:
-    """What an engine says of its attention: [`~trl_qarl.numerics.cpu_attention.IN_ONE_PASS`] if all its layers have it."""
+    """Return what an engine says of its attention: [`~trl_qarl.numerics.cpu_attention.IN_ONE_PASS`] if all its layers have it."""
     builders = [
         builder for groups in model_runner.attn_groups for group in groups for builder in group.metadata_builders
     ]

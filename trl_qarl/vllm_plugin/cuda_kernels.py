@@ -26,7 +26,7 @@ def register_kernels() -> None:
 
 
 def is_repeatable() -> bool:
-    """Whether the engine that is being built is one that a learner repeats."""
+    """Return whether the engine that is being built is one that a learner repeats."""
     config = get_current_vllm_config_or_none()
     is_eager = config is not None and config.model_config.enforce_eager
     return is_eager and bool(envs.VLLM_BATCH_INVARIANT) and is_our_engine(FILE_BACKEND, NCCL_BACKEND)

@@ -207,13 +207,13 @@ class PublicationGate:
 
 
 def _is_from_a_page(headers: dict[bytes, bytes]) -> bool:
-    """Whether a browser sent it: it says so itself, and without asking the server first a page can send no JSON."""
+    """Return whether a browser sent it: it says so itself, and without asking the server first a page can send no JSON."""
     media_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
     return b"origin" in headers or b"sec-fetch-site" in headers or media_type != b"application/json"
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`, or an empty one where there is none."""
+    """Return the JSON object in `body`, or an empty one where there is none."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
@@ -237,7 +237,7 @@ async def _disconnected(receive) -> None:
 
 
 async def _read_body(receive, limit: float = math.inf) -> bytes:
-    """The body of a request, or nothing where it has more than `limit` bytes."""
+    """Return the body of a request, or nothing where it has more than `limit` bytes."""
     chunks, size, more = [], 0, True
     while more and size <= limit:
         message = await receive()

@@ -41,7 +41,7 @@ def put_first(platform: PlatformEnum, **kernels: type) -> None:
 
 def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
     """
-    Whether the engine of `config`, by default that which is being built, has its weights from here, through one of `backends` (by
+    Return whether the engine of `config`, by default that which is being built, has its weights from here, through one of `backends` (by
     default, files).
     """
     config = config or get_current_vllm_config_or_none()
@@ -111,7 +111,7 @@ class _QaRLScaledMMKernel:
 
     @classmethod
     def _reason_against(cls, c) -> str | None:
-        """Why layers of the configuration `c` cannot run here, or `None`."""
+        """Return why layers of the configuration `c` cannot run here, or `None`."""
         raise NotImplementedError
 
     def _make_low_bit(self, layer: torch.nn.Module) -> LowBitTensor:

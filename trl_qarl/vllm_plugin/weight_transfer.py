@@ -193,7 +193,7 @@ class _AuditedReload:
             raise
 
     def _kept(self) -> dict[str, str]:
-        """What earlier publications have left; of the adapter nothing where a new one has arrived."""
+        """Return what earlier publications have left; of the adapter nothing where a new one has arrived."""
         is_new = any(map(is_adapter_tensor, self._arrived))
         return {name: value for name, value in self.published.items() if not (is_new and is_adapter_tensor(name))}
 
@@ -229,7 +229,7 @@ class _AuditedReload:
         return problems
 
     def _live_problems(self, live: Mapping[str, str]) -> list[str]:
-        """What the engine does not run with although it was loaded, or has lost although nothing was sent for it."""
+        """Return what the engine does not run with although it was loaded, or has lost although nothing was sent for it."""
         assert self._expected is not None
         learner = {self._engine_name(name): value for name, value in self._expected.items()}
         arrived = {self._engine_name(name) for name in self._arrived}

@@ -18,7 +18,7 @@ class WorkerExtension:
     """Methods a worker gains through `--worker-extension-cls`, called by `/collective_rpc` or `LLM.collective_rpc`."""
 
     def qarl_describe(self) -> dict[str, Any]:
-        """What the engine was built for, to be compared with the learner before the first publication."""
+        """Return what the engine was built for, to be compared with the learner before the first publication."""
         config = self.vllm_config
         hf_config = config.model_config.hf_text_config
         quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(

@@ -18,7 +18,7 @@ __all__ = [
 
 def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """
-    What differs between two `quantization_config` entries in a way that changes numbers, as `"setting: ours, theirs"`.
+    Return what differs between two `quantization_config` entries in a way that changes numbers, as `"setting: ours, theirs"`.
 
     Args:
         ours (`Mapping[str, Any]`):
@@ -90,7 +90,7 @@ _NOT_NUMERIC = frozenset(
 
 def describe_model(config) -> dict[str, Any]:
     """
-    What of a text model's configuration decides the numbers that it computes, as JSON has it.
+    Return what of a text model's configuration decides the numbers that it computes, as JSON has it.
 
     Args:
         config ([`~transformers.PreTrainedConfig`]):
@@ -121,7 +121,7 @@ def sample_token_ids(tokenizer) -> list[int]:
 
 def model_differences(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """
-    What differs between two descriptions of a model or a tokenizer, as `"kind.setting: ours, theirs"`.
+    Return what differs between two descriptions of a model or a tokenizer, as `"kind.setting: ours, theirs"`.
 
     A setting that one side does not have is left out: versions of transformers differ in which ones they write.
     """

@@ -79,7 +79,7 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
 
 def fingerprint_differences(expected: Mapping[str, str], received: Mapping[str, str], limit: int = 5) -> list[str]:
     """
-    What differs between the fingerprints a learner announced and those an engine computed, one line per tensor.
+    Return what differs between the fingerprints a learner announced and those an engine computed, one line per tensor.
 
     Args:
         expected (`Mapping[str, str]`):

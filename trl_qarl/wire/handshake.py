@@ -41,7 +41,7 @@ _taken: str | None = None
 
 
 def make_token() -> str:
-    """A new secret."""
+    """Return a new secret."""
     return secrets.token_hex(32)
 
 
@@ -51,7 +51,7 @@ def proof(token: str, *parts: Any) -> str:
 
 
 def is_proof(given: Any, token: str, *parts: Any) -> bool:
-    """Whether `given`, which a stranger may have sent, is [`proof`] of the same; takes the same time whatever it is."""
+    """Return whether `given`, which a stranger may have sent, is [`proof`] of the same; takes the same time whatever it is."""
     return hmac.compare_digest(str(given).encode(errors="replace"), proof(token, *parts).encode())
 
 
@@ -67,7 +67,7 @@ def make_token_file(path: str | Path) -> None:
 
 def read_token_file(path: str | Path) -> str:
     """
-    The secret in a file of [`make_token_file`].
+    Return the secret in a file of [`make_token_file`].
 
     Raises:
         ValueError: if there is none, others can read or replace it, or something else is in it.
@@ -96,7 +96,7 @@ def read_token_file(path: str | Path) -> str:
 
 
 def take_token() -> str | None:
-    """The secret in [`TOKEN_VARIABLE`], which is removed from the environment: child processes would inherit it."""
+    """Return the secret in [`TOKEN_VARIABLE`], which is removed from the environment: child processes would inherit it."""
     global _taken
     _taken = os.environ.pop(TOKEN_VARIABLE, None) or _taken
     return _taken

@@ -31,5 +31,5 @@ WORKER_EXTENSION = "trl_qarl.vllm_plugin.worker.WorkerExtension"
 
 
 def is_adapter_tensor(name: str) -> bool:
-    """Whether a published tensor is A or B of a LoRA adapter."""
+    """Return whether a published tensor is A or B of a LoRA adapter."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))

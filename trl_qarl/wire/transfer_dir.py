@@ -33,7 +33,7 @@ _OWNED = re.compile(r"trl-qarl-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)
 
 
 def transfer_bases() -> list[Path]:
-    """Where transfer directories can be: shared memory, if this host has it, and the temporary directory."""
+    """Return where transfer directories can be: shared memory, if this host has it, and the temporary directory."""
     bases = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     return [base for base in bases if os.access(base, os.W_OK | os.X_OK)]
 

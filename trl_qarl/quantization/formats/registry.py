@@ -12,5 +12,5 @@ _FORMATS = {"int4-packed": int4_packed, "int8": int8, "int8-packed": int8_packed
 
 
 def format_of(container: Container) -> ModuleType:
-    """The functions of a container with low-bit codes."""
+    """Return the functions of a container with low-bit codes."""
     return _FORMATS[container.name]

@@ -108,12 +108,12 @@ def test_bad_option_is_one_line(options, message, tiny_model, capsys):
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        ("adapter", ["--num_layers", "2"], "Unknown option `--num_layers`"),
+        ("adapter", ["--num_layers", "2"], "unrecognized arguments: --num_layers 2"),
         ("publish", ["--num_layers", "2"], "Give `--shapes` too"),
         ("learner", ["--shapes", "tiny", "--model_name_or_path", "x"], "two models"),
-        ("decode", ["--sequence_length", "8"], "Unknown option `--sequence_length`"),
-        ("alignment", ["--repeats", "2"], "Unknown option `--repeats`"),
-        ("learner", ["--schemes", "bf16"], "`--schemes bf16` is none of w4a16"),
+        ("decode", ["--sequence_length", "8"], "unrecognized arguments: --sequence_length 8"),
+        ("alignment", ["--repeats", "2"], "unrecognized arguments: --repeats 2"),
+        ("learner", ["--schemes", "bf16"], "invalid choice: 'bf16' (choose from 'w4a16'"),
     ],
 )
 def test_mode_has_only_the_options_that_it_uses(capsys, mode, options, message):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trl_qarl.checkpoint.marker import COMPLETE_FILE
 from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.quantization.plan import get_plan
 
@@ -28,11 +29,13 @@ def test_record_of_one_scheme_is_what_it_always_was(tmp_path):
         "scale_dtype": "bfloat16",
     }
     write_scheme(tmp_path, record)
+    (tmp_path / COMPLETE_FILE).touch()
     assert find_checkpoint(str(tmp_path), "", record) == str(tmp_path)
 
 
 def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
     write_scheme(tmp_path, record_of(MAPPING, high_precision_first=1))
+    (tmp_path / COMPLETE_FILE).touch()
     assert json.loads((tmp_path / "qarl.json").read_text())["scheme"] == MAPPING
     assert find_checkpoint(str(tmp_path), "", record_of(MAPPING, high_precision_first=1)) == str(tmp_path)
     # The first expression that matches counts, so another order is another plan.

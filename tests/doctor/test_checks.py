@@ -162,8 +162,8 @@ def test_transfer_directory_that_is_too_small():
 
 
 def test_equal_samples_are_an_error():
-    assert doctor.check_samples([[1, 2], [1, 3]]).level == "ok"
-    assert doctor.check_samples([[1, 2], [1, 2]]).level == "error"
+    assert engine.check_samples([[1, 2], [1, 3]]).level == "ok"
+    assert engine.check_samples([[1, 2], [1, 2]]).level == "error"
 
 
 @pytest.fixture

@@ -6,14 +6,10 @@ recognised by their attributes, as PEFT is optional.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-
-
-if TYPE_CHECKING:
-    pass
 
 
 __all__ = ["adapted_layers", "base_model", "base_modules", "base_state_dict", "is_adapted", "is_peft_model"]

@@ -30,3 +30,29 @@ def hub(tmp_path, monkeypatch):
     with StandInHub(tmp_path / "hub-blobs") as server:
         use(server, monkeypatch, tmp_path / "hub-home")
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tmp_path_factory):
+    from testing_utils import make_tiny_dataset
+
+    return make_tiny_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def train_argv(tiny_model, tiny_dataset, tmp_path):
+    """Options of a run of two steps on the tiny model, without the command's name."""
+    options = {
+        "model_name_or_path": tiny_model,
+        "dataset_name": tiny_dataset,
+        "reward_funcs": "testing_utils.count_digits",
+        "output_dir": tmp_path / "run",
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "save_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+    }
+    return [token for name, value in options.items() for token in (f"--{name}", str(value))]

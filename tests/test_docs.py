@@ -83,11 +83,11 @@ def test_headline_picture_has_the_numbers_of_the_study():
 def test_tables_of_the_study_are_those_of_its_results():
     fill = runpy.run_path(str(ROOT / "benchmarks/study/long_tables.py"))["fill"]
     results = json.loads((ROOT / "benchmarks/study/study.json").read_text())
-    page = (ROOT / "docs/study.md").read_text()
+    page = (ROOT / "docs/study_grids.md").read_text()
     shown = re.findall(r"<!-- (\w+): \w+ -->", page)
     assert set(shown) == {cell["study"] for cell in results}
     assert fill(page, results) == page, (
-        "run `python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study.md`"
+        "run `python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study_grids.md`"
     )
 
 

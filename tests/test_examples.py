@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import make_tiny_model
+from testing_utils import launch_environment, make_tiny_model
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -76,3 +76,21 @@ def test_settings_of_the_paper_are_what_the_command_line_reads():
     bands = args.positive_epsilon_high, args.negative_epsilon_low, args.negative_epsilon_high
     assert bands == (4e-4, 3e-4, 7e-4)
     assert model_args.model_name_or_path == "Qwen/Qwen3-8B-Base"
+
+
+def test_launch_configurations_are_read_as_they_say(monkeypatch):
+    """fsdp2.yaml is launched in distributed/test_shards.py."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    names = sorted(path.name for path in (EXAMPLES / "accelerate_configs").iterdir())
+    assert names == ["ddp.yaml", "fsdp2.yaml", "fsdp2_two_nodes.yaml"]
+    ddp, one, two = map(launch_environment, names)
+    assert "ACCELERATE_USE_FSDP" not in ddp and ddp["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert {name: value for name, value in one.items() if "FSDP" in name} == {
+        name: value for name, value in two.items() if "FSDP" in name
+    }
+    for name, value in one.items():
+        monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading) == (2, True, True)
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"

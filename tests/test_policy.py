@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer import grpo_trainer
 
-from testing_utils import make_tiny_model, make_trainer
+from testing_utils import make_problems, make_tiny_model, make_trainer
+from trainings import SIGNED, arguments
 from trl_qarl import QaRLConfig
 from trl_qarl.policy import Policy
+from trl_qarl.quantization.swap import quantized_layers
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,7 @@ def test_a_policy_needs_no_trainer(tiny_model, tmp_path):
     assert model.dtype == policy.dtype == torch.float32 and policy.numerics == "fast"
     assert policy.record() == {
         "scheme": "w8a16",
+        "grids": ["int8"],
         "quantize_learner": True,
         "group_size": None,
         "exclude_modules": ["o_proj"],
@@ -97,3 +101,40 @@ def test_what_is_wrong_with_a_model_is_said_before_it_is_touched(tiny_model, tmp
     with pytest.raises(ValueError, match="The masters are bfloat16"):
         Policy(args).prepare(model)
     assert all(type(module) is torch.nn.Linear for module in model.modules() if isinstance(module, torch.nn.Linear))
+
+
+def test_sharded_masters_have_one_precision(tiny_model, tmp_path):
+    policy = Policy(arguments(tmp_path, scheme=SIGNED[4], precisions=[4, 3]))
+    with pytest.raises(ValueError, match=r"precisions=\[4, 3\] is not supported with FSDP"):
+        policy.prepare(policy.load(tiny_model), will_be_sharded=True)
+
+
+def test_evaluation_and_export_have_the_bits_of_the_scheme(tiny_model, tmp_path):
+    options = {"scheme": SIGNED[4], "group_size": 32, "precisions": [3, 2], "steps_per_generation": 2, "max_steps": 3}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "bf16": False}
+    trainer = make_trainer(tiny_model, tmp_path, eval_dataset=make_problems(4), beta=0.1, **options)
+    seen, generate = [], trainer._generate_and_score_completions
+
+    def note(inputs):
+        models = (trainer.model, trainer.ref_model)
+        seen.append((trainer.model.training, *({x.scheme.name for x in quantized_layers(m).values()} for m in models)))
+        return generate(inputs)
+
+    trainer._generate_and_score_completions = note
+    trainer.train()
+    train, evaluate = ([schemes for mode, *schemes in seen if mode == wanted] for wanted in (True, False))
+    assert train == [[{SIGNED[3]}] * 2, [{SIGNED[2]}] * 2]
+    assert evaluate and all(schemes == [{SIGNED[4]}] * 2 for schemes in evaluate)
+    history = trainer.state.log_history
+    # Evaluations within a batch leave it as it was.
+    assert [row["quant/bits"] for row in history if "quant/bits" in row] == [3, 2]
+    assert max(row["eval_mismatch/abs_logp_mean"] for row in history if "eval_mismatch/abs_logp_mean" in row) < 1e-6
+    # As a push within a batch exports it.
+    assert trainer.policy.bits is None
+    trainer.set_precision(2)
+    exported = load_file(trainer.export_model(tmp_path / "export") / "model.safetensors")
+    assert trainer.policy.bits == 2
+    trainer.set_precision(None)
+    for name, layer in quantized_layers(trainer.model).items():
+        assert layer.scheme.name == SIGNED[4]
+        assert torch.equal(exported[f"{name}.weight_packed"], layer.checkpoint_tensors()["weight_packed"])

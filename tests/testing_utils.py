@@ -277,7 +277,7 @@ def make_vllm_trainer(directory, arch: str = "llama", callbacks=None, peft_confi
     }
     dataset = load_dataset(make_tiny_dataset(directory))
     return QaRLTrainer(
-        model=make_tiny_model(directory, arch),
+        model=(make_tiny_mixture if arch in MIXTURES else make_tiny_model)(directory, arch),
         reward_funcs=count_digits,
         args=QaRLConfig(str(Path(directory) / "output"), **(defaults | arguments)),
         train_dataset=dataset["train"],
@@ -335,3 +335,93 @@ class Tampering:
 
     def send(self, tensors):
         self.transport.send([item for tensor in tensors for item in self.change(*tensor)])
+
+
+def launch_environment(config_file: str) -> dict[str, str]:
+    """What `accelerate launch` with a configuration of `examples/accelerate_configs` adds to the environment of the processes."""
+    import os
+
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    path = Path(__file__).parent.parent / "examples" / "accelerate_configs" / config_file
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
+    return {name: value for name, value in prepare_multi_gpu_env(args).items() if os.environ.get(name) != value}
+
+
+MIXTURES = {
+    "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"num_experts": 8},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_local_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    "glm4_moe": {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "qwen3_next": {
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 64,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+"""Fields of small mixtures of experts, by model type, beside those that all have."""
+
+
+def make_mixture(arch: str = "qwen3_moe", seed: int = 0, **overrides):
+    """
+    Make a random two-layer mixture of eight experts, two of them active, that groups of 32 and of 64 input features divide.
+
+    Parameters:
+        arch (`str`, *optional*, defaults to `"qwen3_moe"`):
+            One of [`MIXTURES`].
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights; the caller's random state is left alone. Routers prefer, as trained ones do.
+        overrides:
+            Configuration fields.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **(sizes | MIXTURES[arch] | overrides)))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate.weight", ".bias")):
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def make_tiny_mixture(directory, arch: str = "qwen3_moe", **overrides) -> str:
+    """
+    Save a model of [`make_mixture`] with its tokenizer and return the directory. Its weights are so large that outputs and routes depend
+    on the tokens.
+    """
+    import torch
+
+    model = make_mixture(arch, **overrides)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                size = 2.0 if name.endswith(("gate.weight", "lm_head.weight")) else 1.0
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size / parameter.shape[-1] ** 0.5)
+    path = Path(directory) / arch
+    model.save_pretrained(path)
+    make_tiny_tokenizer().save_pretrained(path)
+    return str(path)

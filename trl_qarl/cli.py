@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "Write an HTML page that compares training runs",
     "bench": "Time the quantized model against bf16 on this machine",
     "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before a training does",
+    "estimate": "Add up what a training takes of each GPU's memory, and say which launch fits",
     "env": "Print versions, hardware and the kernel of each scheme",
 }
 
@@ -154,6 +155,14 @@ def _train(argv: list[str]) -> int:
         print(f"usage: {USAGE}\nSee `trl-qarl train --help`.", file=sys.stderr)
         return 2
 
+    if asked := {"-h", "--help", "--help_all", "--help-all"} & {*argv}:
+        # What only a launch needs takes longer to import than the rest.
+        parser = make_parser("trl-qarl train")
+        if asked <= {"-h", "--help"}:
+            hide_inherited_options(parser)
+        parser.print_help()
+        return 0
+
     import subprocess
 
     import torch
@@ -162,15 +171,10 @@ def _train(argv: list[str]) -> int:
     from trl.cli.commands.training import _subtract_subsequence
 
     parser, launch_parser = make_parser("trl-qarl train"), launch_command_parser()
-    known = {*option_names(parser), *option_names(launch_parser), "--config", "--accelerate_config", "--help_all"}
+    known = {*option_names(parser), *option_names(launch_parser), "--config", "--accelerate_config"}
     # TRL takes the file as a word of its own.
     words = (word.split("=", 1) if word.startswith("--config=") else [word] for word in argv)
     argv = spell([part for word in words for part in word], known)
-    if {"-h", "--help", "--help_all"} & {*argv}:
-        if "--help_all" not in argv:
-            hide_inherited_options(parser)
-        parser.print_help()
-        return 0
     with configuration_errors(), _without_warnings():
         check_names(argv, known)
         try:

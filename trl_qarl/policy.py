@@ -2,17 +2,21 @@
 [`Policy`]: the model that is trained, from its name to what is served and saved of it. It knows no trainer.
 
 There is one time at which it is prepared: once TRL has made the model and its adapter and transformers has put them on their device,
-and before TRL makes anything of them, such as a reference or an engine. [`PreparesPolicy`] is there in the order of constructors.
+and before TRL makes anything of them, such as a reference or an engine. [`PreparesPolicy`] is there in the order of constructors. With
+`precisions` it runs at other bits batch by batch: [`TakesTurns`].
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from trl.trainer import grpo_trainer
 from trl.trainer.base_trainer import _BaseTrainer
+from typing_extensions import override
 
 from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, prepare_base
 from .adapters.engine import lora_arguments
@@ -21,16 +25,21 @@ from .checkpoint.cards import described_settings
 from .checkpoint.export import export_checkpoint
 from .checkpoint.record import check_record, scheme_record
 from .checks.adapter import problems_of_adapted_model
-from .checks.arguments import check_dropout, check_launch, problems_of_masters
+from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters
+from .checks.launch import check_agreement, check_launch, shard_when_prepared
 from .checks.options import raise_problems
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
+from .quantization.global_scales import global_scales
 from .quantization.names import is_peft_model
-from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model
+from .quantization.precisions import precision_at, set_precision
+from .quantization.sharded import is_sharded, shard_low_bit
+from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model, quantized_layers
+from .rollout.failures import all_or_none
 
 
-__all__ = ["Policy", "PreparesPolicy"]
+__all__ = ["Policy", "PreparesPolicy", "TakesTurns", "replaced_in_trl"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +65,8 @@ class Policy:
             Which layers were quantized, how, and which were not.
         numerics (`str`):
             How the learner computes: `"engine"` or `"fast"`.
+        bits (`int` or `None`):
+            Bits that it runs at; `None` for those of its schemes.
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):
             What happens where that is not how the engine computed.
     """
@@ -72,6 +83,8 @@ class Policy:
         self._adapter_folder: str | None = None
         self._loaded_adapter: dict[str, torch.Tensor] = {}
         self._base: str | None = None
+        self._reference: Any = None
+        self.bits: int | None = None
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Return the model of that name, in place of TRL's `create_model_from_path`: also an adapter's folder, or a low-bit base."""
@@ -81,9 +94,9 @@ class Policy:
             self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         return model
 
-    def prepare(self, model: Any) -> None:
+    def prepare(self, model: Any, will_be_sharded: bool = False) -> None:
         """
-        Quantize `model`, in place, and choose the numerics.
+        Quantize `model`, in place, and choose the numerics; with `will_be_sharded`, for FSDP2.
 
         Raises:
             ValueError: if the model cannot be trained as configured, naming all that is wrong.
@@ -96,14 +109,34 @@ class Policy:
         raise_problems([*problems_of_masters(model, args, self.has_adapter)])
         if self.has_adapter:
             raise_problems([*problems_of_adapted_model(model)])
+        if will_be_sharded and args.precisions is not None:
+            raise ValueError(
+                f"precisions={args.precisions} is not supported with FSDP: what gathers low-bit weights has one precision. Remove it, or "
+                "train in one process or with DDP."
+            )
         check_dropout(model, args)
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         self._quantize()
+        raise_problems([*problems_of_experts(model, args, self.swap_report.skipped)])
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
+        if will_be_sharded:
+            self.numerics, reason = "fast", "FSDP2 shards the masters"
         logger.info("numerics=%r: %s", self.numerics, reason)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
+
+    def set_precision(self, bits: int | None) -> bool:
+        """
+        Have learner and reference run at `bits` bits, `None` for those of their schemes, and return whether that changes what is to
+        be published.
+        """
+        if bits == self.bits:
+            return False
+        self.bits = bits
+        if self._reference is not None:
+            set_precision(quantized_layers(self._reference), self.swap_report.schemes, bits)
+        return set_precision(quantized_layers(self.model), self.swap_report.schemes, bits)
 
     @property
     def _swap_arguments(self) -> dict[str, Any]:
@@ -144,11 +177,16 @@ class Policy:
         """Prepare `model` to be what the learner is kept close to: as the learner started, the low-bit model."""
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
+            if is_sharded(model):
+                shard_low_bit(model)
+            self._reference = model
         self.attach_numerics(model)
 
     def record(self) -> dict[str, Any]:
         """Return what the weights of a checkpoint are trained for, to tell it from others."""
         record = scheme_record(self.args, self.swap_report.plan, self.dtype)
+        if scales := global_scales(quantized_layers(self.model)):
+            record["global_scales"] = scales
         if self.has_adapter:
             record |= {"lora_mode": self.args.lora_mode, "base": self._base}
         return record
@@ -162,11 +200,19 @@ class Policy:
         """Settings that a model card names."""
         settings = {"objective": self.args.objective, **self.record(), "temperature": self.args.temperature}
         settings |= described_settings(self.swap_report.plan)
-        return {name: value for name, value in settings.items() if value is not None}
+        return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:
-        """Write the low-bit policy as [`export_checkpoint`] does, and return the folder."""
-        return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
+        """
+        Write the low-bit policy as [`export_checkpoint`] does, at the bits of its schemes, and return the folder. Where masters are
+        sharded every process has to call, and what fails on one is raised by all.
+        """
+        bits = self.bits
+        self.set_precision(None)
+        try:
+            return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
+        finally:
+            self.set_precision(bits)
 
 
 class PreparesPolicy(_BaseTrainer):
@@ -179,5 +225,67 @@ class PreparesPolicy(_BaseTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        check_launch(self.accelerator, is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        self.policy.prepare(self.model)
+        check_launch(self.accelerator, self.args, self.model)
+        with all_or_none(self.accelerator):
+            self.policy.prepare(self.model, will_be_sharded=self.is_fsdp_enabled)
+        check_agreement(self.accelerator, self.policy.record())
+        if self.is_fsdp_enabled:
+            shard_when_prepared(self.accelerator)
+
+
+class TakesTurns(_BaseTrainer):
+    """
+    Has a generation batch generated, scored and learned at one precision, as `precisions` says. To be inherited from before TRL's
+    trainer.
+
+    The precision follows from the update with which the batch began, so that a resumed run goes on as it was.
+    """
+
+    args: Any
+    policy: Policy
+    use_vllm: bool
+    _step: int
+    _last_loaded_step: int
+
+    def set_precision(self, bits: int | None) -> None:
+        """Have the policy run at `bits` bits, `None` for those of its scheme, and the engine with it from its next rollout on."""
+        if self.policy.set_precision(bits) and self.use_vllm:
+            self._last_loaded_step = -1
+
+    @override
+    def training_step(self, *args, **kwargs):
+        """Has the precision of the generation batch that is in progress, or begins."""
+        options = self.args
+        if options.precisions is not None:
+            num_updates = options.steps_per_generation * options.num_iterations // options.gradient_accumulation_steps
+            num_done = self._step // options.gradient_accumulation_steps % num_updates
+            self.set_precision(precision_at(options.precisions, self.state.global_step - num_done, num_updates))
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def evaluate(self, *args, **kwargs):
+        """Evaluates what is deployed: at the bits of the scheme."""
+        self.set_precision(None)
+        return super().evaluate(*args, **kwargs)
+
+    @override
+    def train(self, *args, **kwargs):
+        """Leaves the policy at the bits of its scheme."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.set_precision(None)
+
+
+@contextmanager
+def replaced_in_trl(**factories: Callable[..., Any]):
+    """
+    While open, [`~trl.GRPOTrainer`] calls `factories` under the names of its module: what loads models, and what its rollouts are
+    made with. It has no other point of injection.
+    """
+    originals = {name: getattr(grpo_trainer, name) for name in factories}
+    vars(grpo_trainer).update(factories)
+    try:
+        yield
+    finally:
+        vars(grpo_trainer).update(originals)

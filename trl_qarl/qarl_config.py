@@ -16,6 +16,7 @@ from .checks.objective import check_objective, check_ratios, refused_by_objectiv
 from .checks.options import (
     EXACT,
     NUMERICS,
+    VLLM_TRANSPORTS,
     as_dict,
     check_adapters,
     check_hub,
@@ -81,13 +82,16 @@ class QaRLConfig(GRPOConfig):
 
     Parameters:
         scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
-            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"w3a16"` or `"w2a16"`
-            (3 or 2 bits, stored as INT4), `"w4a16-signed"`, `"w3a16-signed"` or `"w2a16-signed"` (the same with signed scales), or
-            `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in
-            torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
+            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"`
+            (3 or 2 bits, stored as INT4), `"w4a16-observer"`, `"w3a16-observer"` or `"w2a16-observer"` (with compressed-tensors'
+            scales), or `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
             `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller one.
+        precisions (`list[int]` or `dict[int, int]`, *optional*):
+            Bits of the masters' low-bit form in turn, for schemes with signed scales: `[4, 3]` generates, scores and learns one batch
+            at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 and goes on with 3 from update 60. The engine stays as it is.
+            Evaluation and export have the bits of `scheme`.
         quantize_learner (`bool`, *optional*, defaults to `True`):
             Whether the learner and its reference model run the low-bit weights of `scheme` as the rollout does, which is
             QaRL. With `False` they run the high-precision master weights: quantized rollout training.
@@ -157,7 +161,8 @@ class QaRLConfig(GRPOConfig):
         allow_low_precision_masters (`bool`, *optional*, defaults to `False`):
             Train masters in bfloat16 (or, unquantized, float16) nevertheless, in which most updates round to nothing.
         allow_high_precision_experts (`bool`, *optional*, defaults to `False`):
-            Without vLLM, train a mixture of experts whose experts no scheme quantizes, and which has no low-bit export.
+            Without vLLM, train a mixture whose experts are laid out such that no scheme quantizes them, or are excluded, and which
+            has no low-bit export.
         vllm_request_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds that the server has to answer a request that does not generate, such as to take a chunk of weights. After
             that it counts as lost.
@@ -166,6 +171,16 @@ class QaRLConfig(GRPOConfig):
         vllm_token_file (`str`, *optional*):
             File with the secret that opens the session of a server on another host: a copy of its `--token_file`,
             which only you can read. By default the file that the server names, on the same host.
+        vllm_transport (`str`, *optional*, defaults to `"auto"`):
+            How weights reach a server: `"nccl"`, `"file"` through a directory that both hosts have, `"http"`. By default NCCL if
+            the server was started for it, else the directory if this host has it, else HTTP; the log says which, and why.
+        vllm_ssl_ca_certs (`str`, *optional*):
+            File with the certificates that vouch for a server at https://, such as its own. By default those of public authorities.
+        vllm_allow_plain_http (`bool`, *optional*, defaults to `False`):
+            Send weights to another host over http:// nevertheless, where whoever carries them can read and change them.
+        vllm_delta_sync (`bool`, *optional*):
+            Whether a weight sync to a server sends, of each tensor, only what changed since the last one. Trainer and server
+            each keep a copy of the low-bit policy in host memory. By default over HTTP alone, where it is faster; never with NCCL.
         hub_export (`str`, *optional*, defaults to `"low-bit"`):
             What is pushed to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the repository's
             name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy and, in a second
@@ -182,6 +197,7 @@ class QaRLConfig(GRPOConfig):
 
     scheme: dict[str, Any] | str | None = "w4a16"
     group_size: int | None = None
+    precisions: list[int] | str | dict[int, int] | None = None
     quantize_learner: bool = True
     exclude_modules: list[str] | None = None
     high_precision_first: int = 0
@@ -210,6 +226,10 @@ class QaRLConfig(GRPOConfig):
     vllm_request_timeout: float = 300.0
     vllm_generation_timeout: float = 1800.0
     vllm_token_file: str | None = None
+    vllm_transport: str = field(default="auto", metadata={"choices": list(VLLM_TRANSPORTS)})
+    vllm_ssl_ca_certs: str | None = None
+    vllm_allow_plain_http: bool = False
+    vllm_delta_sync: bool | None = None
     hub_export: str = field(default="low-bit", metadata={"choices": list(HUB_EXPORTS)})
     weight_decay: float = 0.01
 

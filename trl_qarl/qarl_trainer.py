@@ -18,13 +18,13 @@ from .checks.arguments import PICTURES, check_arguments
 from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
 from .muon import create_muon_adamw
 from .objectives.registry import get_objective
-from .policy import Policy, PreparesPolicy
+from .policy import Policy, PreparesPolicy, TakesTurns, replaced_in_trl
 from .qarl_config import QaRLConfig
 from .quantization.swap import SwapReport, quantized_forward, quantized_layers
 from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
-from .rollout.generation import QaRLVLLMGeneration, replaced_in_trl
+from .rollout.generation import QaRLVLLMGeneration
 from .rollout.scoring import prompt_log_probs
 from .rollout.server_process import exit_on_sigterm
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
@@ -39,7 +39,7 @@ __all__ = ["QaRLTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
+class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
     """
     Trainer for Quantization-aware Reinforcement Learning (QaRL), https://huggingface.co/papers/2604.07853.
 
@@ -126,6 +126,10 @@ class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
             GenerationConfig=self._make_generation_config,
         ):
             super().__init__(**given)
+        if self.is_fsdp_enabled and not self.use_vllm and (tools or environment_factory):
+            raise NotImplementedError(
+                "Tools with FSDP2 need `use_vllm=True`: processes call them each as often as they need, and generate together."
+            )
         if rollout_func is not None:
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
             self.rollout_func = all_or_none(self.accelerator)(checked)
@@ -155,6 +159,10 @@ class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
             request_timeout=args.vllm_request_timeout,
             generation_timeout=args.vllm_generation_timeout,
             token_file=args.vllm_token_file,
+            transport=args.vllm_transport,
+            allow_plain_http=args.vllm_allow_plain_http,
+            ca_certs=args.vllm_ssl_ca_certs,
+            delta_sync=args.vllm_delta_sync,
             start_command=start_command(args, self.model, policy.dtype),
         )
         if self.numerics == "engine" and self.accelerator.is_main_process:
@@ -256,6 +264,8 @@ class QaRLTrainer(SavesRuns, GRPOTrainer, PreparesPolicy):
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
+            if self.policy.bits is not None:
+                publication["quant/bits"] = float(self.policy.bits)
             self.recorder.observe_rollout(output, batch, publication, is_scored=not self._is_scored_by_sampler)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
             if self.numerics == "engine":

@@ -13,7 +13,9 @@ from typing_extensions import override
 
 from .checkpoint import batch as generation_batch
 from .checkpoint import marker, record
+from .checkpoint.load import load_renamed
 from .checkpoint.pushes import PushesPolicy
+from .quantization.sharded import is_sharded
 from .rollout.failures import all_or_none
 
 
@@ -121,6 +123,9 @@ class SavesRuns(PushesPolicy):
         try:
             with all_or_none(self.accelerator), generation_batch.hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)
+                if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
+                    # FSDP2's sharded checkpoints have the weights and nothing of what `save_model` writes.
+                    record.write_scheme(folder, self.policy.record())
                 generation_batch.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
                 marker.sync(folder)
         finally:
@@ -132,6 +137,10 @@ class SavesRuns(PushesPolicy):
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.fspath(folder))
         rotate()
+
+    @override
+    def _gathering(self):
+        return all_or_none(self.accelerator) if is_sharded(self.model) else nullcontext()
 
     def _shared_while_saving(self):
         """Return where processes meet within a checkpoint, a failure of one before must reach the others."""
@@ -154,6 +163,18 @@ class SavesRuns(PushesPolicy):
         """As the parent's, once the checkpoint is complete."""
         if not self._is_saving:
             super()._push_from_checkpoint(checkpoint_folder)
+
+    @override
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        """Also loads what the checkpoint of a mixture of experts has under other names than the model."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_renamed(self.model if model is None else model, resume_from_checkpoint)
+
+    @override
+    def _load_best_model(self) -> None:
+        """As [`~SavesRuns._load_from_checkpoint`]."""
+        super()._load_best_model()
+        load_renamed(self.model, self.state.best_model_checkpoint)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint):

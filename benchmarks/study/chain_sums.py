@@ -4,7 +4,7 @@ Sums modulo 100 written out step by step, and a model of 0.6 million parameters 
     python benchmarks/study/chain_sums.py --output_dir DIR
 
 A problem is `03:38+47=`, its answer `85;02:47+85=32;01:85+32=17.`, character by character: each step adds the last two
-numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (docs/study.md).
+numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (docs/study_grids.md).
 """
 
 import json

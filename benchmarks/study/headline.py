@@ -1,4 +1,4 @@
-"""Draws docs/headline.png and the figures of docs/study.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib)."""
+"""Draws docs/headline.png and the figures of docs/study_grids.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib)."""
 
 import json
 import statistics
@@ -25,7 +25,7 @@ RUNS = {
     ("QaRL", "tbpo"): ("QaRL, TBPO", "blue"),
 }
 BASELINE = ("long", "bf16", "bf16", "grpo-tis")
-# Held-out problems solved greedily before training, in per cent of 256 (study.md, "Before training").
+# Held-out problems solved greedily before training, in per cent of 256 (study_grids.md, "Before training").
 BEFORE = {"bf16": 74, "w4a16-g128": 62, "w3a16-g32": 32}
 SMOOTHED = 5
 

@@ -1,5 +1,5 @@
 """
-Other starts for the low-bit policies of benchmarks/study/long_study.py, which docs/study.md compares with rounding to nearest.
+Other starts for the low-bit policies of benchmarks/study/long_study.py, which docs/study_grids.md compares with rounding to nearest.
 Each changes the master weights before the first update.
 """
 
@@ -131,7 +131,7 @@ def round_by_gptq(trainer, tokens: torch.Tensor, damping: float = 0.01) -> None:
     if signed:
         raise ValueError(
             f"The start from GPTQ places masters such that their scale is the largest magnitude over half the range, which is not "
-            f"the rule of {sorted(signed)}. Choose a scheme without '-signed', or another start."
+            f"the rule of {sorted(signed)}. Choose a scheme that ends in '-observer', or another start."
         )
     moments = {name: torch.zeros(layer.in_features, layer.in_features) for name, layer in layers.items()}
 

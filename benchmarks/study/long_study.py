@@ -1,5 +1,5 @@
 """
-One cell of the study of long completions in docs/study.md, in a few minutes on one core: the model of
+One cell of the study of long completions in docs/study_grids.md, in a few minutes on one core: the model of
 `benchmarks/study/chain_sums.py` learns to get chains of 10 to 15 sums right, in answers of 112 to 172 tokens.
 
     python benchmarks/study/chain_sums.py --output_dir MODEL
@@ -23,27 +23,31 @@ import long_starts
 
 
 # Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.
+# With the scales of compressed-tensors, as in docs/study_grids.md.
 VARIANTS = {
     "bf16": {"scheme": "bf16"},
-    "w4a16-g32": {"scheme": "w4a16", "group_size": 32},
-    "w4a16-g128": {"scheme": "w4a16", "group_size": 128},
-    "w3a16-g32": {"scheme": "w3a16", "group_size": 32},
-    "w3a16-g128": {"scheme": "w3a16", "group_size": 128},
+    "w4a16-g32": {"scheme": "w4a16-observer", "group_size": 32},
+    "w4a16-g128": {"scheme": "w4a16-observer", "group_size": 128},
+    "w3a16-g32": {"scheme": "w3a16-observer", "group_size": 32},
+    "w3a16-g128": {"scheme": "w3a16-observer", "group_size": 128},
+    # Signed scales (benchmarks/study/long_signed.yaml).
+    "w4a16-g128-signed": {"scheme": "w4a16", "group_size": 128},
+    "w3a16-g32-signed": {"scheme": "w3a16", "group_size": 32},
     # What others found to help low-bit learners (benchmarks/study/long_variants.yaml).
-    "w3a16-g32-decay0": {"scheme": "w3a16", "group_size": 32, "weight_decay": 0.0},
-    "w3a16-g32-decay1": {"scheme": "w3a16", "group_size": 32, "weight_decay": 0.1},
-    "w3a16-g32-last": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.2\..*"},
-    "w3a16-g32-first": {"scheme": "w3a16", "group_size": 32, "exclude_modules": r"model\.layers\.0\..*"},
+    "w3a16-g32-decay0": {"scheme": "w3a16-observer", "group_size": 32, "weight_decay": 0.0},
+    "w3a16-g32-decay1": {"scheme": "w3a16-observer", "group_size": 32, "weight_decay": 0.1},
+    "w3a16-g32-last": {"scheme": "w3a16-observer", "group_size": 32, "exclude_modules": r"model\.layers\.2\..*"},
+    "w3a16-g32-first": {"scheme": "w3a16-observer", "group_size": 32, "exclude_modules": r"model\.layers\.0\..*"},
     # `start` and `low_bit_rate` are this script's own: benchmarks/study/long_starts.py and `speed_up`.
-    "w3a16-g32-rate3": {"scheme": "w3a16", "group_size": 32, "low_bit_rate": 3.0},
-    "w3a16-g32-mse": {"scheme": "w3a16", "group_size": 32, "start": "mse"},
-    "w3a16-g32-gptq": {"scheme": "w3a16", "group_size": 32, "start": "gptq"},
-    "w3a16-g32-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
-    "w4a16-g128-distill": {"scheme": "w4a16", "group_size": 128, "start": "distill"},
+    "w3a16-g32-rate3": {"scheme": "w3a16-observer", "group_size": 32, "low_bit_rate": 3.0},
+    "w3a16-g32-mse": {"scheme": "w3a16-observer", "group_size": 32, "start": "mse"},
+    "w3a16-g32-gptq": {"scheme": "w3a16-observer", "group_size": 32, "start": "gptq"},
+    "w3a16-g32-distill": {"scheme": "w3a16-observer", "group_size": 32, "start": "distill"},
+    "w4a16-g128-distill": {"scheme": "w4a16-observer", "group_size": 128, "start": "distill"},
 }
 PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
-# The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study.md says how that was chosen.
+# The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_grids.md says how that was chosen.
 BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 

@@ -1,9 +1,9 @@
 """
-The tables of docs/study.md, from the directories that `trl-qarl compare` has filled so far, finished cells only.
+The tables of docs/study_grids.md, from the directories that `trl-qarl compare` has filled so far, finished cells only.
 
     python benchmarks/study/long_tables.py --collect outputs/long outputs/long_variants --output benchmarks/study/study.json
     python benchmarks/study/long_tables.py benchmarks/study/study.json
-    python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study.md
+    python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study_grids.md
 
 The first keeps what the page and its pictures need of every cell, and other studies that the file has already. The second prints
 Markdown: means over the seeds with 95 % intervals, what the telemetry saw, and which differences exceed the noise between seeds. The
@@ -11,7 +11,7 @@ third renews the tables of the page.
 
     python benchmarks/study/long_tables.py --bands DIR
 
-prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study.md.
+prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study_grids.md.
 """
 
 import itertools

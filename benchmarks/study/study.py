@@ -1,7 +1,7 @@
 """
-One cell of the studies in docs/study.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would be deployed.
+One cell of the studies in docs/study_grids.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would be deployed.
 
-    python benchmarks/study/study.py train --output_dir DIR --quantize_learner true --objective tbpo --scheme w4a16 --seed 0
+    python benchmarks/study/study.py train --output_dir DIR --quantize_learner true --objective tbpo --scheme w4a16-observer --seed 0
     python benchmarks/study/study.py evaluate --output_dir DIR
 
 `--task addition` has the problems and the reward of `trl-qarl quickstart`, `--task counting` asks for longer
@@ -22,7 +22,7 @@ from trl_qarl.scripts import quickstart
 
 NUM_SAMPLES, SAMPLING_TEMPERATURE = 400, 0.6
 # What bf16 master weights are quantized to after training, for comparison.
-QUANTIZED_SCHEME = "w4a16"
+QUANTIZED_SCHEME = "w4a16-observer"
 
 
 def share_in_place(completions: list[str], answer: list[str], **kwargs) -> list[float]:
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--task", choices=list(TASKS), default="addition")
     parser.add_argument("--quantize_learner", choices=["true", "false"], default="true")
     parser.add_argument("--objective", default="tbpo")
-    parser.add_argument("--scheme", default="w4a16")
+    parser.add_argument("--scheme", default="w4a16-observer")
     parser.add_argument("--numerics", choices=["fast", "engine"], default="fast")
     parser.add_argument("--lora_mode", choices=["none", "adapter", "merged"], default="none")
     parser.add_argument("--learning_rate", type=float, default=1e-5)

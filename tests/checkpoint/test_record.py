@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_qarl.checkpoint.marker import COMPLETE_FILE
-from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
+from trl_qarl.checkpoint.record import check_record, find_checkpoint, read_record, scheme_record, write_scheme
 from trl_qarl.quantization.plan import get_plan
 
 
@@ -19,10 +19,11 @@ def record_of(*plan, **edges):
     return scheme_record(ARGS, get_plan(*plan, **edges), torch.bfloat16)
 
 
-def test_record_of_one_scheme_is_what_it_always_was(tmp_path):
+def test_record_of_one_scheme_names_it_and_its_grid(tmp_path):
     record = record_of("w4a16", 64)
     assert record == {
         "scheme": "w4a16",
+        "grids": ["int4-signed"],
         "quantize_learner": True,
         "group_size": 64,
         "exclude_modules": ["o_proj"],
@@ -43,3 +44,37 @@ def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
     for other in (record_of(MAPPING), record_of(turned, high_precision_first=1), record_of("w4a16", 64)):
         with pytest.raises(ValueError, match="was trained with"):
             find_checkpoint(str(tmp_path), "", other)
+
+
+# Of before signed scales were the default.
+OLD = [
+    ("w4a16", "w4a16-observer"),
+    ("w4a16-signed", "w4a16"),
+    ("w2a16", "w2a16-observer"),
+    ("w8a8", "w8a8"),
+    ("bf16", "bf16"),
+    (MAPPING, {"re:.*mlp.*": {"scheme": "w4a16-observer", "group_size": 64}, "re:.*up_proj": "w8a8"}),
+    (
+        {"re:.*mlp.*": {"scheme": "w3a16-signed", "group_size": 64}, "_default": "w8a8"},
+        {"re:.*mlp.*": {"scheme": "w3a16", "group_size": 64}, "_default": "w8a8"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), OLD)
+def test_a_record_of_before_names_the_grid_that_it_was_trained_on(tmp_path, theirs, ours):
+    old = record_of(ours)
+    del old["grids"]
+    write_scheme(tmp_path, old | {"scheme": theirs})
+    (tmp_path / COMPLETE_FILE).touch()
+    assert read_record(tmp_path / "qarl.json") == old | {"scheme": record_of(ours)["scheme"]}
+    assert find_checkpoint(str(tmp_path), "", record_of(ours)) == str(tmp_path)
+    check_record(tmp_path, record_of(ours))
+    if theirs in ("w4a16", MAPPING):
+        # The same words mean another grid today.
+        for check in (check_record, lambda folder, record: find_checkpoint(str(folder), "", record)):
+            with pytest.raises(ValueError, match="was trained.*w4a16-observer.*'w4a16'"):
+                check(tmp_path, record_of(theirs))
+    # What is written today is read as it is.
+    write_scheme(tmp_path, record_of(ours))
+    assert read_record(tmp_path / "qarl.json") == record_of(ours)

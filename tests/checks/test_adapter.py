@@ -3,6 +3,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_problems, make_tiny_config, spread
+from trainings import SIGNED
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.checks.adapter import (
     problems_of_adapted_model,
@@ -82,6 +83,7 @@ def test_other_adapters_are_refused(config, message):
     ("kwargs", "message"),
     [
         ({"lora_mode": "merged", "scheme": "bf16"}, "lora_mode='merged' and scheme='bf16' with a PEFT adapter"),
+        ({"precisions": [3], "scheme": SIGNED[4]}, "precisions=[3] with a PEFT adapter"),
         ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True with a PEFT adapter"),
     ],
 )

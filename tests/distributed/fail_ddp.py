@@ -11,8 +11,8 @@ from datasets import Dataset
 
 from trl_qarl import QaRLConfig, QaRLTrainer, qarl_trainer
 from trl_qarl.rollout import generation
-from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.rollout.http_session import ServerLost
 from trl_qarl.wire.protocol import PublishError
 
 

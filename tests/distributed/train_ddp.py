@@ -78,8 +78,8 @@ def run_all(model, output_dir, runs, *failures):
         json.dump(written, file)
 
 
-def fork_rank(rank, count, port):
-    """A process with what `torchrun` would tell it, as one of `count`."""
+def fork_rank(rank, count, port, function, *arguments):
+    """A process that calls `function`, with what `torchrun` would tell it, as one of `count`."""
     pid = os.fork()
     if pid:
         return pid
@@ -87,7 +87,7 @@ def fork_rank(rank, count, port):
     try:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        run_all(*sys.argv[1:])
+        function(*arguments)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -98,14 +98,15 @@ def fork_rank(rank, count, port):
     os._exit(code)
 
 
-if __name__ == "__main__":
+def fork_ranks(count, function, *arguments):
+    """Call `function` in each of `count` processes, which all end as soon as one fails."""
     for name in ("trl_qarl.qarl_trainer", "peft"):
         with suppress(ImportError):
             importlib.import_module(name)
     # A collection in a rank must not walk, and copy, what is shared.
     gc.freeze()
     port = str(free_port())
-    ranks = {fork_rank(rank, 2, port) for rank in range(2)}
+    ranks = {fork_rank(rank, count, port, function, *arguments) for rank in range(count)}
     while ranks:
         pid, status = os.wait()
         ranks.remove(pid)
@@ -114,3 +115,7 @@ if __name__ == "__main__":
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
             sys.exit(f"a rank ended with {os.waitstatus_to_exitcode(status)}")
+
+
+if __name__ == "__main__":
+    fork_ranks(2, run_all, *sys.argv[1:])

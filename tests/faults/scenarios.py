@@ -18,6 +18,7 @@ A scenario is a dictionary:
 | `ranks` | 2 for two processes |
 | `timeout` | the trainer's `vllm_server_timeout` |
 | `again` | whether the trainer, when its engine is lost, trains again in the same process |
+| `http` | whether weights go over HTTP, as changes alone, and not as whole tensors in files; every second scenario |
 | `expect` | how the first run ends, see [`EXPECTATIONS`] |
 """
 
@@ -39,6 +40,9 @@ ENDPOINTS = (
     "/v1/completions",
 )
 """What is asked of a server while training."""
+
+HTTP_ENDPOINTS = ("qarl_keep_copy", "/qarl/upload")
+"""What is asked of it besides where weights go over HTTP, as changes alone."""
 
 START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qarl_describe")
 """What is asked of it before, and some of it again when it comes back."""
@@ -63,7 +67,24 @@ def requests(kind: str) -> list[dict]:
         for moment in MOMENTS if endpoint in ENDPOINTS else MOMENTS[:1]:
             fault = {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}
             scenarios.append({"name": f"{kind} {endpoint} {moment}", "faults": [fault], "expect": expect})
+    return [*every_second_over_http(scenarios), *http_requests(kind)]
+
+
+def http_requests(kind: str) -> list[dict]:
+    scenarios = []
+    for endpoint in HTTP_ENDPOINTS:
+        for moment in MOMENTS:
+            fault = {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}
+            name = f"{kind} {endpoint} {moment}"
+            scenarios.append({"name": name, "faults": [fault], "expect": "completes", "http": True})
     return scenarios
+
+
+def every_second_over_http(scenarios: list[dict]) -> list[dict]:
+    return [
+        scenario | {"name": f"{scenario['name']}, over HTTP", "http": True} if number % 2 else scenario
+        for number, scenario in enumerate(scenarios)
+    ]
 
 
 def answers() -> list[dict]:
@@ -292,18 +313,18 @@ def two_ranks() -> list[dict]:
 
 FAMILIES = {
     **{f"requests, {kind}": requests(kind) for kind in KINDS},
-    "answers": answers(),
-    "recovery": recovery(),
-    "restarts": restarts(),
-    "moments": moments(),
-    "apart": apart(),
-    "port taken": port_taken(),
-    "full disk": full_disk(),
+    "answers": every_second_over_http(answers()),
+    "recovery": every_second_over_http(recovery()),
+    "restarts": every_second_over_http(restarts()),
+    "moments": every_second_over_http(moments()),
+    "apart": every_second_over_http(apart()),
+    "port taken": every_second_over_http(port_taken()),
+    "full disk": every_second_over_http(full_disk()),
     "torn checkpoints": torn_checkpoints(),
     **{f"resumed ends, {schedule}": resumed_ends(schedule) for schedule in ("linear", "constant")},
-    "transfer directory": transfer_directory(),
-    "signals to the trainer": signals("trainer"),
-    "signals to the server": signals("server"),
-    "two trainers": two_trainers(),
+    "transfer directory": every_second_over_http(transfer_directory()),
+    "signals to the trainer": every_second_over_http(signals("trainer")),
+    "signals to the server": every_second_over_http(signals("server")),
+    "two trainers": every_second_over_http(two_trainers()),
     "two ranks": two_ranks(),
 }

@@ -31,7 +31,12 @@ class Campaign:
             # It shares a core with others, and so do the trainers it forks.
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        self.undisturbed = self.run([{"name": "undisturbed", "expect": "completes"}])[0]
+        self.undisturbed, self.over_http = self.run(
+            [
+                {"name": "undisturbed", "expect": "completes"},
+                {"name": "undisturbed, over HTTP", "http": True, "expect": "completes"},
+            ]
+        )
 
     def run(self, scenarios: list[dict]) -> list[dict]:
         self.process.stdin.write(json.dumps(scenarios) + "\n")
@@ -55,6 +60,16 @@ def campaign(tmp_path_factory):
     campaign = Campaign(root)
     yield campaign
     campaign.close()
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_training_that_sends_changes_over_http_learns_the_same(campaign):
+    changes = campaign.over_http
+    assert changes["problems"] == [] and changes["digest"] == campaign.undisturbed["digest"]
+    assert "/qarl/upload" in changes["calls"] and "/qarl/upload" not in campaign.undisturbed["calls"]
+    # What is not quantized is in float32 here, and all of it changes.
+    assert changes["megabytes"] < 0.9 * campaign.undisturbed["megabytes"]
 
 
 @needs_vllm

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config
+from learners import VLLM, make_adapted, make_model
+from testing_utils import make_mixture, make_tiny_config
 from trl_qarl import QaRLConfig
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics.availability import check_engine_numerics, choose_numerics, obstacles
+from trl_qarl.numerics.availability import COVERED_CLASSES, check_engine_numerics, choose_numerics, obstacles
 
 
 @pytest.fixture
@@ -72,3 +73,88 @@ def test_everything_that_is_in_the_way_can_be_asked_for(tmp_path, monkeypatch):
 def test_a_model_without_parameters_of_a_known_class_is_refused_first():
     with pytest.raises(ValueError, match="the operations of SimpleNamespace are not known"):
         check_engine_numerics(SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"lora_dropout": 0.1}, "lora_dropout=0.1, and engines drop nothing"), ({"use_dora": True}, "another kind")],
+)
+def test_adapters_that_an_engine_does_not_have_are_refused_by_name(tmp_path, config, message):
+    model = make_adapted(tmp_path, scheme="bf16", **config)
+    with pytest.raises(ValueError, match=f"layers.0.self_attn.q_proj' has .*{message}"):
+        check_engine_numerics(model)
+
+
+REFUSED = [
+    (
+        "gemma",
+        {},
+        {},
+        "GemmaForCausalLM are not known, those of LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, "
+        "Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM are",
+    ),
+    ("qwen3", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding_attention"),
+    ("llama", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 2}, {}, "chunked_attention"),
+    pytest.param("llama", {"head_dim": 16}, {}, "head_dim=16", marks=VLLM),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {},
+        "rope_type='linear'",
+    ),
+    ("llama", {}, {"dtype": torch.float32}, "not in torch.float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides", "arguments", "message"),
+    REFUSED,
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_what_is_not_covered_is_refused_by_name(arch, overrides, arguments, message):
+    model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
+    with pytest.raises(ValueError, match=message):
+        check_engine_numerics(model, **arguments)
+
+
+@pytest.mark.parametrize("arch", ["mistral", "qwen2"])
+def test_windows_are_vllms_alone(arch, torch_kernels):
+    fields = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if arch == "qwen2" else {}
+    config = make_tiny_config(arch, sliding_window=20, **fields)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"windows of \[20\] tokens, which vLLM's CPU kernels alone have"):
+        check_engine_numerics(model)
+    for no_window in (None, 0):
+        model.config.sliding_window = no_window
+        if arch == "mistral":
+            check_engine_numerics(model)
+
+
+def test_capped_logits_and_other_schemes_are_refused(tmp_path):
+    model = make_model(tmp_path, "llama", "w8a16")
+    with pytest.raises(ValueError, match="scheme 'w8a16', which is none of"):
+        check_engine_numerics(model)
+    model.config.attn_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="attn_logit_softcapping=30.0"):
+        check_engine_numerics(model)
+
+
+def test_a_module_of_unknown_class_is_refused_by_path(tmp_path):
+    model = make_model(tmp_path, "llama")
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp)
+    with pytest.raises(ValueError, match="'model.layers.1.mlp' is a Sequential"):
+        check_engine_numerics(model)
+
+
+def test_every_covered_class_passes():
+    names = {
+        type(model).__name__
+        for arch in ("llama", "mistral", "qwen2", "qwen3")
+        for model in [AutoModelForCausalLM.from_config(make_tiny_config(arch, sliding_window=None))]
+        if check_engine_numerics(model) is None
+    }
+    mixtures = map(make_mixture, ("mixtral", "qwen2_moe", "qwen3_moe"))
+    names |= {type(model).__name__ for model in mixtures if check_engine_numerics(model) is None}
+    assert names == set(COVERED_CLASSES)

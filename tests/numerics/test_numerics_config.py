@@ -8,7 +8,10 @@ from trl_qarl import QaRLConfig
 REFUSED = [
     ({"bf16": False}, r"bf16=False: they exist in bfloat16. Set `bf16=True`, or use numerics='fast'"),
     ({"quantize_learner": False}, "quantize_learner=False: the learner would compute with other weights"),
-    ({"scheme": "w8a16"}, r"scheme='w8a16': .*\['bf16', 'w4a16', 'w8a8', 'fp8', 'w3a16', 'w2a16', .*'w2a16-signed'\]"),
+    (
+        {"scheme": "w8a16"},
+        r"scheme='w8a16': .*\['bf16', 'w4a16', 'w8a8', 'fp8', 'mxfp4a16', 'nvfp4a16', 'w3a16', 'w2a16', .*'w2a16-observer'\]",
+    ),
     ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: the engine's output head computes in bfloat16"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
     ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2: .*Set it to 1"),

@@ -20,8 +20,10 @@ ROWS = [1, 2, 15, 16, 17, 32, 33, 64, 257]
 OUT_FEATURES = [1, 5, 16, 33, 96]
 IN_FEATURES = {
     "w4a16": [32, 64, 96, 160, 384],
-    "w4a16-signed": [32, 96, 384],
+    "w4a16-observer": [32, 96, 384],
     "w8a16": [4, 8, 12, 16, 20, 36, 48, 100, 132, 240],
+    "mxfp4a16": [32, 96, 384],
+    "nvfp4a16": [16, 48, 384],
     "w8a8": [1, 2, 3, 8, 15, 16, 31, 64, 100, 241],
     "fp8": [1, 3, 8, 15, 16, 31, 64, 100, 241],
     "w4a8": [128, 256, 384],
@@ -34,6 +36,10 @@ KERNELS = {
     ("w4a16", False): {"aten::_weight_int4pack_mm_for_cpu", f"INT4 {EXPANDED['float32']}"},
     ("w8a16", True): {"aten::_weight_int8pack_mm", *(f"INT8 {name}" for name in EXPANDED.values())},
     ("w8a16", False): {"aten::_weight_int8pack_mm", f"INT8 {EXPANDED['float32']}"},
+    ("mxfp4a16", True): {f"MXFP4 {name}" for name in EXPANDED.values()},
+    ("mxfp4a16", False): {f"MXFP4 {EXPANDED['float32']}"},
+    ("nvfp4a16", True): {f"NVFP4 {name}" for name in EXPANDED.values()},
+    ("nvfp4a16", False): {f"NVFP4 {EXPANDED['float32']}"},
     ("w8a8", True): {"aten::_int_mm", EXACT},
     ("w8a8", False): {"aten::_int_mm", EXACT},
     ("fp8", True): {FP8},
@@ -41,7 +47,7 @@ KERNELS = {
     ("w4a8", True): {FP8},
     ("w4a8", False): {FP8},
 }
-KERNELS |= {("w4a16-signed", is_native): KERNELS["w4a16", is_native] for is_native in (True, False)}
+KERNELS |= {("w4a16-observer", is_native): KERNELS["w4a16", is_native] for is_native in (True, False)}
 # Per term of a sum: bf16 rounds the weight, the sum and the sum with the bias (2**-9 each), and the operands of the backward
 # products; float32 2**-24 times the square root of a few hundred terms.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 2**-20}
@@ -115,7 +121,7 @@ def test_int8_weights_at_an_unaligned_address_are_expanded():
 
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["w4a16", "w4a16-signed", "w8a16"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-observer", "mxfp4a16", "nvfp4a16", "w8a16"])
 def test_a_row_invariant_product_gives_a_row_the_same_bits_whatever_comes_with_it(
     monkeypatch, name, dtype, has_native_instructions
 ):
@@ -137,7 +143,7 @@ def test_a_row_invariant_product_gives_a_row_the_same_bits_whatever_comes_with_i
 
 
 DOCUMENTED = re.findall(
-    r"^\| (`w.*?`|`fp8`.*?) \| (.*?) \| (any|up to \d+|from \d+) \| .*? \| `(.*?)` \|$",
+    r"^\| (`w.*?`|`[mn][xv]fp4.*?`|`fp8`.*?) \| (.*?) \| (any|up to \d+|from \d+) \| .*? \| `(.*?)` \|$",
     (Path(__file__).parents[2] / "docs" / "schemes.md").read_text(),
     re.MULTILINE,
 )
@@ -145,9 +151,9 @@ DOCUMENTED = re.findall(
 
 def test_the_documented_products_cover_every_scheme_and_kernel():
     assert {scheme for schemes, *_ in DOCUMENTED for scheme in re.findall(r"`(\w+)`", schemes)} == {*IN_FEATURES} - {
-        "w4a16-signed"
+        "w4a16-observer"
     }
-    kernels = {gemm.EXPANDED.format(bits=bits, dtype="bfloat16") for bits in (4, 8)}
+    kernels = {gemm.EXPANDED.format(weight=weight, dtype="bfloat16") for weight in ("INT4", "INT8", "MXFP4", "NVFP4")}
     kernels |= {gemm.INT4_KERNEL, gemm.INT8_WEIGHT_KERNEL, gemm.INT8_KERNEL, gemm.INT8_IN_FLOAT32}
     assert {name for *_, name in DOCUMENTED} == kernels | {gemm.FP8_KERNEL, gemm.FP8_EMULATED}
 

@@ -270,7 +270,7 @@ REUSES = 50
 
 def held(layer):
     """The low-bit weight of the last forward."""
-    [(low_bit, _)] = layer._kept.values()
+    [(low_bit, _)] = layer.quantized_weights["weight"]._kept.values()
     return low_bit
 
 
@@ -395,8 +395,8 @@ def test_cache_is_neither_in_the_state_dict_nor_in_a_pickle():
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     x = torch.randn(2, 1024)
-    assert not loaded._kept and torch.equal(loaded(x), layer(x))
-    assert not copy.deepcopy(layer)._kept
+    assert not loaded.quantized_weights["weight"]._kept and torch.equal(loaded(x), layer(x))
+    assert not copy.deepcopy(layer).quantized_weights["weight"]._kept
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

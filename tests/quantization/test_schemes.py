@@ -52,8 +52,8 @@ def test_group_size_that_divides_nothing_names_both_numbers():
 
 @pytest.mark.parametrize(
     ("name", "divisor"),
-    [("w2a16", 1.5), ("w3a16", 3.5), ("w4a16", 7.5), ("w8a16", 127.5), ("fp8", 448.0)]
-    + [("w2a16-signed", -2.0), ("w3a16-signed", -4.0), ("w4a16-signed", -8.0)],
+    [("w2a16-observer", 1.5), ("w3a16-observer", 3.5), ("w4a16-observer", 7.5), ("w8a16", 127.5), ("fp8", 448.0)]
+    + [("w2a16", -2.0), ("w3a16", -4.0), ("w4a16", -8.0)],
 )
 def test_scale_divisor_is_half_the_code_range_or_the_smallest_code(name, divisor):
     assert SCHEMES[name].grid.scale_divisor == divisor
@@ -105,14 +105,24 @@ def test_a_scheme_that_nothing_can_run_or_read_is_refused(arguments, message):
         QuantScheme("odd", *arguments)
 
 
-@pytest.mark.parametrize("name", ["w4a8-signed", "w8a16-signed", "fp8-signed"])
-def test_signed_scales_where_there_are_none_are_refused_with_the_reason(name):
-    with pytest.raises(ValueError, match=rf"Unknown scheme '{name}'.*positive ones alone.*Use 'w4a16-signed'"):
+@pytest.mark.parametrize(
+    ("name", "meant"), [("w4a16-signed", "w4a16"), ("w2a16-signed", "w2a16"), ("w4a8-observer", "w4a8")]
+)
+def test_a_name_of_another_grid_that_there_is_not_says_which_is_meant(name, meant):
+    with pytest.raises(ValueError, match=rf"Unknown scheme '{name}'.*Did you mean '{meant}'"):
+        get_scheme(name)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "MXFP4a4"])
+def test_activations_of_4_bits_are_refused_by_name(name):
+    with pytest.raises(
+        ValueError, match=rf"Unknown scheme '{name}'.*no 4-bit activations.*Use 'nvfp4a16' or 'mxfp4a16'"
+    ):
         get_scheme(name)
 
 
 def test_another_grid_is_described_as_what_it_is_stored_in():
-    for name in ("w3a16", "w2a16", "w4a16-signed", "w3a16-signed", "w2a16-signed"):
+    for name in ("w3a16", "w2a16", "w4a16-observer", "w3a16-observer", "w2a16-observer"):
         assert get_scheme(name).weight_args(32) == get_scheme("w4a16").weight_args(32)
         assert get_scheme(name).weight_args(32)["num_bits"] == 4
 
@@ -129,5 +139,5 @@ def test_a_scheme_is_found_again_in_what_it_writes(name):
 
 def test_group_of_another_tool_is_read_as_the_grid_that_fills_the_container():
     group = {"weights": get_scheme("w3a16").weight_args(32), "input_activations": None}
-    assert scheme_of_group("group_0", group).name == "w4a16"
+    assert scheme_of_group("group_0", group).name == "w4a16-observer"
     assert scheme_of_group("group_0-int5", group) is None

@@ -1,4 +1,3 @@
-import re
 from collections import OrderedDict
 
 import pytest
@@ -7,7 +6,7 @@ from torch import nn
 from torchao.quantization import FqnToConfig, quantize_
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config
+from layers import LAYERS, tiny
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
 from trl_qarl.quantization.gemm import has_fast_bf16
@@ -27,15 +26,7 @@ from trl_qarl.quantization.swap import (
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
-ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in ATTENTION + MLP]
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma"]
-
-
-def tiny(arch="llama", **overrides):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -70,47 +61,6 @@ def test_qkv_biases_of_qwen2_are_trained():
             assert layer.bias.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
-def test_routers_stay_and_gate_proj_does_not(name):
-    model = nn.Module()
-    model.mlp = nn.Module()
-    setattr(model.mlp, name, nn.Linear(128, 4))
-    model.mlp.gate_proj = nn.Linear(128, 128)
-    report = prepare_model(model, "w4a16")
-    assert list(report.converted) == ["mlp.gate_proj"]
-    assert report.skipped == {f"mlp.{name}": "router"}
-
-
-def test_moe_router_and_experts_are_not_touched():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    report = prepare_model(Qwen3MoeForCausalLM(config), "w4a16")
-    assert list(report.converted) == [f"model.layers.0.{name}" for name in ATTENTION]
-    assert "left alone: 2 (stacked experts, no linear layers): model.layers.0.mlp.experts." in str(report)
-
-
-def test_head_under_another_name_is_recognised_by_its_tie():
-    model = nn.Module()
-    model.embed = nn.Embedding(64, 128)
-    model.out = nn.Linear(128, 64, bias=False)
-    model.out.weight = model.embed.weight
-    model.body = nn.Linear(128, 128)
-    report = prepare_model(model, "w4a16")
-    assert report.skipped == {"out": "shares the embedding's weight"}
-
-
 def test_group_size_falls_back_per_matrix_and_the_report_says_so():
     model = tiny(hidden_size=192, intermediate_size=256)
     report = prepare_model(model, "w4a16")
@@ -137,46 +87,12 @@ def test_layer_whose_codes_do_not_fill_words_is_named_when_prepared():
         layer.checkpoint_tensors()
 
 
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("shape", [(128, 0), (0, 128)])
-def test_layers_without_weights_are_left_alone_with_the_reason(shape):
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(*shape))
-    report = prepare_model(model, "w4a16")
-    assert list(report.converted) == ["0"] and report.skipped == {"1": "no weights"}
-    with pytest.raises(ValueError, match=rf"no weights to quantize: shape \({shape[1]}, {shape[0]}\)"):
-        QuantizedLinear.from_linear(nn.Linear(*shape), get_scheme("w4a16"))
-
-
 def test_model_made_in_inference_mode_is_refused_with_what_to_do():
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(128, 128))
     with pytest.raises(ValueError, match=r"inference_mode\(\)`.*Make or load the model outside of it"):
         prepare_model(model, "w4a16")
     assert not quantized_layers(model)
-
-
-def test_exclude_modules_takes_names_last_components_and_a_regular_expression():
-    def excluded(patterns):
-        report = prepare_model(tiny(), "w4a16", exclude_modules=patterns)
-        return [name for name, why in report.skipped.items() if why == "exclude_modules"]
-
-    assert excluded(["o_proj"]) == [name for name in LAYERS if name.endswith("o_proj")]
-    assert excluded(["model.layers.0.mlp.down_proj"]) == ["model.layers.0.mlp.down_proj"]
-    assert excluded(r"model\.layers\.1\..*") == LAYERS[7:]
-    # A command line and a YAML file cannot tell one name from a list of one.
-    assert excluded("o_proj") == excluded(["o_proj"])
-    assert excluded([r"model\.layers\.1\..*"]) == LAYERS[7:]
-
-
-@pytest.mark.parametrize("pattern", ["o_pro", "layers.1", "*o_proj"])
-def test_exclude_pattern_without_a_hit_raises(pattern):
-    with pytest.raises(ValueError, match=f"{re.escape(repr(pattern))} matches none of the 15"):
-        prepare_model(tiny(), "w4a16", exclude_modules=["down_proj", pattern])
-
-
-def test_excluding_everything_raises():
-    with pytest.raises(ValueError, match="all skipped"):
-        prepare_model(tiny(), "w4a16", exclude_modules=r"model\..*")
 
 
 def test_model_without_linear_layers_raises():

@@ -26,8 +26,9 @@ def make(name="w4a16", dtype=torch.float32, scale_dtype=torch.bfloat16):
 def same(a, b):
     return (
         torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
-        and torch.equal(a.scale, b.scale)
-        and (a.scheme, a.shape, a.dtype) == (b.scheme, b.shape, b.dtype)
+        # PyTorch compares no FP8 numbers.
+        and torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8))
+        and (a.scheme, a.shape, a.dtype, a.global_scale) == (b.scheme, b.shape, b.dtype, b.global_scale)
     )
 
 
@@ -36,14 +37,14 @@ def test_it_looks_like_the_master_and_holds_the_codes_of_the_rule(name):
     torch.manual_seed(0)
     master = torch.randn(96, 256, dtype=torch.float16)
     weight = LowBitTensor.from_hp(master, get_scheme(name), torch.bfloat16)
-    qdata, scale = quantize_weight(master, get_scheme(name), torch.bfloat16)
+    qdata, scale = quantize_weight(master, get_scheme(name), torch.bfloat16, weight.global_scale)
     assert (weight.shape, weight.dtype, weight.device) == (master.shape, master.dtype, master.device)
     assert not weight.requires_grad and weight.group_size == get_scheme(name).group_size
-    assert torch.equal(weight.qdata.view(torch.uint8), qdata.view(torch.uint8)) and torch.equal(weight.scale, scale)
+    for ours, theirs in ((weight.qdata, qdata), (weight.scale, scale)):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     assert weight.dequantize().dtype is torch.float16
-    assert torch.equal(
-        weight.dequantize(torch.float32), dequantize(qdata, scale, torch.float32, weight.scheme.container)
-    )
+    dense = dequantize(qdata, scale, torch.float32, weight.scheme.container, weight.global_scale)
+    assert torch.equal(weight.dequantize(torch.float32), dense)
     assert weight.num_bytes == qdata.nbytes + scale.nbytes
 
 
@@ -133,7 +134,7 @@ def test_saved_pickled_copied_and_detached_it_is_the_same(name):
     for other in (
         torch.load(file, weights_only=True)["weight"],
         # PyTorch cannot unpickle FP8 outside of `torch.load`, plain tensors neither.
-        weight if name == "fp8" else pickle.loads(pickle.dumps(weight)),
+        weight if name in ("fp8", "nvfp4a16") else pickle.loads(pickle.dumps(weight)),
         copy.deepcopy(weight),
         weight.detach(),
         weight.clone(),
@@ -178,7 +179,7 @@ def test_equal_means_the_same_codes_and_scales(name):
     changed, rescaled = make(name), make(name)
     changed.qdata.view(torch.uint8)[5, 7] ^= 1
     assert not torch.equal(weight, changed)
-    rescaled.scale[3] *= 2
+    rescaled.scale.view(torch.uint8)[3] ^= 1
     assert not torch.equal(weight, rescaled)
     assert not torch.equal(weight, weight.to(torch.bfloat16))
     assert not torch.equal(weight, make("w8a16" if name == "w8a8" else "w8a8"))

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_config
 from trl_qarl.quantization.names import base_state_dict
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers
-from trl_qarl.quantization.walk import iter_layers, iter_quantized_layers, layer_of
+from trl_qarl.quantization.walk import iter_layers, iter_quantized_weights, layer_of
 
 
 @pytest.fixture(params=["qwen2", "gemma"])
@@ -29,9 +29,11 @@ def test_every_tensor_is_part_of_one_layer_in_the_order_of_the_checkpoint(model)
         "lm_head",
     ]
     first = layers[1]
-    assert set(first.linears) - set(first.quantized) == {"model.layers.0.self_attn.o_proj"}
+    quantized = {name.removesuffix(".weight") for name in first.quantized}
+    assert set(first.linears) - quantized == {"model.layers.0.self_attn.o_proj"}
     assert layers[-1].linears == {"lm_head": model.lm_head} and not layers[-1].quantized
-    assert dict(iter_quantized_layers(model)) == quantized_layers(model)
+    weights = {name: layer.quantized_weights["weight"] for name, layer in quantized_layers(model).items()}
+    assert dict(iter_quantized_weights(model)) == weights
 
 
 def test_masters_and_low_bit_weights_are_not_in_high_precision(model):

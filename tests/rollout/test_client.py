@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from trl_qarl.rollout import client as client_module
-from trl_qarl.rollout.client import QaRLClient, ServerLost, _Session
+from trl_qarl.rollout.client import QaRLClient
+from trl_qarl.rollout.http_session import CheckedSession, ServerLost
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
 
@@ -70,7 +71,7 @@ def server():
 
 def make_client(url):
     client = QaRLClient.__new__(QaRLClient)
-    client.session, client.base_url, client.model = _Session(0.3, 0.6), url, "model"
+    client.session, client.base_url, client.model = CheckedSession(0.3, 0.6), url, "model"
     return client
 
 

@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 from testing_utils import count_digits, logged, make_vllm_trainer
 from trl_qarl import QaRLConfig, qarl_trainer
 from trl_qarl.rollout import generation
-from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.failures import EngineLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.rollout.http_session import ServerLost
 
 
 pytestmark = pytest.mark.vllm

@@ -1,25 +1,20 @@
 import json
 import math
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
-from trl_qarl.checkpoint.layout import quantization_config
+from testing_utils import make_mixture
+from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
 from trl_qarl.quantization.swap import prepare_model
-from trl_qarl.rollout import publisher, transports
+from trl_qarl.rollout import publisher
 from trl_qarl.rollout.publisher import Publisher, largest_chunk
-from trl_qarl.rollout.transports import DirectTransport, FileTransport, _ServerTransport
+from trl_qarl.rollout.transports import DirectTransport, ServerTransport
 from trl_qarl.wire.fingerprint import fingerprint
 from trl_qarl.wire.protocol import PublishError
-from trl_qarl.wire.transfer_dir import owned_prefix
 
 
 class Recorder:
@@ -46,10 +41,10 @@ class Recorder:
         return [name for chunk in self.chunks for name in chunk]
 
 
-def test_w4a8_is_refused_in_an_engine_of_several_shards():
-    """vLLM takes the scales of a shard apart by the largest of the shard, the learner by that of the row."""
+def publisher_to_one_engine(scheme):
+    """A publisher of one linear layer, and what its engine says of itself."""
     model = nn.Sequential(nn.Linear(128, 128))
-    prepare_model(model, "w4a8", scale_dtype=torch.bfloat16)
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     transport = Recorder()
     engine = {
         "quantization_config": quantization_config(model),
@@ -58,10 +53,25 @@ def test_w4a8_is_refused_in_an_engine_of_several_shards():
         "tensor_parallel_size": 1,
     }
     transport.describe = lambda: engine
-    publisher = Publisher(model, torch.bfloat16, transport)
+    return Publisher(model, torch.bfloat16, transport), engine
+
+
+def test_w4a8_is_refused_in_an_engine_of_several_shards():
+    """vLLM takes the scales of a shard apart by the largest of the shard, the learner by that of the row."""
+    publisher, engine = publisher_to_one_engine("w4a8")
     assert publisher.check_engine() == engine
     engine["tensor_parallel_size"] = 2
     with pytest.raises(ValueError, match="scheme 'w4a8' needs tensor_parallel_size=1, the engine has 2"):
+        publisher.check_engine()
+
+
+def test_a_kernel_that_would_round_activations_to_4_bits_is_refused():
+    publisher, engine = publisher_to_one_engine("mxfp4a16")
+    for kernel in ("QaRLMxFp4Kernel", "MarlinMxFp4LinearKernel"):
+        engine["kernels"] = {kernel: 1}
+        assert publisher.check_engine() == engine
+    engine["kernels"] = {"FlashInferMxFp4LinearKernel": 1}
+    with pytest.raises(ValueError, match="kernels: FlashInferMxFp4LinearKernel is none of .*leave activations alone"):
         publisher.check_engine()
 
 
@@ -139,35 +149,35 @@ class Answers:
 
 
 def test_every_shard_of_a_server_says_what_it_has_lost():
-    transport = _ServerTransport(Answers(qarl_begin=[["a", "b"], [], ["b", "c"], None]))
+    transport = ServerTransport(Answers(qarl_begin=[["a", "b"], [], ["b", "c"], None]))
     assert transport.begin() == ["a", "b", "c"]
 
 
 def test_a_server_that_keeps_its_prefix_cache_is_refused():
-    _ServerTransport(Answers(reset_prefix_cache={"success": True})).finish({}, "1")
-    _ServerTransport(Answers()).finish({}, "1")
+    ServerTransport(Answers(reset_prefix_cache={"success": True})).finish({}, "1")
+    ServerTransport(Answers()).finish({}, "1")
     client = Answers(reset_prefix_cache={"success": False})
     with pytest.raises(PublishError, match="could not empty its prefix cache"):
-        _ServerTransport(client).finish({}, "1")
+        ServerTransport(client).finish({}, "1")
     assert "/finish_weight_update" not in dict(client.requests)
 
 
 def test_log_probs_of_the_prompt_are_read_from_a_server():
     entries = [None, {"7": {"logprob": -1.5}, "9": {"logprob": -0.5}}, {"8": {"logprob": None}}]
     client = Answers(**{"v1/completions": {"choices": [{"prompt_logprobs": entries}]}})
-    values = _ServerTransport(client).score([5, 7, 8])
+    values = ServerTransport(client).score([5, 7, 8])
     assert values[0] == -1.5 and math.isnan(values[1])
     # A sampled token would move the state that rollouts draw from.
     assert client.requests[0][1]["temperature"] == 0.0
     with pytest.raises(PublishError, match="no log-probs of the prompt"):
-        _ServerTransport(Answers(**{"v1/completions": {"choices": [{}]}})).score([5, 7, 8])
+        ServerTransport(Answers(**{"v1/completions": {"choices": [{}]}})).score([5, 7, 8])
 
 
 def test_an_answer_that_makes_no_sense_is_a_publish_error():
     with pytest.raises(PublishError, match="something else than JSON: '<html/>'"):
-        _ServerTransport(Answers(reset_prefix_cache=b"<html/>")).finish({}, "1")
+        ServerTransport(Answers(reset_prefix_cache=b"<html/>")).finish({}, "1")
     with pytest.raises(PublishError, match="something else than JSON"):
-        _ServerTransport(Answers(**{"v1/completions": b"<html/>"})).score([5, 7])
+        ServerTransport(Answers(**{"v1/completions": b"<html/>"})).score([5, 7])
 
 
 def make_model():
@@ -220,128 +230,46 @@ def test_a_failed_publication_is_followed_by_a_whole_one():
 def test_stacked_experts_are_refused():
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.Module()})})
     model["mlp"]["experts"].gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
-    with pytest.raises(NotImplementedError, match="all experts in one tensor"):
+    with pytest.raises(
+        NotImplementedError, match=r"is a mixture of experts \('mlp.experts'\) .* that of MixtralForCausalLM"
+    ):
         Publisher(model, torch.float32, Recorder())
+    model = make_mixture("qwen3_moe")
+    prepare_model(model, "w8a16", scale_dtype=torch.bfloat16)
+    with pytest.raises(
+        NotImplementedError, match=r"experts \('model.layers.0.mlp.experts'\) with scheme 'w8a16' .* 'w4a16'"
+    ):
+        Publisher(model, torch.bfloat16, Recorder())
 
 
-class Client:
-    """The server of one transfer directory; remembers what it found there."""
-
-    def __init__(self, directory, instance="0123456789abcdef"):
-        self.transfer_dir, self.instance = str(directory), instance
-        self.tensors, self.modes, self.failure = {}, [], None
-
-    def call_workers(self, method, **kwargs):
-        return [None]
-
-    def control(self, path, body=None):
-        if path == "/update_weights":
-            assert os.listdir(self.transfer_dir) == [body["update_info"]["file"]]
-            file = os.path.join(self.transfer_dir, body["update_info"]["file"])
-            self.modes.append(os.stat(file).st_mode & 0o777)
-            self.tensors |= load_file(file)
-            if self.failure:
-                raise self.failure
-
-
-def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
-    client, umask = Client(tmp_path), os.umask(0o022)
-    try:
-        transport, mine = FileTransport(client), tmp_path / "model.safetensors"
-        transport.begin()
-        transport.send([("a", torch.ones(3))])
-        assert client.modes == [0o600] and client.tensors["a"].tolist() == [1, 1, 1]
-        assert os.umask(0o022) == 0o022
-        client.failure = PublishError("no")
-        with pytest.raises(PublishError, match="no"):
-            transport.send([("a", torch.ones(3))])
-    finally:
-        os.umask(umask)
-    assert os.listdir(tmp_path) == [] and not mine.exists()
-
-
-def dead_prefix():
-    """What a trainer calls its files that has ended since."""
-    code = "from trl_qarl.wire.transfer_dir import owned_prefix; print(owned_prefix())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def test_only_what_dead_trainers_left_is_removed(tmp_path):
-    client = Client(tmp_path)
-    host, pid, start = owned_prefix().removeprefix("trl-qarl-").rstrip("-").split("-")
-    another, elsewhere = "fedcba9876543210", f"trl-qarl-{'0' * 8}-{pid}-{start}-"
-    stays = [
-        # Of a trainer that lives, on this host or perhaps on another, with another server that shares the directory.
-        f"{owned_prefix()}{another}-x.safetensors",
-        f"{elsewhere}{another}-x.safetensors",
-        "model.safetensors",
-        "trl-qarl-notes.safetensors",
-    ]
-    goes = [
-        f"{dead_prefix()}{another}-x.safetensors",
-        f"trl-qarl-{host}-{pid}-{int(start) + 1}-{another}-x.safetensors",
-        # The server works for this trainer alone now.
-        f"{elsewhere}{client.instance}-x.safetensors",
-    ]
-    for name in stays + goes:
-        (tmp_path / name).write_bytes(b"weights")
-    unfinished = tmp_path / f"{dead_prefix()}{another}-y"
-    unfinished.mkdir()
-    (unfinished / ".tmp").write_bytes(b"weights")
-    FileTransport(client).begin()
-    assert sorted(os.listdir(tmp_path)) == sorted(stays)
-
-
-def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
-    def full(tensors, path):
-        path.write_bytes(b"half")
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(transports, "save_file", full)
-    monkeypatch.setattr(transports.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
-    with pytest.raises(PublishError) as caught:
-        FileTransport(Client(tmp_path)).send([("a", torch.ones(2**18))])
-    for part in (str(tmp_path), "1.0 MiB", "No space left", "64 MiB are free", "--transfer_dir", "--shm-size"):
-        assert part in str(caught.value)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
-def test_a_device_that_is_full_is_a_publish_error(tmp_path, monkeypatch):
-    def save(tensors, path):
-        with open("/dev/full", "wb") as file:
-            file.write(b"weights")
-
-    monkeypatch.setattr(transports, "save_file", save)
-    with pytest.raises(PublishError, match="could not be written to the transfer directory"):
-        FileTransport(Client(tmp_path)).send([("a", torch.ones(4))])
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_transfer_directory_that_went_away_is_a_publish_error(tmp_path):
-    with pytest.raises(PublishError, match="gone.*could not be written|could not be written.*gone"):
-        FileTransport(Client(tmp_path / "gone")).send([("a", torch.ones(4))])
-
-
-def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
-    transport = FileTransport(client := Client(tmp_path / "transfer"))
-    # One of another host is not.
-    with pytest.raises(PublishError, match="which this host cannot write to"):
-        transport.begin()
-    os.mkdir(client.transfer_dir, mode=0o700)
-    transport.begin()
-    os.rmdir(client.transfer_dir)
-    with caplog.at_level("WARNING"):
-        transport.begin()
-    assert "Something has removed the transfer directory" in caplog.text
-    assert os.stat(client.transfer_dir).st_mode & 0o777 == 0o700
-    transport.send([("a", torch.ones(3))])
-    assert client.tensors["a"].tolist() == [1, 1, 1]
-    os.rmdir(client.transfer_dir)
-    # Nor is what somebody has put in its place written to.
-    os.symlink(tmp_path, client.transfer_dir)
-    with pytest.raises(ValueError, match="is a link"):
-        transport.begin()
+@pytest.mark.parametrize(("arch", "scheme"), [("mixtral", "w4a16"), ("mixtral", "bf16"), ("qwen3_moe", "w8a8")])
+def test_experts_are_sent_all_at_once_and_their_shapes_last(arch, scheme):
+    """vLLM takes a layer for complete as soon as it has counted the shapes of gate and up projection, each as large as both."""
+    model, transport = make_mixture(arch), Recorder()
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    Publisher(model, torch.bfloat16, transport).publish("0")
+    [sent] = transport.chunks
+    prefix, gate_up = ("block_sparse_moe", "w13") if arch == "mixtral" else ("mlp", "gate_up_proj")
+    of_layer = [name for name in sent if name.startswith(f"model.layers.1.{prefix}.experts.")]
+    assert len(of_layer) == {"w4a16": 6, "w8a8": 4, "bf16": 2}[scheme]
+    if scheme == "w4a16":
+        assert [name.rpartition(".")[2] for name in [n for n in sent if "layers.1." in n][-2:]] == [
+            "w2_shape",
+            "w13_shape",
+        ]
+    # What a checkpoint has one by one are slices of them.
+    names = {"gate_proj": gate_up, "up_proj": gate_up, "down_proj": "down_proj", "w1": "w13", "w3": "w13", "w2": "w2"}
+    checkpoint = dict(iter_checkpoint_tensors(model, torch.bfloat16))
+    for name, tensor in checkpoint.items():
+        if ".experts." in name:
+            start, expert, matrix, leaf = name.rsplit(".", 3)
+            stack = sent[f"{start}.{names[matrix]}{leaf.removeprefix('weight')}"][int(expert)]
+            is_second = matrix in ("up_proj", "w3")
+            part = stack if matrix in ("down_proj", "w2") else stack.chunk(2)[is_second]
+            assert torch.equal(part.reshape(tensor.shape).view(torch.uint8), tensor.view(torch.uint8)), name
+        else:
+            assert torch.equal(sent[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert len(transport.fingerprints[of_layer[0]].split("-")) == 8
 
 
 def test_the_largest_chunk_is_the_model_a_full_chunk_or_the_largest_layer(monkeypatch):

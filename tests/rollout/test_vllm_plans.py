@@ -11,6 +11,7 @@ from testing_utils import logged, make_vllm_trainer, set_engine_environment
 from trl_qarl import load_engine
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.numerics import cpu as kernels
+from trl_qarl.quantization.quantize import scale_values
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.rollout.scoring import engine_log_probs
 
@@ -23,8 +24,11 @@ pytestmark = [
 
 PROMPTS = [[4, 90, 11, 57, 200, 31], [7, 8, 9]]
 CASES = {
-    "three bits in INT4": ({"scheme": "w3a16", "group_size": 64}, {"w3a16": 14}),
-    "signed scales": ({"scheme": "w4a16-signed", "group_size": 32}, {"w4a16-signed": 14}),
+    "three bits in INT4": ({"scheme": "w3a16-observer", "group_size": 64}, {"w3a16-observer": 14}),
+    # One batch at 4 bits, one at 3; then 4 again.
+    "signed scales": ({"scheme": "w4a16", "group_size": 32, "precisions": [4, 3]}, {"w4a16": 14}),
+    "powers of two below FP4": ({"scheme": "mxfp4a16"}, {"mxfp4a16": 14}),
+    "E4M3 below FP4": ({"scheme": "nvfp4a16"}, {"nvfp4a16": 14}),
     # Of two layers the first stays in bf16.
     "INT4 MLPs, INT8 attention": (
         {
@@ -56,14 +60,15 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
     assert Counter(layer.scheme.name for layer in layers.values()) == expected
     trainer.train()
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
+    assert logged(trainer, "quant/bits") == options.get("precisions", [])
     assert min(logged(trainer, "quant/code_flip_rate")) > 0 and min(logged(trainer, "publish/tensors")) > 0
     trainer.vllm_generation.sync_weights()
     published = engine_log_probs(trainer.vllm_generation.llm, PROMPTS)
 
     folder = trainer.export_model(tmp_path / "export")
     weights = {name: layer.low_bit_weight() for name, layer in layers.items()}
-    is_signed = "w4a16-signed" in expected
-    assert all((weight.scale < 0).any() == is_signed for weight in weights.values())
+    for name, weight in weights.items():
+        assert (scale_values(weight.scale) < 0).any() == layers[name].scheme.grid.has_signed_scales
     for group in json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values():
         assert group["weights"]["num_bits"] in (4, 8)
     # transformers, through compressed-tensors, has the dense weights of codes and scales.
@@ -76,8 +81,9 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
         read = layer.low_bit_weight()
         assert layer.scheme.name == layers[name].scheme.name and layer.group_size == layers[name].group_size
         assert torch.equal(read.qdata.view(torch.uint8), weights[name].qdata.view(torch.uint8))
-        assert torch.equal(read.scale, weights[name].scale)
-        levels = read.dequantize(torch.float64).view(*read.scale.shape, -1) / read.scale.double().unsqueeze(-1)
+        assert torch.equal(read.dequantize(torch.float32), weights[name].dequantize(torch.float32))
+        scale = scale_values(read.scale, torch.float64, read.global_scale)
+        levels = read.dequantize(torch.float64).view(*scale.shape, -1) / scale.unsqueeze(-1)
         assert len(levels.unique()) <= 2**layer.scheme.grid.num_bits
     # vLLM answers with the export as it did in training, bit for bit.
     engine = load_engine(folder, max_model_len=64, max_num_seqs=4)

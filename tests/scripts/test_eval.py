@@ -1,11 +1,12 @@
 import json
-import math
+import shutil
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from testing_utils import complete_greedily, make_tiny_export, make_tiny_model, set_engine_environment
+from trainings import SIGNED
+from trl_qarl.checkpoint.record import write_scheme
 from trl_qarl.cli import main
 from trl_qarl.evaluation import scores as evaluation
 from trl_qarl.study.evals import eval_rows, read_evals
@@ -62,43 +63,27 @@ def test_a_local_file_is_evaluated_as_the_model_completes_it(export, masters, tm
     assert rows[0][4:] == ["2", "1", "transformers, greedy"] and rows[0][3] != rows[1][3] == "-"
 
 
-def test_every_sample_has_a_seed_of_its_own_and_counts(masters):
-    sampler, tokenizer = evaluation.make_transformers_sampler(
-        masters, max_new_tokens=8, temperature=1.0, top_p=1.0, batch_size=2
-    )
-    prompts = ["x", "x", "yyyy"]
-    tokens = [evaluation.encode(tokenizer, prompt) for prompt in prompts]
-    first, second = sampler(tokens, 0, ()), sampler(tokens, 1, ())
-    assert first == sampler(tokens, 0, ()) and len({*first[:2], *second[:2]}) == 4
-    problems = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, first, strict=True)]
-    scores = evaluation.evaluate_problems(sampler, tokenizer, problems, 2, 0, "exact")
-    # Empty completions aside, the second sample is another one.
-    assert scores == [(1 + (a.strip() == b.strip())) / 2 for a, b in zip(first, second, strict=True)]
-    assert min(scores) == 0.5
-
-
-def test_messages_go_through_the_chat_template(masters):
-    tokenizer, seen = AutoTokenizer.from_pretrained(masters), []
-
-    def sampler(prompts, seed, stop):
-        seen.extend(map(tokenizer.decode, prompts))
-        return [r"The answer is $\boxed{0.5}$.", "unsure"]
-
-    problems = [
-        {"prompt": [{"role": "user", "content": "1/2?"}], "answer": "$\\frac{1}{2}$"},
-        {"prompt": "2", "answer": "$2$"},
-    ]
-    pytest.importorskip("math_verify")
-    assert evaluation.evaluate_problems(sampler, tokenizer, problems, 1, 0, "math") == [1.0, 0.0]
-    assert seen == ["<|im_start|>user\n1/2?<|im_end|>\n<|im_start|>assistant\n", "2"]
-
-
-def test_standard_errors():
-    mean, error = evaluation.mean_and_error([1.0, 0.0, 1.0, 1.0])
-    assert mean == 0.75 and math.isclose(error, 0.25)
-    assert evaluation.mean_and_error([1.0]) == (1.0, None)
-    # Problems that both solve or miss alike add nothing to the error of a difference.
-    assert evaluation.compare_scores([1.0, 0.0], [1.0, 0.0]) == (0.0, 0.0)
+def test_masters_are_evaluated_at_fewer_bits_as_their_export_is(masters, tmp_path, capsys):
+    trained = tmp_path / "trained"
+    shutil.copytree(masters, trained)
+    record = {
+        "scheme": SIGNED[4],
+        "grids": ["int4-signed"],
+        "group_size": 32,
+        "exclude_modules": None,
+        "scale_dtype": "float32",
+    }
+    write_scheme(trained, record)
+    main(["export", "--model_name_or_path", str(trained), "--output_dir", str(tmp_path / "low_bit"), "--bits", "2"])
+    prompt = "a prompt:"
+    answer = complete_greedily(str(tmp_path / "low_bit"), prompt, 8)
+    assert answer != complete_greedily(masters, prompt, 8)
+    task = write(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": answer}])
+    options = ["--task", task, "--score", "exact", "--temperature", "0", "--max_new_tokens", "8"]
+    main(["eval", str(trained), *options, "--bits", "2"])
+    (row,) = json.loads((trained / "eval-2-bits.json").read_text())["results"]
+    assert row["scores"] == [1.0] and row["model"] == f"{trained} at 2 bits"
+    assert f"{trained} at 2 bits: {task}: pass@1 100.0%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

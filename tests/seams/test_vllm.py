@@ -76,6 +76,44 @@ def test_kernels_are_configured_by_the_fields_that_we_read():
     )
 
 
+def test_experts_are_built_by_what_our_methods_set_and_repacked_by_what_one_calls():
+    from trl_qarl.vllm_plugin import experts
+
+    ours = set(re.findall(r"self\.(\w+)", inspect.getsource(experts._LowBitExperts.__init__)))
+    for method in experts._METHODS.values():
+        assert not method.__abstractmethods__ and without_place(method, "vllm") == []
+        vllms = method.__mro__[2]
+        read = set(re.findall(r"self\.(\w+)", inspect.getsource(vllms.create_weights)))
+        assert read <= ours | {"moe"} | vars(vllms).keys(), (method, read)
+    # The step that is left out of a reload.
+    assert without_place(experts.RepackedExperts, "vllm") == []
+    source = inspect.getsource(experts.UnquantizedFusedMoEMethod)
+    assert "self.moe_kernel is not None" in source and "fused_experts.process_weights_after_loading(layer)" in source
+
+
+def test_experts_are_loaded_all_at_once_under_the_names_that_we_send():
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    for names, matrix in ((("gate_proj", "down_proj", "up_proj"), "gate_up_proj"), (("w1", "w2", "w3"), "w13")):
+        mapping = RoutedExperts.build_expert_params_mapping(
+            *names, num_experts=2, routed_experts_prefix="", include_fused=True
+        )
+        assert [entry[:2] for entry in mapping[:3]] == [
+            ("experts.w13_weight", f"experts.{matrix}"),
+            ("experts.w13_weight", f"experts.{matrix}"),
+            ("experts.w2_weight", f"experts.{names[1]}"),
+        ]
+
+
+def test_a_router_tells_what_it_has_chosen():
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter, select_experts
+
+    router = CPURouter(top_k=2, global_num_experts=4)
+    router.set_capture_fn(None)
+    arguments = ["hidden_states", "router_logits", "top_k", "use_grouped_topk", "renormalize"]
+    assert takes(select_experts, *arguments) == []
+
+
 def test_the_weight_transfer_has_the_steps_that_we_check():
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
@@ -199,6 +237,8 @@ def test_kernels_of_a_cpu_take_the_arguments_that_we_give():
         "weight_packed_linear_cpu": [],
         "cpu_gemm_wna16": ["input", "q_weight", "scales", "zeros", "bias", "pack_factor", "isa_hint"],
         "cpu_attn_reshape_and_cache": [],
+        "cpu_prepack_moe_weight": [],
+        "cpu_fused_moe": [],
         "cpu_attention_with_kv_cache": [
             "query",
             "key_cache",

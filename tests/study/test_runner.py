@@ -1,24 +1,18 @@
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from datetime import date
-from pathlib import Path
 
 import pytest
 import yaml
 
 from trl_qarl.cli import main
-from trl_qarl.study.grid import build_command, cell_name, expand_grid, load_grid
-from trl_qarl.study.runner import check_evaluation, progress_line
-
-
-ROOT = Path(__file__).parents[2]
+from trl_qarl.study.runner import progress_line
 
 
 # Stands in for a trainer: 4 steps, a checkpoint after each, and the files that a run writes.
@@ -79,63 +73,6 @@ def heed_interrupts():
 
 def steps(cell):
     return [json.loads(line)["step"] for line in (cell / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_grid_is_the_product_in_the_order_of_the_axes():
-    cells = expand_grid({"train": {}, "grid": {"seed": [0, 1], "quantize_learner": [True, False], "scheme": ["fp8"]}})
-    assert [cell_name(cell) for cell in cells] == [
-        "QaRL-fp8-seed0",
-        "QaRL-fp8-seed1",
-        "rollout-only-fp8-seed0",
-        "rollout-only-fp8-seed1",
-    ]
-    assert list(cells[0]) == ["quantize_learner", "scheme", "seed"]
-
-
-@pytest.mark.parametrize("quantize_learner", [[True, False], [False, True], [False]], ids=str)
-def test_bf16_has_one_cell_whatever_the_learner_does(quantize_learner):
-    grid = {"quantize_learner": quantize_learner, "objective": ["tbpo"], "scheme": ["bf16", "w4a16"], "seed": [0, 1]}
-    cells = expand_grid({"train": {}, "grid": grid})
-    names = {True: "QaRL", False: "rollout-only"}
-    expected = {f"{names[value]}-tbpo-w4a16" for value in quantize_learner} | {"bf16-tbpo"}
-    assert {cell_name(cell) for cell in cells} == {f"{name}-seed{seed}" for name in expected for seed in (0, 1)}
-    assert len(cells) == 2 * len(expected)
-
-
-def test_cells_are_taken_as_listed():
-    cells = [
-        {"seed": 3, "scheme": "bf16"},
-        {"quantize_learner": False, "objective": "grpo"},
-        {"scheme": "w4a16", "lora_mode": "merged", "seed": 0},
-    ]
-    expanded = expand_grid({"train": {}, "cells": cells})
-    assert expanded == cells
-    assert [cell_name(cell) for cell in expanded] == ["bf16-seed3", "rollout-only-grpo", "w4a16-lora_merged-seed0"]
-
-
-def test_train_options_become_one_command_line(tmp_path):
-    train = {
-        "learning_rate": 1e-5,
-        "reward_funcs": ["a.b", "c"],
-        "use_vllm": True,
-        "beta": None,
-        "optim_args": {"x": 1},
-    }
-    command = build_command({"train": train}, {"scheme": "fp8", "seed": 2}, tmp_path, resume=True)
-    assert command[:4] == [sys.executable, "-m", "trl_qarl.cli", "train"]
-    assert command[4:] == [
-        *("--learning_rate", "1e-05", "--reward_funcs", "a.b", "c", "--use_vllm", "True", "--optim_args", '{"x": 1}'),
-        *("--scheme", "fp8", "--seed", "2", "--output_dir", str(tmp_path), "--resume_from_checkpoint", "True"),
-    ]
-    assert "--resume_from_checkpoint" not in build_command({"train": train}, {"seed": 2}, tmp_path)
-
-
-def test_command_fills_placeholders_and_leaves_other_braces(tmp_path):
-    config = {"command": ["{python}", "--x={seed}-{scheme}", '{"a": 1}', "{resume_from_checkpoint}", 5]}
-    command = build_command(config, {"scheme": "fp8", "seed": 2}, tmp_path)
-    assert command == [sys.executable, "--x=2-fp8", '{"a": 1}', "false", "5"]
-    for cell, expected in (({"scheme": "bf16"}, "true"), ({"quantize_learner": False}, "false")):
-        assert build_command({"command": ["{quantize_learner}"]}, cell, tmp_path) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -207,19 +144,6 @@ def test_grid_that_cannot_run_is_one_line_and_exit_code_two(project, capsys, cha
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trl-qarl: error: ") and message in line
     assert not project.out.exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("a: [", "is not YAML"), ("- 1", "must be a mapping"), ("", "must be a mapping")]
-)
-def test_file_that_is_no_grid_is_one_line(tmp_path, capsys, text, message):
-    path = tmp_path / "grid.yaml"
-    path.write_text(text)
-    for name, expected in (("grid.yaml", message), ("missing.yaml", "No such file")):
-        with pytest.raises(SystemExit, match="2"):
-            main(["compare", str(tmp_path / name)])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert expected in line
 
 
 def test_dry_run_prints_commands_and_writes_nothing(project, capsys, tmp_path):
@@ -320,14 +244,6 @@ def test_evaluation_is_written_for_finished_cells(project, capsys, code, failure
         assert json.loads((cell / "evaluation.json").read_text()) == {"greedy": {"correct": 3, "total": 4}}
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", "3", '{"greedy": 1}', '{"greedy": {"correct": 3, "total": 2}}', '{"greedy": {"correct": "1"}}']
-)
-def test_evaluation_of_another_form_is_refused(text):
-    with pytest.raises(ValueError, match="the last line must be"):
-        check_evaluation(text)
-
-
 def test_second_command_in_the_same_directory_is_refused(project, capsys):
     project.out.mkdir()
     with open(project.out / ".lock", "w") as lock:
@@ -396,26 +312,6 @@ def test_devices_that_are_none_are_one_line(project, capsys, devices):
         main(["compare", str(project()), "--output_dir", str(project.out), "--devices", *devices])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trl-qarl: error: --devices") and "`0 1`" in line
-
-
-def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    page = (ROOT / "docs" / "compare.md").read_text()
-    examples = re.findall(r"```yaml\n(.*?)```", page, re.S)
-    assert examples
-    for example in examples:
-        path = tmp_path / "grid.yaml"
-        path.write_text(example)
-        assert expand_grid(load_grid(path))
-
-
-@pytest.mark.parametrize("name, num_cells", [("addition", 15), ("addition_w8a8", 9), ("counting", 12), ("lora", 9)])
-def test_the_studies_with_a_language_model_are_grids_of_three_seeds(name, num_cells):
-    config = load_grid(ROOT / "benchmarks/study" / f"{name}.yaml")
-    cells = expand_grid(config)
-    settings = {tuple(value for axis, value in cell.items() if axis != "seed") for cell in cells}
-    assert len(cells) == num_cells == 3 * len(settings) and {cell["seed"] for cell in cells} == {0, 1, 2}
-    assert ROOT.joinpath(config["command"][config["command"].index("{python}") + 1]).is_file()
 
 
 def test_devices_with_one_server_for_all_cells_are_refused(project, capsys):

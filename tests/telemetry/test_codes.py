@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
+from trl_qarl.quantization.walk import iter_quantized_weights
 from trl_qarl.telemetry.codes import (
     code_flip_rate,
     sampled_masters,
@@ -16,15 +17,15 @@ from trl_qarl.telemetry.codes import (
 def test_code_flip_rate_counts_the_last_update():
     net = nn.Sequential(nn.Linear(128, 32), nn.Linear(32, 32))
     prepare_model(net, "w8a8")
-    layers = quantized_layers(net).values()
-    assert math.isnan(code_flip_rate(layers))
+    weights = [weight for _, weight in iter_quantized_weights(net)]
+    assert math.isnan(code_flip_rate(weights))
     codes = net[0].low_bit_weight().qdata.clone()
     with torch.no_grad():
         net[0].weight[0] *= -1
     flipped = (net[0].low_bit_weight().qdata != codes).sum().item()
     with torch.no_grad():
         net[1].weight.add_(0)
-    assert code_flip_rate(layers) == pytest.approx(flipped / (128 * 32 + 32 * 32)) and flipped > 100
+    assert code_flip_rate(weights) == pytest.approx(flipped / (128 * 32 + 32 * 32)) and flipped > 100
 
 
 def test_sqnr_in_decibel():
@@ -36,7 +37,7 @@ def test_sqnr_in_decibel():
         (layer.weight.detach().double() - layer.low_bit_weight().dequantize(torch.float64)).square().sum()
         for layer in layers.values()
     )
-    assert sqnr(layers.items())["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
+    assert sqnr(iter_quantized_weights(net))["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
 
 
 def test_sqnr_of_each_family_of_layers():
@@ -44,20 +45,19 @@ def test_sqnr_of_each_family_of_layers():
         {f"layer{i}": nn.ModuleDict({"up": nn.Linear(128, 8), "down": nn.Linear(128, 8)}) for i in "ab"}
     )
     prepare_model(net, "w4a16")
-    layers = quantized_layers(net)
-    ratios = sqnr(layers.items())
+    ratios = sqnr(iter_quantized_weights(net))
     assert set(ratios) == {"quant/sqnr", "quant/sqnr/up", "quant/sqnr/down"}
-    ups = {name: layer for name, layer in layers.items() if name.endswith("up")}
+    ups = {name: layer for name, layer in iter_quantized_weights(net) if name.endswith("up")}
     assert len(ups) == 2 and sqnr(ups.items())["quant/sqnr"] == ratios["quant/sqnr/up"] != ratios["quant/sqnr/down"]
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-signed", "w8a8", "w8a16", "fp8"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-observer", "w8a8", "w8a16", "fp8"])
 def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 40), nn.Linear(128, 24))
     prepare_model(net, scheme)
     layers = quantized_layers(net)
-    before = sampled_masters(layers.items())
+    before = sampled_masters(iter_quantized_weights(net))
     assert [len(rows) for rows in before.values()] == [20, 24]
     old = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     with torch.no_grad():
@@ -78,12 +78,11 @@ def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
                     step = s * 2.0 ** (max(math.floor(math.log2(code)) if code else -6, -6) - 3)
                 moved += abs(layer.weight[i, j].item() - old[name][i, j].item()) / step
                 count += 1
-    assert update_to_step(before, layers.items()) == pytest.approx(moved / count, rel=1e-3)
+    assert update_to_step(before, iter_quantized_weights(net)) == pytest.approx(moved / count, rel=1e-3)
 
 
 def test_update_of_nothing_is_zero_steps_and_no_layers_are_nan():
     net = nn.Sequential(nn.Linear(128, 32))
     prepare_model(net, "w4a16")
-    layers = quantized_layers(net)
-    assert update_to_step(sampled_masters(layers.items()), layers.items()) == 0
+    assert update_to_step(sampled_masters(iter_quantized_weights(net)), iter_quantized_weights(net)) == 0
     assert math.isnan(update_to_step({}, []))

@@ -74,6 +74,7 @@ def test_run_file_says_what_was_run(tiny_model, tmp_path):
     assert run == {
         "objective": "gspo",
         "scheme": "w4a16",
+        "grids": ["int4-signed"],
         "quantize_learner": False,
         "numerics": "fast",
         "group_size": 128,

@@ -7,17 +7,21 @@ from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.vllm
-
-
 def make_engine_apply(name, low_bit, dtype, shape):
     """The product of an engine's layer that holds `low_bit`, on our kernel for CPUs."""
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearLayerConfig
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
     from vllm.scalar_type import scalar_types
 
-    from trl_qarl.vllm_plugin.linear_kernels import QaRLInt8Kernel, QaRLWeightOnlyKernel
+    from trl_qarl.vllm_plugin.linear_kernels import (
+        QaRLInt8Kernel,
+        QaRLMxFp4Kernel,
+        QaRLNvFp4Kernel,
+        QaRLWeightOnlyKernel,
+    )
 
     layer = nn.Module()
     for key, tensor in low_bit.checkpoint_tensors().items():
@@ -26,6 +30,13 @@ def make_engine_apply(name, low_bit, dtype, shape):
         kernel = object.__new__(QaRLInt8Kernel)
         kernel.config = Int8ScaledMMLinearLayerConfig(False, True, True)
         kernel.layer_param_names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
+    elif name == "mxfp4a16":
+        kernel = QaRLMxFp4Kernel(MxFp4LinearLayerConfig(kMxfp4Dynamic))
+        # As vLLM has it before it asks the kernel.
+        layer.weight = layer.weight_packed
+    elif name == "nvfp4a16":
+        kernel = QaRLNvFp4Kernel(NvFp4LinearLayerConfig())
+        layer.weight, layer.weight_global_scale = layer.weight_packed, nn.Parameter(1 / layer.weight_global_scale)
     else:
         weight_type = scalar_types.uint4b8 if name == "w4a16" else scalar_types.uint8b128
         config = MPLinearLayerConfig(shape[::-1], shape[::-1], weight_type, dtype, -1, False)
@@ -36,11 +47,11 @@ def make_engine_apply(name, low_bit, dtype, shape):
 
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["w4a16", "w8a16", "w8a8"])
+@pytest.mark.parametrize("name", ["w4a16", "mxfp4a16", "nvfp4a16", "w8a16", "w8a8"])
 def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dtype, has_native_instructions):
     monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
-    for shape in [(64, 128), (33, 96), (256, 2048)] + [(16, 100)] * (name != "w4a16"):
+    for shape in [(64, 128), (33, 96), (256, 2048)] + [(16, 100)] * (name in ("w8a16", "w8a8")):
         torch.manual_seed(0)
         low_bit = LowBitTensor.from_hp(torch.randn(shape), get_scheme(name), dtype)
         apply = make_engine_apply(name, low_bit, dtype, shape)
@@ -52,19 +63,3 @@ def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dt
         exact = x.double() @ low_bit.dequantize(torch.float64).t() + bias
         error = (apply(x, bias).double() - exact).norm() / exact.norm()
         assert error < (2e-2 if name == "w8a8" else 5e-3)
-
-
-def test_any_engine_serves_an_export_in_float32_and_no_other_layout():
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-    from vllm.scalar_type import scalar_types
-
-    from trl_qarl.vllm_plugin.linear_kernels import QaRLWeightOnlyKernel
-
-    config = MPLinearLayerConfig((128, 64), (128, 64), scalar_types.uint4b8, torch.float32, 32, False)
-    # vLLM's own kernel claims it and fails at the first request.
-    assert QaRLWeightOnlyKernel.can_implement(config) == (True, None)
-    for name, layer in (("qweight", nn.Module()), ("weight_packed", nn.Module())):
-        if name == "weight_packed":
-            layer.weight_g_idx = torch.arange(128)
-        with pytest.raises(ValueError, match=r"pack-quantized compressed-tensors .*--dtype bfloat16"):
-            QaRLWeightOnlyKernel(config, name, "weight_scale").process_weights_after_loading(layer)

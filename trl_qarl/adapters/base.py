@@ -19,7 +19,7 @@ from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model, base_modules
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
-from ..quantization.selection import reasons_to_skip
+from ..quantization.selection import layer_format, parts_of_experts, quantizable_layers, reasons_to_skip
 from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen
 from ..quantization.tensors import LowBitTensor
 from ..quantization.walk import iter_layers
@@ -153,13 +153,14 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
             "`quantize_learner`, or start from the high-precision checkpoint."
         )
     layers = quantized_layers(model)
-    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
-    skipped = reasons_to_skip(model, {name: m for name, m in linears.items() if name not in layers}, None)
+    others = quantizable_layers(model)
+    candidates = {name: m for name, m in base_modules(model) if name in layers or name in others}
+    skipped = reasons_to_skip(model, others, None)
     # Of one scheme alone the checkpoint says which layers have it.
     ours = (
         dict.fromkeys(layers, plan.schemes[0])
         if plan.is_uniform and plan.schemes
-        else plan.assign(linears, skipped)[0]
+        else plan.assign(candidates, skipped, parts_of_experts(candidates))[0]
     )
     differing = [name for name in dict.fromkeys([*layers, *ours]) if not _has_scheme(layers, name, ours, scale_dtype)]
     if differing:
@@ -184,7 +185,7 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
         return False
     layer, scheme = layers[name], ours[name]
     is_same_scale = scheme.scale_dtype is not None or layer.scale_dtype == scale_dtype
-    is_same_scheme = layer.scheme.name == scheme.name and layer.group_size == scheme.group_size_for(layer.in_features)
+    is_same_scheme = layer.scheme.name == scheme.name and layer.group_size == layer_format(layer, scheme)[1]
     return is_same_scheme and is_same_scale
 
 
@@ -203,6 +204,11 @@ def base_fingerprint(model: nn.Module) -> str:
                 # Other layers are in high precision in a run and in 16 bits in its export.
                 tensor = _base_scale(linear) if is_quantized else linear.weight[0].bfloat16()
                 digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for name, experts in layer.experts.items():
+            for leaf, weight in experts.quantized_weights.items():
+                scale = weight.low_bit_weight().scale
+                digest.update(f"{name}.{leaf}{tuple(scale.shape)}".encode())
+                digest.update(scale.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -4,7 +4,8 @@
 It samples at temperature 1 from an engine that was given the learner's tensors, and scores the same tokens with two
 learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
 `"engine"`; and one in high precision. One column is the difference of a learner from *itself* when its embeddings are rounded
-once more: two programs that round differently anywhere cannot be expected closer than that.
+once more: two programs that round differently anywhere cannot be expected closer than that. Of a mixture, one is the share of
+selections of experts, one for each token and layer, that are not those of the learner with engine numerics.
 """
 
 from collections.abc import Iterator
@@ -48,14 +49,17 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
             learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
             if is_repeated or _can_use_engine_numerics(model, dtype):
                 learners.append(f"{learners[-1]}, engine numerics")
-            measured = {}
+            measured, engine_routes = {}, []
             for learner in reversed(learners):
                 is_exact = "engine" in learner
                 if learner == "high precision":
                     restore_model(model)
-                with engine_numerics(model, dtype) if is_exact else nullcontext():
+                with engine_numerics(model, dtype) if is_exact else nullcontext(), _routes(model) as routes:
                     logps = _learner_logps(model, samples, dtype)
                 measured[learner] = _mismatch(logps, [logp for *_, row in samples for logp in row])
+                engine_routes = routes if is_exact else engine_routes
+                if engine_routes:
+                    measured[learner]["flipped routes"] = _flipped(routes, engine_routes)
                 if learner != "high precision" and not is_exact:
                     with _one_rounding(model, dtype):
                         other = _learner_logps(model, samples, dtype)
@@ -84,7 +88,7 @@ def summarize_alignment(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         line = summary.setdefault(
             (row["dtype"], row["scheme"]), {key: row[key] for key in ("dtype", "scheme", "tokens")}
         )
-        line |= {f"{name}: {key}": row[key] for key in ("equal", "mean", "max", "k3")}
+        line |= {f"{name}: {key}": row[key] for key in ("equal", "mean", "max", "k3", "flipped routes") if key in row}
     return list(summary.values())
 
 
@@ -106,7 +110,8 @@ def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, fl
     model = load_learner(path, scheme, dtype)
     with torch.no_grad():
         for layer in quantized_layers(model).values():
-            layer.weight.copy_(layer.low_bit_weight().dequantize(dtype))
+            for weight in layer.quantized_weights.values():
+                weight.parameter.copy_(weight.low_bit_weight().dequantize(dtype).view_as(weight.parameter))
     restore_model(model)
     with open_engine(model, dtype, max_num_seqs=len(TOPICS)) as (llm, publisher):
         publisher.publish("0")
@@ -179,6 +184,31 @@ def _learner_logps(model, samples, dtype) -> list[float]:
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         logps += torch.log_softmax(logits.float(), -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
     return logps
+
+
+@contextmanager
+def _routes(model) -> Iterator[list[Any]]:
+    """While open, the experts `(tokens, k)` that each router chooses, sorted, are appended to a list."""
+    from ..numerics.modules import ENGINE_OPERATIONS, Router
+
+    routes: list[Any] = []
+    hooks = [
+        module.register_forward_hook(lambda module, args, output: routes.append(output[2].sort(-1).values))
+        for module in model.modules()
+        if ENGINE_OPERATIONS.get(type(module)) is Router
+    ]
+    try:
+        yield routes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _flipped(routes: list[Any], others: list[Any]) -> float:
+    import torch
+
+    differs = [(ours != theirs).any(-1) for ours, theirs in zip(routes, others, strict=True)]
+    return torch.cat(differs).double().mean().item()
 
 
 @contextmanager

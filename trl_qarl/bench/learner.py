@@ -12,10 +12,10 @@ from .shapes import make_config, random_model
 
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from ..quantization.swap import SwapReport
+    from ..quantization.weight import QuantizedLayer
 
 
 __all__ = ["format_table", "load_model", "prepare_variants", "run_benchmark"]
@@ -240,14 +240,14 @@ def _requantize(layers) -> None:
         layer.low_bit_weight()
 
 
-def _cached_bytes(layer: "torch.nn.Module") -> int:
+def _cached_bytes(layer: "QuantizedLayer") -> int:
     """Bytes of every tensor that `layer` holds besides its parameters and buffers."""
     import torch
     from torch.utils._pytree import tree_leaves
 
     from ..quantization.tensors import LowBitTensor
 
-    held = tree_leaves([v for name, v in vars(layer).items() if name not in ("_parameters", "_buffers", "_modules")])
+    held = [low_bit for weight in layer.quantized_weights.values() for low_bit in weight.kept()]
     for leaf in held:
         if isinstance(leaf, LowBitTensor):
             # Its own size is that of the weight it stands for. What it holds may be low-bit too, and is visited in turn.

@@ -1,9 +1,9 @@
 """
 The modes of `trl-qarl bench` that need vLLM: `adapter`, `alignment`, `numerics`, `publish` and `rollout`, on a real model.
 
-`publish` times the weight sync with a server in another process. `rollout` times decoding and the parts of one training step. Its
+`rollout` times decoding and the parts of one training step. Its
 engines run side by side in one process, and repeats alternate between them. The others are
-[`trl_qarl.bench.adapters`], [`trl_qarl.bench.alignment`] and [`trl_qarl.bench.numerics`].
+[`trl_qarl.bench.adapters`], [`trl_qarl.bench.alignment`], [`trl_qarl.bench.numerics`] and [`trl_qarl.bench.publish`].
 """
 
 import os
@@ -24,15 +24,15 @@ from .engines import (
     make_bench_engine,
     make_chats,
     make_prompts,
-    open_server,
     pad,
 )
 from .machine import forget_peak, peak_bytes, synchronize
 from .numerics import measure_numerics
+from .publish import measure_publish
 from .shapes import write_random_model
 
 
-__all__ = ["MODES", "measure_publish", "measure_rollout", "run"]
+__all__ = ["MODES", "measure_rollout", "run"]
 
 
 def run(args) -> dict[str, Any]:
@@ -47,36 +47,6 @@ def run(args) -> dict[str, Any]:
     if args.mode == "alignment":
         print("\n" + _table(summarize_alignment(rows)))
     return {"mode": args.mode, "model": Path(path).name, "machine": describe_machine(), "rows": rows}
-
-
-def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    """One row per scheme: what a weight sync of everything sends and costs, with a server in another process."""
-    import psutil
-    import torch
-
-    from ..quantization.swap import quantized_layers
-
-    dtype, rows = getattr(torch, args.dtype), []
-    for scheme in schemes:
-        model = load_learner(path, scheme, dtype)
-        with open_server(model, dtype) as (client, publisher, pid):
-            publisher.publish("warm-up")
-            processes = [psutil.Process(), *psutil.Process(pid).children(recursive=True)]
-            before = [_reset_peak(process.pid) for process in processes]
-            results = []
-            for repeat in range(args.repeats):
-                for layer in quantized_layers(model).values():
-                    layer.invalidate()
-                publisher.forget()
-                results.append(publisher.publish(str(repeat)))
-            growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
-        rows.append({"scheme": scheme} | _publish_row(model, dtype, results, growth))
-        print(rows[-1], flush=True)
-    for row in rows:
-        if rows[0]["scheme"] == "bf16":
-            row["bytes / bf16"] = row["matrices MiB"] / rows[0]["matrices MiB"]
-            row["seconds / bf16"] = row["seconds"] / rows[0]["seconds"]
-    return rows
 
 
 def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
@@ -175,40 +145,6 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
         # Of the learner, and of an engine in this process.
         row["peak GPU memory MiB"] = peak / 2**20
     return row
-
-
-def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:
-    from ..checkpoint.layout import iter_checkpoint_tensors
-    from ..quantization.swap import quantized_layers
-
-    layers = quantized_layers(model)
-    sizes = {name: tensor.nbytes for name, tensor in iter_checkpoint_tensors(model, dtype)}
-    embeddings = sum(size for name, size in sizes.items() if "embed" in name or "lm_head" in name)
-    median = {name: statistics.median(result[name] for result in results) for name in results[0]}
-    return {
-        "matrices MiB": (sum(sizes.values()) - embeddings) / 2**20,
-        "embeddings MiB": embeddings / 2**20,
-        "quantized layers": len(layers),
-        "seconds": median["publish/seconds"],
-        "learner's fingerprints": median["publish/audit_seconds"] / median["publish/seconds"],
-        "peak memory, trainer MiB": growth[0] / 2**20,
-        "peak memory, engine MiB": max(growth[1:], default=0) / 2**20,
-    }
-
-
-def _reset_peak(pid: int) -> int:
-    """Forget a process's peak resident memory and return what it holds now, in bytes (Linux)."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-    return _status(pid, "VmRSS")
-
-
-def _peak(pid: int) -> int:
-    return _status(pid, "VmHWM")
-
-
-def _status(pid: int, name: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def _model_path(name: str | None) -> str:

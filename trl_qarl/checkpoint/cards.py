@@ -72,7 +72,7 @@ _BASELINE_LEAD = (
     "precision in which they generated."
 )
 _POLICY = (
-    "This is a language model with `{scheme}` weights, for vLLM and transformers. It is the policy that was trained: rollouts "
+    "This is a language model with `{scheme}` weights, for {readers}. It is the policy that was trained: rollouts "
     "used these low-bit tensors, bit for bit."
 )
 _BASELINE = "This is a language model in high precision, a baseline of quantized training."
@@ -120,7 +120,8 @@ class TrainingFacts:
 
 def described_settings(plan: QuantPlan) -> dict[str, Any]:
     """Settings of [`TrainingFacts`] that say which schemes a policy has, and of several which layers have which."""
-    return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in plan.described.items()}
+    described = {**plan.described, "grids": ", ".join(plan.grids) or None}
+    return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in described.items()}
 
 
 def masters_card(
@@ -191,6 +192,7 @@ def export_card(
     masters: str | None = None,
     plot: str | None = None,
     lora_rank: int | None = None,
+    loads_in_transformers: bool = True,
 ) -> ModelCard:
     """
     Card of an export: how to serve and load it, and what is known of its training.
@@ -214,12 +216,16 @@ def export_card(
             Picture of the rewards, a file beside the card.
         lora_rank (`int`, *optional*):
             Rank of the adapter in the export, if there is one.
+        loads_in_transformers (`bool`, *optional*, defaults to `True`):
+            Whether transformers reads it, see [`~trl_qarl.checkpoint.layout.loads_in_transformers`].
     """
     facts = facts or TrainingFacts()
     # vLLM takes an adapter from a folder.
     name = "DIR" if hub_model_id is None or lora_rank is not None else hub_model_id
     download = f"hf download {hub_model_id} --local-dir DIR\n" if hub_model_id and name == "DIR" else ""
-    what = (_BASELINE if scheme == "bf16" else _POLICY).format(scheme=scheme)
+    what = (_BASELINE if scheme == "bf16" else _POLICY).format(
+        scheme=scheme, readers="vLLM and transformers" if loads_in_transformers else "vLLM alone"
+    )
     tags = {"trl", "qarl", "compressed-tensors", "vllm", *facts.tags}
     return _render(
         "export_card.md",
@@ -238,6 +244,7 @@ def export_card(
         settings={k: v for k, v in facts.settings.items() if k not in ("scheme", "scale_dtype")},
         report=facts.report,
         masters=masters,
+        loads_in_transformers=loads_in_transformers,
     )
 
 

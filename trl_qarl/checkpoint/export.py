@@ -15,16 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..quantization.checkpoint_names import checkpoint_names
 from ..quantization.names import base_model, is_adapted
+from ..quantization.selection import stacked_experts
+from ..quantization.sharded import is_sharded
 from ..quantization.swap import quantized_layers
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
-from .layout import has_stacked_experts, iter_checkpoint_tensors, quantization_config, quantized_formats
+from .layout import (
+    has_stacked_experts,
+    iter_checkpoint_tensors,
+    loads_in_transformers,
+    quantization_config,
+    quantized_formats,
+)
 from .serving import ADAPTER_FOLDER
 
 
@@ -63,6 +73,8 @@ def export_checkpoint(
             Largest size of one shard.
         card (`dict`, *optional*):
             What README.md says beside: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
+
+    Where FSDP2 has sharded the masters, every process has to call. They are gathered layer by layer, and the first process writes.
 
     Returns:
         The folder. An earlier export in it is replaced once the new one is complete; its card's scores stay if they are
@@ -103,19 +115,25 @@ def export_checkpoint(
         )
     check_export_dir(output_dir)
     config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [type(model).__name__]
+    # FSDP2 gives the model a class of its own.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = dtype
     if formats:
         config.quantization_config = quantization_config(model)
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
+    if is_sharded(model) and dist.get_rank():
+        for _ in iter_checkpoint_tensors(model, dtype):
+            # The first process keeps them.
+            pass
+        return output_dir
+    tensors = checkpoint_state_dict(model, dtype)
     with _written_as_a_whole(output_dir) as folder:
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
-        tensors = checkpoint_state_dict(model, dtype)
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
         if adapted is not None:
             # TRL may have added a copy of where training started.
@@ -124,6 +142,7 @@ def export_checkpoint(
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
             about["evaluated"] = output_dir
+        about["loads_in_transformers"] = loads_in_transformers(model)
         save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
             # An earlier one's adapter belongs to another base.
@@ -187,10 +206,11 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
     that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
-    if not has_stacked_experts(model):
-        return tensors
-    # One matrix per expert and projection, as `save_pretrained` writes them; these are views.
-    return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, tensors).items()}
+    if not stacked_experts(model).keys() <= checkpoint_names(model).experts.keys():
+        # Of other layouts transformers alone knows what they are in a checkpoint.
+        tensors = revert_weight_conversion(model, tensors)
+    # Matrices of experts are views of all of a layer.
+    return {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in tensors.items()}
 
 
 def is_export(folder: Path) -> bool:

@@ -6,55 +6,114 @@ Format: https://github.com/vllm-project/compressed-tensors.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_modules
-from ..quantization.schemes import QuantScheme, group_name
-from ..quantization.selection import stacked_experts
+from ..quantization.checkpoint_names import CheckpointNames, checkpoint_names
+from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts, has_stacked_matrices
+from ..quantization.global_scales import check_global_scales
+from ..quantization.names import base_model, base_modules
+from ..quantization.schemes import (
+    E4M3,
+    E4M3_CODES,
+    INT4_PACKED,
+    INT8,
+    INT8_CODES,
+    NVFP4,
+    SCHEMES,
+    QuantScheme,
+    group_name,
+)
+from ..quantization.selection import ROUTER_NAMES, stacked_experts
+from ..quantization.sharded import is_sharded, whole, whole_low_bit
 from ..quantization.tensors import LowBitTensor
 from ..quantization.walk import LayerWeights, iter_layers
+from ..quantization.weight import QuantizedLayer, QuantizedWeight
 
 
 __all__ = [
     "has_stacked_experts",
     "iter_checkpoint_layers",
     "iter_checkpoint_tensors",
+    "loads_in_transformers",
+    "problem_of_mixture",
     "quantization_config",
     "quantized_formats",
 ]
 
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Mixtures of experts whose names, layouts and log-probs in vLLM have been compared with the learner's."""
 
-def iter_checkpoint_layers(model: nn.Module, dtype: torch.dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
+_EXPERTS = ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
+
+
+def iter_checkpoint_layers(
+    model: nn.Module, dtype: torch.dtype, stacks_experts: bool = False
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """
     Yield the tensors of the low-bit policy under their names in a checkpoint, a layer at a time, on the model's device. What is not
-    quantized is in `dtype`; of tied tensors, the first is there.
+    quantized is in `dtype`; of tied tensors, the first is there. Where masters are sharded, every process has to go through all
+    layers, as each is gathered when its turn comes. With `stacks_experts` the matrices of a layer's experts are one tensor,
+    under the name under which vLLM takes them all at once: of 128 experts six in place of 1,152.
     """
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[Hashable] = set()
+    names = checkpoint_names(model)
     for layer in iter_layers(model):
-        yield list(_checkpoint_tensors(layer, dtype, seen))
+        yield list(_checkpoint_tensors(layer, dtype, seen, names, stacks_experts))
 
 
-def _checkpoint_tensors(layer: LayerWeights, dtype, seen) -> Iterator[tuple[str, torch.Tensor]]:
+def _checkpoint_tensors(
+    layer: LayerWeights, dtype, seen, names: CheckpointNames, stacks_experts: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     quantized = layer.quantized
     for name, tensor in layer.tensors.items():
-        prefix, _, leaf = name.rpartition(".")
-        if leaf == "weight" and prefix in quantized:
-            tensor = quantized[prefix].low_bit_weight()
+        if name in quantized:
+            tensor = whole_low_bit(quantized[name])
         if isinstance(tensor, LowBitTensor):
-            for key, value in tensor.checkpoint_tensors().items():
-                yield f"{prefix}.{key}", value.detach()
+            matrices = names.experts.get(name) or [names.of_tensor(name).removesuffix(".weight")]
+            if stacks_experts and name in names.experts:
+                yield from _stacked(matrices, tensor.checkpoint_tensors())
+                continue
+            for matrix, low_bit in zip(matrices, tensor.row_blocks(len(matrices)), strict=True):
+                for key, value in low_bit.checkpoint_tensors().items():
+                    yield f"{matrix}.{key}", value.detach()
             continue
-        identity = (tensor.data_ptr(), tensor.shape)
+        # All sharded tensors have the same address.
+        identity = id(tensor) if is_sharded(tensor) else (tensor.data_ptr(), tensor.shape)
         if identity in seen:
             continue
         seen.add(identity)
-        yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach()
+        # Rounded first: 16 bits are gathered.
+        value = whole((tensor.to(dtype) if tensor.is_floating_point() else tensor).detach())
+        if name in names.experts:
+            matrices = names.experts[name]
+            if stacks_experts:
+                yield from _stacked(matrices, {"weight": value.flatten(0, 1)})
+                continue
+            yield from zip((f"{n}.weight" for n in matrices), value.flatten(0, 1).chunk(len(matrices)), strict=True)
+        else:
+            yield names.of_tensor(name), value
+
+
+_STACKED = {"gate_proj": "gate_up_proj", "w1": "w13"}
+
+
+def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one parameter of experts, `(E, ...)`, under the names of vLLM's `RoutedExperts.load_weights`."""
+    prefix, _, leaf = matrices[0].rsplit(".", 2)
+    num_experts = int(matrices[-1].rsplit(".", 2)[1]) + 1
+    stem = f"{prefix}.{_STACKED.get(leaf, leaf)}"
+    for key, value in tensors.items():
+        if key == "weight_shape":
+            shape = value // value.new_tensor([len(matrices), 1])
+            value = shape.repeat(num_experts, len(matrices) // num_experts, 1)
+        else:
+            value = value.unflatten(0, (num_experts, -1))
+        yield stem + key.removeprefix("weight"), value.detach()
 
 
 def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,14 +128,15 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
     One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular
     expression.
     """
-    formats = quantized_formats(model)
+    formats, names = quantized_formats(model), checkpoint_names(model)
+    check_global_scales(_global_scales(model))
     by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
         by_format[scheme, group_size].append(name)
     groups = {}
-    for index, ((scheme, group_size), names) in enumerate(by_format.items()):
+    for index, ((scheme, group_size), members) in enumerate(by_format.items()):
         groups[group_name(index, scheme)] = {
-            "targets": ["Linear"] if len(by_format) == 1 else _targets(names, formats),
+            "targets": ["Linear"] if len(by_format) == 1 else _targets(members, formats, names),
             "weights": scheme.weight_args(group_size),
             "input_activations": scheme.activation_args,
             "output_activations": None,
@@ -88,30 +148,97 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
         "format": checkpoint_formats.pop() if len(checkpoint_formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [n for n, m in base_modules(model) if isinstance(m, nn.Linear) and n not in formats],
+        "ignore": [names.of_tensor(n) for n, m in base_modules(model) if _is_matrix(n, m) and n not in formats],
         "kv_cache_scheme": None,
     }
+
+
+def _is_matrix(name: str, module: nn.Module) -> bool:
+    """Whether an engine may take a module for a linear layer: a router of transformers is none."""
+    if isinstance(module, nn.Linear):
+        return True
+    weight = module._parameters.get("weight")
+    return name.rpartition(".")[2] in ROUTER_NAMES and weight is not None and weight.ndim == 2
 
 
 def quantized_formats(model: nn.Module) -> dict[str, tuple[QuantScheme, int | None]]:
     """Scheme and group size of every prepared or converted layer of `model`, by its name."""
     formats = {}
     for name, module in base_modules(model):
-        source = module if isinstance(module, QuantizedLinear) else getattr(module, "weight", None)
-        if isinstance(source, (QuantizedLinear, LowBitTensor)):
+        source = module if isinstance(module, QuantizedLayer) else getattr(module, "weight", None)
+        if isinstance(source, (QuantizedLayer, LowBitTensor)):
             formats[name] = source.scheme, source.group_size
     return formats
 
 
-def _targets(names: list[str], layers: Iterable[str]) -> list[str]:
+def loads_in_transformers(model: nn.Module) -> bool:
+    """Return whether transformers reads the checkpoint: of experts it knows FP8 codes, and codes that are packed (5.17)."""
+    # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers.
+    return not any(
+        isinstance(module, QuantizedExperts) and module.scheme.container == INT8_CODES
+        for _, module in base_modules(model)
+    )
+
+
+def _global_scales(model: nn.Module) -> dict[str, float | None]:
+    """Divisors of the scales of the model's NVFP4 layers, prepared or converted, by their names."""
+    scales = {}
+    for name, module in base_modules(model):
+        sources = (
+            module.quantized_weights.values()
+            if isinstance(module, QuantizedLayer)
+            else [getattr(module, "weight", None)]
+        )
+        for source in sources:
+            if isinstance(source, (QuantizedWeight, LowBitTensor)) and source.scheme.container == NVFP4:
+                scales[name] = source.global_scale
+    return scales
+
+
+def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) -> list[str]:
     # A last component that occurs in this group alone stands for all layers of that name.
-    chosen = set(names)
-    leaves = {name.rpartition(".")[2] for name in names}
-    shared = {name.rpartition(".")[2] for name in layers if name not in chosen}
-    whole = [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(leaves - shared)]
-    return whole + [name for name in names if name.rpartition(".")[2] in shared]
+    chosen = set(members)
+    leaves = {leaf for name in members for leaf in _leaves(name, names)}
+    shared = {leaf for name in layers if name not in chosen for leaf in _leaves(name, names)}
+    # transformers takes the group for that of all experts which has an expression with the word in it.
+    experts = {prefix for name in members if (prefix := _prefix_of_experts(name, names))}
+    whole = [f"re:{re.escape(prefix)}\\.[0-9]+\\..*" for prefix in sorted(experts)]
+    linears = [name for name in members if not _prefix_of_experts(name, names)]
+    own = {name.rpartition(".")[2] for name in linears}
+    whole += [f"re:.*\\.{re.escape(leaf)}$" for leaf in sorted(own & leaves - shared)]
+    return whole + [names.of_tensor(name) for name in linears if name.rpartition(".")[2] in shared]
+
+
+def _leaves(name: str, names: CheckpointNames) -> set[str]:
+    """Last components of the names that a layer has in a checkpoint: of experts, those of their matrices."""
+    matrices = [matrix for leaf in (GATE_UP, DOWN) for matrix in names.experts.get(f"{name}.{leaf}", ())]
+    return {matrix.rpartition(".")[2] for matrix in matrices} or {name.rpartition(".")[2]}
+
+
+def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
+    """What the names of a layer's experts begin with in a checkpoint; `None` for a linear layer."""
+    matrices = names.experts.get(f"{name}.{DOWN}")
+    return matrices[0].rsplit(".", 2)[0] if matrices else None
 
 
 def has_stacked_experts(model: nn.Module) -> bool:
-    """Return whether a mixture-of-experts model keeps the matrices of all experts in one tensor, as transformers 5 does."""
+    """Return whether a mixture of experts has them in high precision."""
     return bool(stacked_experts(model))
+
+
+def problem_of_mixture(model: nn.Module) -> str | None:
+    """Return why vLLM cannot be given the experts of `model`, or `None`: also where it has none."""
+    name = type(base_model(model)).__name__
+    for path, module in base_modules(model):
+        if not isinstance(module, QuantizedExperts) and not has_stacked_matrices(path, module):
+            continue
+        if name not in MIXTURES:
+            return (
+                f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM has not been compared; that of "
+                f"{', '.join(MIXTURES)} has. Use one of these, a dense model, or use_vllm=False."
+            )
+        scheme = getattr(module, "scheme", None)
+        if scheme is not None and (scheme.container, scheme.activation) not in _EXPERTS:
+            known = [known.name for known in SCHEMES.values() if (known.container, known.activation) in _EXPERTS]
+            return f"experts ({path!r}) with scheme {scheme.name!r} have not been compared in vLLM; those with {['bf16', *known]} have."
+    return None

@@ -13,17 +13,22 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from ..quantization.checkpoint_names import checkpoint_names
+from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.linear import QuantizedLinear
+from ..quantization.names import base_state_dict, is_adapted
 from ..quantization.schemes import SCHEMES, QuantScheme, scheme_of_group
+from ..quantization.selection import quantizable_layers, stacked_experts
 from ..quantization.tensors import LowBitTensor
 
 
-__all__ = ["is_low_bit_checkpoint", "load_frozen_model"]
+__all__ = ["is_low_bit_checkpoint", "load_frozen_model", "load_renamed"]
 
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
@@ -86,6 +91,45 @@ def load_frozen_model(
     return model.requires_grad_(False).eval()
 
 
+@torch.no_grad()
+def load_renamed(model: nn.Module, folder: str | Path) -> None:
+    """
+    Load from masters on disk, in place, what has another name there: the experts of a mixture, and what lies around them. transformers'
+    Trainer looks for the names in the model and leaves such tensors as they are, with a warning (5.17).
+
+    Raises:
+        ValueError: if experts are stored such that they cannot be found.
+    """
+    files = {name: path for path in Path(folder).glob("*.safetensors") for name in _names_in(path)}
+    if is_adapted(model) or not files:
+        return
+    names = checkpoint_names(model)
+    stacked = stacked_experts(model).keys() | names.experts.keys()
+    for name, tensor in base_state_dict(model).items():
+        if name in files:
+            continue
+        parts = (
+            [f"{matrix}.weight" for matrix in names.experts[name]]
+            if name in names.experts
+            else [names.of_tensor(name)]
+        )
+        if all(part in files for part in parts):
+            rows = tensor.flatten(0, 1) if name in names.experts else tensor
+            for part, place in zip(parts, rows.chunk(len(parts)) if len(parts) > 1 else [rows], strict=True):
+                with safe_open(files[part], "pt") as file:
+                    place.copy_(file.get_tensor(part))
+        elif name in stacked:
+            raise ValueError(
+                f"{folder} does not hold {name!r} under a name that is known here, and transformers would leave these experts as they "
+                "are. Start a new run from its weights: `model` instead of `resume_from_checkpoint`."
+            )
+
+
+def _names_in(path: Path) -> list[str]:
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
 def _schemes(described: dict[str, Any], source: str) -> list[tuple[list[str], QuantScheme]]:
     """
     Targets and scheme of each group of a checkpoint's `quantization_config`; the group size of each layer follows from its
@@ -124,18 +168,44 @@ def _fill(
     low_bit = {
         name: {
             leaf: tensors.pop(f"{name}.{leaf}")
-            for leaf in ("weight", "weight_packed", "weight_shape", "weight_scale")
+            for leaf in ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_global_scale")
             if f"{name}.{leaf}" in tensors
         }
         for name in scales
     }
-    dense = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    names = checkpoint_names(model)
+    in_model = {of: name for name, of in names.tensors.items()}
+    dense = {in_model.get(n, n): t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     unexpected = model.load_state_dict(dense, strict=False, assign=True).unexpected_keys
     if unexpected:
         raise ValueError(f"{folder} holds tensors that {type(model).__name__} does not have: {unexpected[:3]}.")
-    for name, scale in scales.items():
-        scheme = _scheme_of(name, schemes, folder)
-        layer = QuantizedLinear.from_linear(model.get_submodule(name), scheme, scale.dtype)
-        layer.weight = nn.Parameter(LowBitTensor.from_checkpoint(low_bit[name], scheme, dtype), False)
-        layer.group_size = layer.low_bit_weight().group_size
+
+    def read(name: str, scheme: QuantScheme) -> LowBitTensor:
+        return LowBitTensor.from_checkpoint(low_bit.pop(name), scheme, dtype)
+
+    for name, module in quantizable_layers(model).items():
+        parts = {
+            leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
+        }
+        first = parts[DOWN][0] if parts else names.of_tensor(name)
+        if first not in low_bit:
+            continue
+        scheme = _scheme_of(first, schemes, folder)
+        # Where scales have a dtype of their own they do not tell the engine's.
+        scale_dtype = scales[first].dtype if scheme.container.scale_dtype is None else model.config.dtype
+        if isinstance(module, nn.Linear):
+            layer, parts = QuantizedLinear.from_linear(module, scheme, scale_dtype), {"weight": [first]}
+        else:
+            layer = QuantizedExperts.from_experts(module, scheme, scale_dtype)
+        for leaf, matrices in parts.items():
+            missing = [matrix for matrix in matrices if matrix not in low_bit]
+            if missing:
+                raise ValueError(
+                    f"{folder} lacks {missing[0]!r} and holds other experts of {name!r}. Export it again."
+                )
+            layer.quantized_weights[leaf].hold(LowBitTensor.stack([read(matrix, layer.scheme) for matrix in matrices]))
         model.set_submodule(name, layer)
+    if low_bit:
+        raise ValueError(
+            f"{folder} holds low-bit tensors that {type(model).__name__} does not have: {[*low_bit][:3]}."
+        )

@@ -1,6 +1,7 @@
 """What a trainer adds to TRL's model cards and to transformers' pushes: the policy that was trained is the low-bit one."""
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers.utils.hub import PushInProgress
 from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
+from ..quantization.sharded import is_sharded
 from . import uploads as hub
 from .cards import TrainingFacts, adapter_card, masters_card
 
@@ -96,7 +98,12 @@ class PushesPolicy(_BaseTrainer):
         folder = Path(output_dir or self.export_dir)
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
         card = {"facts": self._training_facts(), "title": model_name, "hub_model_id": policy, "masters": masters}
-        return self.policy.export(folder, self.processing_class, card)
+        with self._gathering():
+            return self.policy.export(folder, self.processing_class, card)
+
+    def _gathering(self):
+        """Return where processes gather sharded masters, a failure of one must reach the others."""
+        return nullcontext()
 
     @override
     def init_hf_repo(self, token: str | None = None) -> None:
@@ -126,6 +133,8 @@ class PushesPolicy(_BaseTrainer):
         self._finish_current_push()
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
+            if is_sharded(self.model) and hub.exports_policy(self.args.hub_export):
+                self.export_model()
             return None
         if self.hub_model_id is None:
             self.hub_model_id = hub.full_name(hub.repository_name(args), token)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..quantization.plan import QuantPlan, plan_of
+from ..quantization.plan import QuantPlan, plan_of, todays_names
 from .marker import is_complete
 
 
@@ -28,6 +28,7 @@ def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str
     excluded = args.exclude_modules
     return {
         "scheme": plan.written,
+        "grids": plan.grids,
         "quantize_learner": args.quantize_learner,
         "group_size": plan.group_size,
         "exclude_modules": list(excluded) if isinstance(excluded, tuple) else excluded,
@@ -70,9 +71,10 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
     if not (folder / SCHEME_FILE).is_file():
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
         return resume_from_checkpoint
-    theirs = json.loads((folder / SCHEME_FILE).read_text())
+    theirs = todays_names(json.loads((folder / SCHEME_FILE).read_text()))
+    names = (theirs.keys() | record.keys()) - {"grids"}
     # As text: patterns of layers apply in the order in which they are written.
-    if any(json.dumps(theirs.get(name)) != json.dumps(record.get(name)) for name in theirs.keys() | record.keys()):
+    if any(json.dumps(theirs.get(name)) != json.dumps(record.get(name)) for name in names):
         raise ValueError(
             f"The checkpoint {folder} was trained with {theirs}, this run uses {record}. Resume with the same settings, "
             "or start a new run from its masters by passing it as the model."
@@ -102,7 +104,7 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
             "%s has no %s, so whether its adapter fits this base and scheme is not known.", folder, SCHEME_FILE
         )
         return
-    theirs = json.loads(path.read_text())
+    theirs = todays_names(json.loads(path.read_text()))
     names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
     differing = [
         f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
@@ -144,6 +146,12 @@ def read_record(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"{path} has no entry {name!r}. {advice}")
         if not is_valid(record[name]):
             raise ValueError(f"{path}: {name}={record[name]!r} is not {allowed}. {advice}")
+    scales = record.get("global_scales") or {}
+    if not isinstance(scales, dict) or not all(isinstance(scale, float) and scale > 0 for scale in scales.values()):
+        raise ValueError(
+            f"{path}: global_scales={scales!r} is not a mapping from layers to positive numbers. {advice}"
+        )
+    record = todays_names(record)
     try:
         plan_of(record)
     except ValueError as error:

@@ -57,6 +57,11 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
             "usual",
         ),
         (
+            args.precisions is None,
+            f"precisions={args.precisions}",
+            "the codes of the base are fixed, so they have one precision. Remove it",
+        ),
+        (
             not args.sync_ref_model,
             "sync_ref_model=True",
             "the reference is the base without its adapter, or the adapter that was given. Remove it",
@@ -180,7 +185,10 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
                 "embedding directly. Leave it out; 'all-linear' does."
             )
         elif not isinstance(module.base_layer, nn.Linear):
-            yield f"peft_config: target_modules names {name!r}, which is not a linear layer. Leave it out."
+            yield (
+                f"peft_config: target_modules names {name!r}, which is not a linear layer. Leave it out; in a mixture of experts "
+                "'all-linear' takes experts and routers too, so name layers, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj']."
+            )
     if isinstance(config.target_modules, (list, set, tuple)):
         missing = [
             t for t in sorted(config.target_modules) if not any(f".{name}".endswith(f".{t}") for name in wrapped)

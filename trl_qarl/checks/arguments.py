@@ -1,7 +1,7 @@
 """Checks of what only the trainer knows: launcher, dropout, arguments."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..adapters.tensors import is_adapter_folder, saved_adapter_config
+from ..checkpoint.layout import problem_of_mixture
 from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
 from ..quantization.names import is_adapted, is_peft_model
@@ -34,7 +35,6 @@ __all__ = [
     "PICTURES",
     "check_arguments",
     "check_dropout",
-    "check_launch",
     "problems_of_masters",
 ]
 
@@ -47,27 +47,6 @@ PICTURES = (
     "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
     "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
 )
-
-
-def check_launch(accelerator, is_sharded: bool) -> None:
-    # Chosen through `accelerate launch`, which the configuration does not see.
-    if is_sharded:
-        raise NotImplementedError(
-            "FSDP and DeepSpeed shard the master weights, which is not supported in this release. Launch with DDP "
-            "(`accelerate launch --multi_gpu`)."
-        )
-    parallel = accelerator.parallelism_config
-    if parallel is not None:
-        raise NotImplementedError(
-            f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
-            "over processes. That is not supported in this release. Launch with DDP (`accelerate launch --multi_gpu`)."
-        )
-    backend = accelerator.state.dynamo_plugin.backend
-    if backend != "NO":
-        raise NotImplementedError(
-            f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
-            "version of its master, which a compiled graph does not see. Launch with `--dynamo_backend no`."
-        )
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
@@ -111,26 +90,44 @@ def _switch_off(model: nn.Module, rates: Iterable[tuple[str, str]]) -> None:
 
 
 def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
-    """Masters that round their updates away, and experts that would stay in high precision."""
+    """Masters that round their updates away."""
     # Without an adapter of its own a model is frozen as soon as it gets one.
     is_trained = is_adapted(model) or not has_adapter
     dtypes = {p.dtype for p in model.parameters() if is_trained and p.requires_grad and p.is_floating_point()}
     problem = low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
     if problem:
         yield problem
-    experts = stacked_experts(model).values()
-    if experts and args.is_quantized and args.push_to_hub and exports_policy(args.hub_export):
+
+
+def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str]) -> Iterator[str]:
+    """
+    Yield what is wrong with the experts of a mixture, once it is prepared.
+
+    Args:
+        model (`nn.Module`):
+            The model.
+        args ([`QaRLConfig`]):
+            Configuration of the run.
+        skipped (`Mapping[str, str]`):
+            Why layers stay in high precision, by name.
+    """
+    if args.use_vllm and (problem := problem_of_mixture(model)):
+        yield f"use_vllm=True: {problem}"
+    experts = stacked_experts(model)
+    if not args.is_quantized or not experts:
+        return
+    reason = skipped[next(iter(experts)).rpartition(".")[0]]
+    if args.push_to_hub and exports_policy(args.hub_export):
         yield (
-            f"push_to_hub=True with hub_export={args.hub_export!r}: a mixture of experts has no low-bit export. Use "
-            "hub_export='master'."
+            f"push_to_hub=True with hub_export={args.hub_export!r}: with experts in high precision ({reason}) there is no low-bit "
+            "export. Use hub_export='master'."
         )
-    if experts and args.is_quantized and (args.use_vllm or not args.allow_high_precision_experts):
-        share = sum(p.numel() for p in experts) / sum(p.numel() for p in model.parameters())
+    if args.use_vllm or not args.allow_high_precision_experts:
+        share = sum(p.numel() for p in experts.values()) / sum(p.numel() for p in model.parameters())
         yield (
-            f"{type(model).__name__} is a mixture of experts: its experts, {share:.0%} of the weights, are not linear layers "
-            f"and stay in high precision under scheme={args.scheme!r}, and there is no low-bit export of it, which vLLM "
-            "would need. Use scheme='bf16'; without vLLM, `allow_high_precision_experts=True` quantizes the other layers "
-            "nevertheless."
+            f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
+            f"scheme={args.scheme!r} ({reason}). There is no low-bit export of it, which vLLM would need. Use scheme='bf16'; without "
+            "vLLM, `allow_high_precision_experts=True` quantizes the other layers nevertheless."
         )
 
 

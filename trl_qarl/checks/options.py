@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
 from ..objectives.options import default
+from ..quantization.precisions import parse_precisions, problems_of_precisions
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
     LORA_MODES,
@@ -22,6 +24,7 @@ from .refused import (
 __all__ = [
     "EXACT",
     "NUMERICS",
+    "VLLM_TRANSPORTS",
     "as_dict",
     "check_adapters",
     "check_hub",
@@ -39,6 +42,7 @@ __all__ = [
 
 NUMERICS = ("fast", "engine")
 EXACT = ("require", "warn")
+VLLM_TRANSPORTS = ("auto", "file", "nccl", "http")
 
 
 def check_scheme(config) -> Iterator[str]:
@@ -54,6 +58,13 @@ def check_scheme(config) -> Iterator[str]:
         )
     if config.exclude_modules and not plan.is_quantized:
         yield f"exclude_modules={config.exclude_modules!r} was given, but scheme 'bf16' quantizes nothing. Remove it."
+    try:
+        config.precisions = parse_precisions(config.precisions)
+    except ValueError as error:
+        yield str(error)
+    else:
+        if config.precisions is not None:
+            yield from problems_of_precisions(config.precisions, plan, config.max_steps)
 
 
 def check_numerics(config) -> Iterator[str]:
@@ -96,6 +107,30 @@ def check_probe(config) -> Iterator[str]:
             )
 
 
+def _check_transport(config) -> Iterator[str]:
+    is_server = config.use_vllm and config.vllm_mode == "server"
+    for name in ("vllm_delta_sync", "vllm_transport", "vllm_allow_plain_http", "vllm_ssl_ca_certs"):
+        if getattr(config, name) not in (default(type(config), name), False) and not is_server:
+            yield (
+                f"{name}={getattr(config, name)!r} is for weights that travel to a server, but use_vllm={config.use_vllm}, vllm_mode="
+                f"{config.vllm_mode!r}: an engine in this process is handed the tensors themselves. Remove it, or set "
+                "vllm_mode='server'."
+            )
+    if config.vllm_transport not in VLLM_TRANSPORTS:
+        yield f"vllm_transport={config.vllm_transport!r} is unknown. Choose one of {list(VLLM_TRANSPORTS)}."
+    url = config.vllm_server_base_url
+    if url is not None and not re.match(r"https?://[^/]", url):
+        yield f"vllm_server_base_url={url!r} has no scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
+    if config.vllm_ssl_ca_certs is not None:
+        if not Path(config.vllm_ssl_ca_certs).is_file():
+            yield f"vllm_ssl_ca_certs={config.vllm_ssl_ca_certs!r} is not a file. Name one with certificates in PEM."
+        if is_server and not (url or "").startswith("https://"):
+            yield (
+                f"vllm_ssl_ca_certs={config.vllm_ssl_ca_certs!r} is for a server at https://, but vllm_server_base_url={url!r}. Set "
+                "that to the server's https:// address."
+            )
+
+
 def check_vllm(config) -> Iterator[str]:
     has_own_server = config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
     if config.vllm_token_file is not None and not has_own_server:
@@ -103,6 +138,7 @@ def check_vllm(config) -> Iterator[str]:
             f"vllm_token_file={config.vllm_token_file!r} is for a server that you start yourself, but use_vllm={config.use_vllm}, "
             f"vllm_mode={config.vllm_mode!r}, vllm_server_autostart={config.vllm_server_autostart}. Remove it."
         )
+    yield from _check_transport(config)
     if not config.use_vllm:
         if config.vllm_server_autostart:
             yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."

@@ -16,8 +16,10 @@ from packaging.version import Version
 from torch import nn
 
 from ..quantization.plan import QuantPlan, get_plan
+from ..quantization.report import SwapReport
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
-from ..quantization.swap import SwapReport, prepare_model
+from ..quantization.selection import layer_format, parts_of_experts, quantizable_layers
+from ..quantization.swap import prepare_model
 
 
 __all__ = ["Finding", "check_gpu", "check_kernels", "check_memory", "check_model", "check_transfer", "check_versions"]
@@ -188,10 +190,12 @@ def check_model(
     """
     plan = get_plan(scheme)
     refused = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+    layers = quantizable_layers(model)
+    parts = parts_of_experts(layers)
+    for name, module in layers.items():
+        if isinstance(module, nn.Linear) or name in parts:
             try:
-                plan.scheme_of(name).group_size_for(module.in_features)
+                layer_format(module, plan.scheme_of(name))
             except ValueError as error:
                 refused[name] = str(error)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
@@ -224,9 +228,11 @@ def check_model(
         findings.append(
             Finding(
                 "ok" if share >= 0.5 else "warning",
-                f"{len(report.converted)} linear layers with {share:.0%} of the {num_weights:,} weights become {plan.name}: "
+                f"{report.layers} with {share:.0%} of the {num_weights:,} weights become {plan.name}: "
                 f"{report.low_bit_bytes / 2**20:,.1f} MiB instead of {report.bf16_bytes / 2**20:,.1f} in bf16",
-                "" if share >= 0.5 else "embeddings, head and stacked experts stay in high precision: little is saved",
+                ""
+                if share >= 0.5
+                else "embeddings, head and what else was left alone stay in high precision: little is saved",
             )
         )
     return findings, report

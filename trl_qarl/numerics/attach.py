@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
+from ..quantization.experts import QuantizedExperts
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model, base_modules
+from ..quantization.weight import QuantizedLayer
 from . import cuda, ops
 from .availability import adapters_beside, check_engine_numerics
 from .modules import (
@@ -25,6 +28,7 @@ from .modules import (
     EngineOperation,
     LoraOperation,
     engine_product,
+    expert_product,
     operation_of,
 )
 
@@ -75,6 +79,8 @@ def attach_engine_numerics(
     for _, module in list(base_modules(model)):
         if isinstance(module, QuantizedLinear):
             module.product = engine_product
+        elif isinstance(module, QuantizedExperts):
+            module.product = expert_product
         elif operation := ENGINE_OPERATIONS.get(type(module)):
             module.forward = operation(module, dtype, device)
     for _, layer in adapters_beside(model):
@@ -89,7 +95,7 @@ def detach_engine_numerics(model: nn.Module) -> None:
     model._engine_forward.detach()
     del model._engine_forward
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLayer):
             module.product = low_bit_linear
         elif operation_of(module) is not None:
             del module.forward
@@ -120,10 +126,14 @@ def _true_positions(module, args, kwargs):
 
 @dataclass
 class _LogProbsOutput(ModelOutput):
-    """What TRL reads of a call with `fused_lm_head=True`: `(B, T - 1)` each, 0 where the label is -100."""
+    """
+    What TRL reads of a call with `fused_lm_head=True`: `(B, T - 1)` each, 0 where the label is -100; and the load-balancing loss of a
+    mixture of experts, where router logits were asked for.
+    """
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
 
 
 class _ModelForward(EngineOperation):
@@ -155,10 +165,20 @@ class _ModelForward(EngineOperation):
             if self.original is not None:
                 return self.original(*args, **kwargs)
             return type(model).forward(model, *args, **kwargs)
-        hidden = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state[:, :-1]
+        outputs = model.base_model(*args, **kwargs | {"use_cache": False})
+        hidden = outputs.last_hidden_state[:, :-1]
         labels = labels[:, 1:]
         scored = labels != -100
         head = model.get_output_embeddings()
         product = operation_of(head).product()
         values = ops.head_log_probs(hidden[scored], head.weight, head.bias, product, labels[scored], self.temperature)
-        return _LogProbsOutput(*(value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values))
+        values = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
+        return _LogProbsOutput(*values, self._aux_loss(outputs, kwargs.get("attention_mask")))
+
+    def _aux_loss(self, outputs: ModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The load-balancing loss, as TRL and all mixtures of transformers take it from Mixtral."""
+        logits = getattr(outputs, "router_logits", None)
+        if not logits:
+            return None
+        config = self.module.config
+        return load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, attention_mask)

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model, base_modules
-from ..quantization.schemes import E4M3_CODES, INT4_PACKED, QuantScheme
+from ..quantization.schemes import E4M3_CODES, INT4_PACKED, MXFP4, NVFP4, QuantScheme
+from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
+from .experts import EXPERT_FEATURES
 from .modules import ENGINE_OPERATIONS, TRANSPARENT, head_dim_of, window_of
 
 
@@ -28,7 +31,15 @@ __all__ = [
     "obstacles",
 ]
 
-COVERED_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+COVERED_CLASSES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 """Model classes whose operations are all known here."""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
@@ -195,7 +206,9 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
         yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
         rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
         yield not any(rates), f"{path!r} has lora_dropout={max(rates, default=0.0)}, and engines drop nothing"
-    known = (*ENGINE_OPERATIONS, QuantizedLinear, *TRANSPARENT)
+    noise = getattr(config, "router_jitter_noise", 0.0)
+    yield not noise, f"router_jitter_noise={noise} is not 0, and engines route without noise"
+    known = (*ENGINE_OPERATIONS, QuantizedLinear, QuantizedExperts, *TRANSPARENT)
     for path, module in base_modules(model):
         if path in ("", model.base_model_prefix):
             continue
@@ -205,15 +218,28 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
             "forward" not in vars(module),
             f"{path!r} has a `forward` of its own on the instance, as accelerate's `device_map` sets one",
         )
-        if isinstance(module, QuantizedLinear):
+        is_low_bit = isinstance(module, QuantizedExperts)
+        if is_low_bit or has_stacked_matrices(path, module):
+            yield not on_gpu, f"{path!r} are experts, whose routing and product on a GPU have not been compared"
+            sizes = tuple(module.down_proj.shape[-2:])
+            yield (
+                is_low_bit or not is_engine or not any(size % EXPERT_FEATURES for size in sizes),
+                f"{path!r} has sizes {sizes}; vLLM's product of unquantized experts takes multiples of {EXPERT_FEATURES}",
+            )
+        if isinstance(module, QuantizedLayer):
             scheme = module.scheme
             yield (
                 kernels.covers(scheme),
                 f"{path!r} has scheme {scheme.name!r}, which is none of {kernels.covered_schemes()}",
             )
+        if isinstance(module, QuantizedLinear):
             yield (
                 not on_gpu or scheme.container != E4M3_CODES or torch.cuda.get_device_capability() >= (8, 9),
                 f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
+            )
+            yield (
+                not on_gpu or scheme.container not in (MXFP4, NVFP4),
+                f"{path!r} has scheme {scheme.name!r}, which has no such kernel on a GPU",
             )
             shape = tuple(module.weight.shape)
             yield (

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from ..packages import installed
 from ..quantization.formats import int4_packed
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
-from ..quantization.schemes import E4M3, E4M3_CODES, INT4_PACKED, INT8, INT8_CODES, SCHEMES, QuantScheme
+from ..quantization.schemes import E4M3, E4M3_CODES, INT4_PACKED, INT8, INT8_CODES, MXFP4, NVFP4, SCHEMES, QuantScheme
 from ..quantization.tensors import LowBitTensor
 from . import cuda, portable
 from .compare import first_difference
@@ -67,7 +67,8 @@ MIN_ROWS = 5
 
 def covers(scheme: QuantScheme) -> bool:
     """Return whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
-    return (scheme.container, scheme.activation) in ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
+    covered = ((INT4_PACKED, None), (MXFP4, None), (NVFP4, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
+    return (scheme.container, scheme.activation) in covered
 
 
 def covered_schemes() -> list[str]:

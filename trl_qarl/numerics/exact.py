@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..forward import Batch
 from ..quantization.names import base_model
 from . import cpu as kernels
 from . import cuda
+from .modules import Router, operation_of
 from .ops import token_log_probs
 
 
@@ -164,12 +165,12 @@ def describe_difference(
     completion = output["completion_ids"][row, : column + 1].tolist()
     if llm is None:
         return text if score is None else f"{text}; {_ask_again(model, score, prompt + completion, len(prompt))}"
-    layer = first_difference(model, llm, prompt + completion[:-1])
-    if layer is None:
+    difference = first_difference(model, llm, prompt + completion[:-1])
+    if difference is None:
         return (
             f"{text}; over the same tokens at once all layers agree, so the engine's decoding differs from its prefill"
         )
-    return f"{text}; {layer!r} is the first layer whose output differs"
+    return f"{text}; {difference}"
 
 
 @torch.no_grad()
@@ -194,7 +195,8 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
 @torch.no_grad()
 def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     """
-    Name of the learner's first module, of embedding, decoder layers and final norm, whose output for `ids` is not the engine's.
+    Return which of the learner's modules, of embedding, decoder layers and final norm, is the first whose output for `ids` is not the
+    engine's, and of a mixture which token its router sends to other experts, if there is one. `None` if all agree.
 
     Args:
         model (`nn.Module`):
@@ -215,12 +217,23 @@ def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     [engine_base] = llm.apply_model(lambda engine: engine.model)
     with _outputs(engine_base, names) as engine:
         llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1), use_tqdm=False)
-    return next((name for name in names if not _is_equal(learner[name], engine[name])), None)
+    name = next((name for name in names if not _is_equal(learner[name], engine[name])), None)
+    if name is None:
+        return None
+    text = f"{name!r} is the first layer whose output differs"
+    ours, theirs = (outputs.get(f"router of {name}") for outputs in (learner, engine))
+    if ours is None or theirs is None or _is_equal(ours, theirs):
+        return text
+    token = int((ours[: len(theirs)] != theirs[: len(ours)]).any(dim=1).nonzero()[0])
+    return f"{text}: token {token} goes to experts {ours[token].tolist()} in the learner, {theirs[token].tolist()} in the engine"
 
 
 @contextmanager
 def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """While open, the first output of each named module is kept, `(tokens, hidden_size)` float32."""
+    """
+    While open, the first output of each named module is kept, `(tokens, hidden_size)` float32, and under `"router of "` and the name of
+    a layer the experts `(tokens, k)` that its router chooses.
+    """
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name):
@@ -233,12 +246,26 @@ def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Ten
 
         return hook
 
-    hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
-    try:
+    with ExitStack() as stack:
+        for name in names:
+            stack.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
+            for module in model.get_submodule(name).modules():
+                _watch_router(stack, module, outputs, f"router of {name}")
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def _watch_router(stack: ExitStack, module: nn.Module, outputs: dict[str, torch.Tensor], key: str) -> None:
+    """Keep the experts that `module` chooses, if it is a router of the learner or has one of vLLM's, until `stack` is closed."""
+
+    def keep(ids):
+        outputs.setdefault(key, ids.long())
+
+    router = getattr(module, "router", None)
+    if hasattr(router, "set_capture_fn"):
+        router.set_capture_fn(keep)
+        stack.callback(router.set_capture_fn, None)
+    elif isinstance(operation_of(module), Router):
+        stack.callback(module.register_forward_hook(lambda module, args, output: keep(output[2])).remove)
 
 
 def _is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

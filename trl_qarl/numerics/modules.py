@@ -18,15 +18,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import weight_version
 from ..quantization.schemes import INT4_PACKED
 from ..quantization.tensors import LowBitTensor
 from . import cpu as kernels
-from . import cuda, ops
+from . import cuda, experts, ops
 
 
 __all__ = [
@@ -35,7 +38,9 @@ __all__ = [
     "TRANSPARENT",
     "EngineOperation",
     "LoraOperation",
+    "Router",
     "engine_product",
+    "expert_product",
     "head_dim_of",
     "operation_of",
     "window_of",
@@ -52,7 +57,7 @@ def head_dim_of(config) -> int:
 
 def window_of(module: nn.Module) -> int | None:
     """Number of last keys that a query of an attention layer sees, or `None` if it sees all, for which configurations also have 0."""
-    if isinstance(module, mistral.MistralAttention):
+    if isinstance(module, (mistral.MistralAttention, mixtral.MixtralAttention)):
         return module.config.sliding_window or None
     return getattr(module, "sliding_window", None) or None
 
@@ -100,12 +105,18 @@ def engine_product(
     """
     if kernels.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
-    if low_bit.scheme.container != INT4_PACKED:
-        return low_bit_linear(rows, low_bit, bias)
-    if not kernels.has_engine_kernels():
-        return low_bit_linear(rows, low_bit, bias, row_invariant=True)
+    scheme = low_bit.scheme
+    if scheme.container != INT4_PACKED or not kernels.has_engine_kernels():
+        return low_bit_linear(rows, low_bit, bias, row_invariant=scheme.activation is None)
     product = low_bit.cached(kernels.PackedInt4Linear)
     return product(rows, bias), (rows,), product.name
+
+
+def expert_product(
+    rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[Any, ...], str]:
+    """Return the product of one low-bit expert's matrix, as [`trl_qarl.vllm_plugin.experts`] has engines run it."""
+    return low_bit_linear(rows, low_bit, bias, row_invariant=low_bit.scheme.activation is None)
 
 
 class _Embedding(EngineOperation):
@@ -232,6 +243,51 @@ class _MLP(EngineOperation):
         return module.down_proj(ops.silu_mul(module.gate_proj(x), module.up_proj(x)))
 
 
+class Router(_Linear):
+    """Logits in the engine's dtype, weights in float32, and experts in the engine's order, which is not that of the weights."""
+
+    def forward(self, x):
+        module = self.module
+        logits = ops.linear(x.reshape(-1, module.hidden_dim), module.weight, None, self.product())
+        # Mixtral's weights always sum to 1.
+        return logits, *experts.route(logits, module.top_k, getattr(module, "norm_topk_prob", True))
+
+
+class _Experts(EngineOperation):
+    """Unquantized experts. The rounded, packed matrices are kept for as long as the masters' values stay."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._product, self._version = None, None
+
+    def product(self) -> experts.PackedExperts:
+        masters = self.module.gate_up_proj, self.module.down_proj
+        version = tuple(map(weight_version, masters))
+        if None in version or version != self._version:
+            self._product = experts.PackedExperts(*(master.detach().to(self.dtype) for master in masters))
+            self._version = version
+        return self._product
+
+    def forward(self, x, ids, weights):
+        return experts.experts(x, ids, weights, self.module.gate_up_proj, self.module.down_proj, self.product())
+
+    def __getstate__(self):
+        return {**self.__dict__, "_product": None, "_version": None}
+
+
+class _SparseBlock(EngineOperation):
+    """Experts, and the expert that every token goes to where there is one."""
+
+    def forward(self, hidden_states):
+        module = self.module
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, ids = module.gate(x)
+        output = module.experts(x, ids, weights)
+        if hasattr(module, "shared_expert"):
+            output = torch.sigmoid(module.shared_expert_gate(x)) * module.shared_expert(x) + output
+        return output.view(hidden_states.shape)
+
+
 class _DecoderLayer(EngineOperation):
     def forward(self, hidden_states, **kwargs):
         module = self.module
@@ -247,17 +303,33 @@ ENGINE_OPERATIONS = {
     nn.Linear: _Linear,
     **{
         getattr(module, f"{prefix}{name}"): operation
-        for module, prefix in ((llama, "Llama"), (mistral, "Mistral"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
+        for module, prefix in (
+            (llama, "Llama"),
+            (mistral, "Mistral"),
+            (mixtral, "Mixtral"),
+            (qwen2, "Qwen2"),
+            (qwen2_moe, "Qwen2Moe"),
+            (qwen3, "Qwen3"),
+            (qwen3_moe, "Qwen3Moe"),
+        )
         for name, operation in (
             ("RMSNorm", _RMSNorm),
             ("RotaryEmbedding", _RotaryEmbedding),
             ("Attention", _Attention),
             ("MLP", _MLP),
             ("DecoderLayer", _DecoderLayer),
+            ("TopKRouter", Router),
+            ("Experts", _Experts),
+            ("SparseMoeBlock", _SparseBlock),
         )
+        # A mixture has no plain block, a dense model no experts.
+        if hasattr(module, f"{prefix}{name}")
     },
 }
-"""Operations by the class of the module; a quantized layer keeps its forward and gets [`engine_product`]."""
+"""
+Operations by the class of the module; a quantized layer keeps its forward and gets [`engine_product`], quantized experts
+[`expert_product`].
+"""
 
 # Modules that compute nothing, or are not called any more.
 TRANSPARENT = (nn.ModuleList, SiLUActivation)

@@ -59,7 +59,7 @@ EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
 # Names of what ran; docs/schemes.md says what each means.
 INT4_KERNEL = "aten::_weight_int4pack_mm_for_cpu"
 INT8_WEIGHT_KERNEL = "aten::_weight_int8pack_mm"
-EXPANDED = "INT{bits} expanded to {dtype} + aten::linear"
+EXPANDED = "{weight} expanded to {dtype} + aten::linear"
 INT8_KERNEL = "aten::_int_mm"
 INT8_IN_FLOAT32 = "float32 product of INT8 codes (exact)"
 FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
@@ -194,7 +194,9 @@ def _weight_only_linear(x, weight, bias, row_invariant):
     if x.device.type == "cpu" and dtype is not torch.float32 and not has_fast_bf16():
         dtype = torch.float32
     dense = weight.dequantize(dtype)
-    name = EXPANDED.format(bits=weight.scheme.container.num_bits, dtype=str(dtype).removeprefix("torch."))
+    container = weight.scheme.container
+    codes = f"INT{container.num_bits}" if container.type == "int" else container.name.upper()
+    name = EXPANDED.format(weight=codes, dtype=str(dtype).removeprefix("torch."))
     if row_invariant:
         return _add_bias(linear_in_blocks(x.to(dtype), dense).to(x.dtype), bias), f"{name} in blocks of rows"
     y = F.linear(x.to(dtype), dense, None if bias is None else bias.to(dtype)).to(x.dtype)

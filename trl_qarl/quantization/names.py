@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+"""Name of the module inside the one that torch puts around it to compute its forward again in backward."""
+
 __all__ = ["adapted_layers", "base_model", "base_modules", "base_state_dict", "is_adapted", "is_peft_model"]
 
 
@@ -22,7 +25,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """PEFT's wrappers by the names of the layers inside them."""
-    return ((name, module) for name, module in base_model(model).named_modules() if _is_wrapper(module))
+    return ((name, module) for name, module in _modules(base_model(model)) if _is_wrapper(module))
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -38,9 +41,10 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """`state_dict` of the model without its adapters."""
     model = base_model(model)
-    wrappers = {name for name, module in model.named_modules() if _is_wrapper(module)}
+    wrappers = {name for name, module in _modules(model) if _is_wrapper(module)}
     tensors = {}
-    for name, tensor in model.state_dict().items():
+    # The parameters themselves, by which ties are known.
+    for name, tensor in model.state_dict(keep_vars=True).items():
         wrapper, rest = _split(name, wrappers)
         if wrapper is None:
             tensors[name] = tensor
@@ -53,9 +57,15 @@ def _is_wrapper(module: nn.Module) -> bool:
     return hasattr(module, "adapter_layer_names") and hasattr(module, "base_layer")
 
 
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules` under the names of the `state_dict`, from which torch's activation checkpointing takes its own part."""
+    for name, module in model.named_modules():
+        yield name.replace(f"{_CHECKPOINTED}.", ""), module
+
+
 def _walk(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    while _is_wrapper(module):
-        module = module.base_layer
+    while _CHECKPOINTED in module._modules or _is_wrapper(module):
+        module = module._modules.get(_CHECKPOINTED) or module.base_layer
     if module in seen:
         return
     seen.add(module)

@@ -15,14 +15,24 @@ A name comes before expressions, of which the first one in the order of the mapp
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .patterns import covers
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
-__all__ = ["EDGES", "FUSED", "QuantPlan", "check_fused", "get_plan", "parse_scheme", "plan_of"]
+__all__ = [
+    "EDGES",
+    "FUSED",
+    "QuantPlan",
+    "check_fused",
+    "get_plan",
+    "parse_scheme",
+    "plan_of",
+    "todays_names",
+]
 
 DEFAULT = "_default"
 _EXPRESSION = "re:"
@@ -61,6 +71,11 @@ class QuantPlan:
         return tuple(dict.fromkeys(scheme for _, scheme in self.rules if scheme.is_quantized))
 
     @property
+    def grids(self) -> list[str]:
+        """Names of the grids of its schemes, each once."""
+        return list(dict.fromkeys(scheme.grid.name for scheme in self.schemes if scheme.grid is not None))
+
+    @property
     def is_quantized(self) -> bool:
         """Whether the plan changes any weight."""
         return bool(self.schemes)
@@ -89,8 +104,9 @@ class QuantPlan:
 
     @property
     def described(self) -> dict[str, Any]:
-        """`scheme`, the plan's name, and for a mapping `layers`, what is written: what reports and cards show."""
-        return {"scheme": self.name} if self._is_named else {"scheme": self.name, "layers": self.written}
+        """`scheme`, the plan's name, for a mapping `layers`, what is written, and `grids`: what reports and cards show."""
+        layers = {} if self._is_named else {"layers": self.written}
+        return {"scheme": self.name, **layers, "grids": self.grids}
 
     @property
     def options(self) -> dict[str, int]:
@@ -111,7 +127,10 @@ class QuantPlan:
         return dict(self.rules).get(self._pattern_of(name) or "", _HIGH_PRECISION)
 
     def assign(
-        self, names: Iterable[str], skipped: Mapping[str, str]
+        self,
+        names: Iterable[str],
+        skipped: Mapping[str, str],
+        parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
     ) -> tuple[dict[str, QuantScheme], dict[str, str]]:
         """
         Scheme of each layer that is quantized, and the reason for each other one.
@@ -121,20 +140,23 @@ class QuantPlan:
                 Names of all linear layers.
             skipped (`Mapping[str, str]`):
                 Those that are not quantized whatever the plan says, and why.
+            parts (`Mapping[str, Sequence[Sequence[str]]]`, *optional*):
+                For layers of several matrices that share a scheme, what these are called, in one or more ways.
 
         Raises:
-            ValueError: if a pattern matches no layer, or with a quantized scheme only layers that are skipped, and if more
+            ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only layers that are skipped, and if more
                 decoder layers are to stay in high precision than there are.
         """
-        names = list(names)
-        self._check_patterns(names, skipped)
+        names, parts = list(names), parts or {}
+        self._check_patterns(names, skipped, parts)
         kept = self._kept_edges(names)
         schemes: dict[str, QuantScheme] = {}
         reasons: dict[str, str] = {}
         for name in names:
             if name in skipped:
                 continue
-            pattern, scheme = self._pattern_of(name), self.scheme_of(name)
+            pattern = self._pattern_of(name, parts.get(name, ()))
+            scheme = dict(self.rules).get(pattern or "", _HIGH_PRECISION)
             if name in kept:
                 reasons[name] = kept[name]
             elif scheme.is_quantized:
@@ -143,19 +165,21 @@ class QuantPlan:
                 reasons[name] = "matches no pattern" if pattern is None else f"bf16 by {pattern!r}"
         return schemes, reasons
 
-    def _pattern_of(self, name: str) -> str | None:
-        patterns = [pattern for pattern, _ in self.rules]
-        if name in patterns:
-            return name
-        matching = (p for p in patterns if p.startswith(_EXPRESSION) and re.fullmatch(p[len(_EXPRESSION) :], name))
-        return next(matching, DEFAULT if DEFAULT in patterns else None)
+    def _pattern_of(self, name: str, parts: Sequence[Sequence[str]] = ()) -> str | None:
+        patterns = [pattern for pattern, _ in self.rules if pattern != DEFAULT]
+        # Names come before expressions.
+        ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
+        matching = (p for p in ordered if covers(_fits(p), name, parts, f"scheme: pattern {p!r}"))
+        return next(matching, DEFAULT if len(patterns) < len(self.rules) else None)
 
-    def _check_patterns(self, names: list[str], skipped: Mapping[str, str]) -> None:
+    def _check_patterns(
+        self, names: list[str], skipped: Mapping[str, str], parts: Mapping[str, Sequence[Sequence[str]]]
+    ) -> None:
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:
                 continue
-            expression = pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
-            hits = [name for name in names if re.fullmatch(expression, name)]
+            said = f"scheme: pattern {pattern!r}"
+            hits = [name for name in names if covers(_fits(pattern), name, parts.get(name, ()), said)]
             if not hits:
                 example = next(iter(names), "")
                 raise ValueError(
@@ -279,6 +303,11 @@ def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> Non
                 )
 
 
+def _fits(pattern: str) -> Callable[[str], Any]:
+    expression = pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
+    return re.compile(expression).fullmatch
+
+
 def _rules(mapping: Mapping[str, Any], group_size: int | None) -> Iterable[tuple[str, QuantScheme]]:
     if not mapping:
         raise ValueError("scheme={} quantizes nothing. Name a scheme, or patterns with schemes.")
@@ -346,6 +375,23 @@ def _decoder_layers(names: list[str]) -> dict[str, int]:
 
 
 EDGES = ("high_precision_first", "high_precision_last")
+
+
+def todays_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return a record, or a `run.json`, with today's names of schemes. One without an entry `grids` is of before signed scales were
+    the default: its `w4a16` is what `w4a16-observer` is now.
+    """
+    written = {name: record[name] for name in ("scheme", "layers") if name in record and "grids" not in record}
+    return {**record, **{name: _todays_name(value) for name, value in written.items()}}
+
+
+def _todays_name(written: Any) -> Any:
+    if isinstance(written, Mapping):
+        return {key: value if key == "group_size" else _todays_name(value) for key, value in written.items()}
+    if not isinstance(written, str):
+        return written
+    return re.sub(r"(w[432]a16)(-signed)?", lambda found: found[1] if found[2] else f"{found[1]}-observer", written)
 
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:

@@ -30,6 +30,23 @@ one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies
 conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest at 56. Their product has eight
 bits, as bf16 does. [`fp8_gemm_weight`] is what the engine multiplies by.
 
+MXFP4 (`mxfp4a16`), FP4 E2M1 codes with one power of two for 32 weights:
+
+    scale = 2^(floor(log2(amax(|w|))) - 2), twice as large where amax is 1.75 times a power of two or more
+    q = round(clamp(w / scale, -6, 6)) to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code
+
+as compressed-tensors and OCP's specification with rounded scales have it, in float32; division and product are exact. The scale of zeros is
+2^-127, the smallest. From 1.75 * 2^127 on, where compressed-tensors makes infinities, scales are 2^125, the largest.
+
+NVFP4 (`nvfp4a16`), the same codes with a scale for 16 weights in E4M3 over `G`, one power of two for all of a matrix, or of several that
+the engine holds as one:
+
+    s = round_e4m3(G * amax(|w|) / 6),  q = round(clamp(w / (s / G), -6, 6)),  w' = (s / G) * q
+
+which is compressed-tensors' arithmetic with this `G` for its 2688 / amax of the matrix; a scale that comes out as zero is 0.125. `G` is
+chosen once, such that weights can grow to four times the largest ([`choose_global_scale`]); larger ones are refused. As it is a power of two
+code times scale over `G` is exact in bf16, and the squared error is that of 2688 / amax.
+
 Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors: `scale = amax / 127` for
 INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
 
@@ -44,25 +61,33 @@ quotient often lies half way between two codes, and one rounding more or less de
 Codes are stored as the scheme's container says ([`trl_qarl.quantization.formats`]).
 """
 
+import math
+
 import torch
 
 from .formats import int4_packed
 from .formats.registry import format_of
-from .schemes import Container, Grid, QuantScheme
+from .schemes import E2M1, NVFP4, Container, Grid, QuantScheme
 
 
 __all__ = [
+    "choose_global_scale",
     "count_code_flips",
     "dequantize",
     "fp8_gemm_weight",
     "quantize_activation",
     "quantize_weight",
+    "scale_values",
 ]
+
+
+BLOCK_OF_WEIGHTS = 2**24
+"""Weights that are quantized at once."""
 
 
 @torch.no_grad()
 def quantize_weight(
-    weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+    weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Quantize a master weight.
@@ -75,26 +100,51 @@ def quantize_weight(
         scale_dtype (`torch.dtype`):
             Dtype in which the engine runs the model; scales are rounded to it before codes are computed, unless the
             scheme fixes its own scale dtype.
+        global_scale (`float`, *optional*):
+            What NVFP4's scales are divided by, which no other scheme has.
 
     Returns:
         `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or `(N, 1)`.
         Neither carries a gradient.
 
     Raises:
-        ValueError: if no group size divides `K`, or if the codes of a row do not fill words of the checkpoint.
+        ValueError: if no group size divides `K`, if the codes of a row do not fill words of the checkpoint, or if weights have
+            outgrown `global_scale`.
     """
+    # Every row is quantized by itself. What is computed on the way is several times as large as the weight, such as that of all experts.
+    blocks = weight.split(max(1, BLOCK_OF_WEIGHTS // max(1, weight.shape[1])))
+    quantized = [_quantize_rows(block, scheme, scale_dtype, global_scale) for block in blocks]
+    if len(quantized) == 1:
+        return quantized[0]
+    codes, scales = zip(*quantized, strict=True)
+    # Autocast does not take FP8 codes.
+    with torch.autocast(weight.device.type, enabled=False):
+        return torch.cat(codes), torch.cat(scales)
+
+
+def _quantize_rows(
+    weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     grid = scheme.grid
     assert grid is not None
+    assert (global_scale is not None) == (scheme.container == NVFP4), (scheme.name, global_scale)
     out_features, in_features = weight.shape
     # Quotients would inherit the strides of a transposed or sliced master, and codes are packed along rows.
     weight = weight.contiguous()
     group_size = scheme.group_size_for(in_features) or in_features
+    if grid == E2M1:
+        groups = weight.float().view(out_features, in_features // group_size, group_size)
+        amax = groups.abs().amax(dim=-1)
+        scale = _powers_of_two(amax) if global_scale is None else _e4m3_scales(amax, global_scale)
+        codes = groups / scale_values(scale, torch.float32, global_scale).unsqueeze(-1)
+        return format_of(scheme.container).pack(codes.view(out_features, in_features)), scale
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
         weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
     if grid.has_signed_scales:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    groups = weight.reshape(out_features, -1, group_size)
+    # Written out, as of no rows, such as a process' part of a small matrix, `-1` would be undetermined.
+    groups = weight.reshape(out_features, in_features // group_size, group_size)
     scale = _largest(groups, grid) / grid.scale_divisor
     if scheme.has_fp8_scales:
         scale = _fp8_exact_scales(scale)
@@ -115,7 +165,11 @@ def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
 
 
 def dequantize(
-    qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, container: Container | None = None
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    container: Container | None = None,
+    global_scale: float | None = None,
 ) -> torch.Tensor:
     """
     Dense weight or activations `(N, K)` in `dtype`: the exact product `scale * code`, rounded once to `dtype`.
@@ -127,9 +181,27 @@ def dequantize(
     # A wider scale must not be rounded before the product.
     product_dtype = scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype
     dense = qdata.to(product_dtype) if container is None else format_of(container).unpack(qdata, product_dtype)
+    if scale.dtype.itemsize == 1:
+        scale = scale_values(scale, product_dtype, global_scale)
     # The group size is spelled out: no rows would leave `-1` undetermined.
     dense.view(*scale.shape, dense.shape[1] // scale.shape[1]).mul_(scale.unsqueeze(-1))
     return dense.to(dtype)
+
+
+def scale_values(
+    scale: torch.Tensor, dtype: torch.dtype = torch.float32, global_scale: float | None = None
+) -> torch.Tensor:
+    """Scales of a low-bit weight as numbers in `dtype`, over `global_scale`; those that are stored as bytes are powers of two."""
+    values = (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).to(dtype)
+    return values if global_scale is None else values / global_scale
+
+
+def choose_global_scale(weight: torch.Tensor) -> float:
+    """Return the power of two under NVFP4's scales for a matrix: with it, weights of four times its largest magnitude have scales."""
+    amax = weight.abs().amax().float().item()
+    exponent = math.floor(math.log2(2688.0 / amax)) - 2 if amax > 0 else 0
+    # Scales of 2^-9 to 448 over it are numbers in bf16.
+    return 2.0 ** max(-100, min(exponent, 100))
 
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +242,26 @@ def _largest(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
     # Not `argmax`: which of several it finds depends on the order of the weights. `aminmax` is several times slower on a CPU.
     lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
     return torch.where(highest > -lowest, highest, lowest)
+
+
+def _powers_of_two(amax: torch.Tensor) -> torch.Tensor:
+    """Scales of MXFP4 for groups with the largest magnitudes `amax`, float32: uint8 of their shape."""
+    # The exponent of `amax`, and one more from 1.75 on: a quarter carries over into it.
+    exponent = (amax.view(torch.int32) + (1 << 21)) >> 23
+    return (exponent - 2).clamp_(0, 252).to(torch.uint8)
+
+
+def _e4m3_scales(amax: torch.Tensor, global_scale: float) -> torch.Tensor:
+    """Scales of NVFP4, times `global_scale`, for groups with the largest magnitudes `amax`, float32: float8_e4m3fn of their shape."""
+    scale = global_scale * (amax / 6.0)
+    if scale.numel() and (largest := scale.max().item()) > 448.0:
+        raise ValueError(
+            f"Weights have grown to {largest / 448.0 * 2688.0 / global_scale:.3g}, and NVFP4's scales over the global scale {global_scale:g} end at "
+            f"{2688.0 / global_scale:.3g}: it was chosen for four times the largest weight at the start. Lower `learning_rate`, or start "
+            "a new run from a checkpoint's masters, which chooses it anew."
+        )
+    scale = scale.to(torch.float8_e4m3fn)
+    return torch.where(scale.view(torch.uint8) == 0, torch.full_like(scale, 0.125), scale)
 
 
 def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

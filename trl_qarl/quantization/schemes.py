@@ -9,13 +9,15 @@ wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], th
 
 | name | weight | container | granularity | activations | checkpoint format |
 |---|---|---|---|---|---|
-| `w4a16` | INT4 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w3a16` | INT3 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w2a16` | INT2 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w4a16-signed` | INT4 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w3a16-signed` | INT3 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w2a16-signed` | INT2 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w4a16` | INT4 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w3a16` | INT3 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w2a16` | INT2 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w4a16-observer` | INT4 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w3a16-observer` | INT3 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w2a16-observer` | INT2 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
 | `w8a16` | INT8 symmetric | `int8-packed` | output channel | none | `pack-quantized` |
+| `mxfp4a16` | FP4 E2M1 | `mxfp4` | groups of 32 along the input, scales are powers of two | none | `mxfp4-pack-quantized` |
+| `nvfp4a16` | FP4 E2M1 | `nvfp4` | groups of 16 along the input, scales are E4M3 over a power of two | none | `nvfp4-pack-quantized` |
 | `w8a8` | INT8 symmetric | `int8` | output channel | INT8, per token, dynamic | `int-quantized` |
 | `fp8` | FP8 E4M3 | `e4m3` | output channel | FP8 E4M3, per token, dynamic | `float-quantized` |
 | `w4a8` | INT4 symmetric | `int4-packed` | groups of 128 along the input | FP8 E4M3, per token, dynamic | `pack-quantized` |
@@ -71,14 +73,14 @@ class Grid:
     def quant_range(self) -> tuple[float, float]:
         """Smallest and largest code."""
         if self.type == "float":
-            return -448.0, 448.0
+            return (-6.0, 6.0) if self.num_bits == 4 else (-448.0, 448.0)
         return float(-(2 ** (self.num_bits - 1))), float(2 ** (self.num_bits - 1) - 1)
 
     @property
     def scale_divisor(self) -> float:
         """
         What the largest number is divided by to give the scale: half the code range, as compressed-tensors has it (7.5 for INT4,
-        127.5 for INT8, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4).
+        127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4).
         """
         qmin, qmax = self.quant_range
         return qmin if self.has_signed_scales else (qmax - qmin) / 2
@@ -86,13 +88,20 @@ class Grid:
 
 INT2, INT3, INT4, INT8 = (Grid(f"int{bits}", "int", bits) for bits in (2, 3, 4, 8))
 INT2_SIGNED, INT3_SIGNED, INT4_SIGNED = (Grid(f"int{bits}-signed", "int", bits, True) for bits in (2, 3, 4))
+E2M1 = Grid("e2m1", "float", 4)
 E4M3 = Grid("e4m3", "float", 8)
-GRIDS = {grid.name: grid for grid in (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E4M3)}
+GRIDS = {grid.name: grid for grid in (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E2M1, E4M3)}
 
 _AGAINST_SIGNED_SCALES = (
     "Signed scales are for weights of at most 4 bits that meet 16-bit activations: the scales of 'w4a8' are chosen such that "
     "vLLM's conversion to FP8 loses nothing, which holds for positive ones alone, and 8 bits have next to nothing to gain. "
-    "Use 'w4a16-signed', or the scheme without '-signed'."
+    "Use 'w4a16', or another grid."
+)
+
+
+_AGAINST_FP4_ACTIVATIONS = (
+    "There are no 4-bit activations: their scale is a calibrated constant, which a policy in training moves away from, and no "
+    "engine on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
 )
 
 
@@ -119,6 +128,8 @@ class Container:
             Grids of activations that its kernels multiply with; `None` for activations that are left alone.
         takes_signed_scales (`bool`, *optional*, defaults to `False`):
             Whether it holds grids with signed scales, which all its kernels for 16-bit activations multiply by as they are.
+        scale_dtype (`str`, *optional*):
+            Dtype of its scales, `None` where that is a matter of the scheme.
     """
 
     name: str
@@ -129,6 +140,7 @@ class Container:
     group_sizes: tuple[int, ...] = ()
     activations: tuple[Grid | None, ...] = (None,)
     takes_signed_scales: bool = False
+    scale_dtype: str | None = None
 
     def holds(self, grid: Grid | None) -> bool:
         """Return whether every code of `grid` is one of the container's, `None` standing for no grid at all."""
@@ -147,9 +159,11 @@ INT4_PACKED = Container(
 )
 INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
 INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
+MXFP4 = Container("mxfp4", "float", 4, "mxfp4-pack-quantized", group_sizes=(32,), scale_dtype="uint8")
+NVFP4 = Container("nvfp4", "float", 4, "nvfp4-pack-quantized", group_sizes=(16,), scale_dtype="float8_e4m3fn")
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
 DENSE = Container("dense", None, 16, "dense")
-CONTAINERS = {c.name: c for c in (INT4_PACKED, INT8_PACKED, INT8_CODES, E4M3_CODES, DENSE)}
+CONTAINERS = {c.name: c for c in (INT4_PACKED, INT8_PACKED, INT8_CODES, MXFP4, NVFP4, E4M3_CODES, DENSE)}
 
 
 @dataclass(frozen=True)
@@ -225,7 +239,7 @@ class QuantScheme:
     def scale_dtype(self) -> str | None:
         """Dtype of the weight scales; `None` for the dtype in which the engine runs the model."""
         if self.activation is None:
-            return None
+            return self.container.scale_dtype
         return "bfloat16" if self.has_fp8_scales else "float32"
 
     def group_size_for(self, in_features: int) -> int | None:
@@ -265,8 +279,11 @@ class QuantScheme:
         """
         strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
         container = self.container
+        if container == NVFP4:
+            strategy["strategy"] = "tensor_group"
         described = {"num_bits": container.num_bits, "type": container.type, "symmetric": True, "dynamic": False}
-        return {**described, **strategy}
+        scales = {} if container.scale_dtype is None else {"scale_dtype": f"torch.{container.scale_dtype}"}
+        return {**described, **strategy, **scales}
 
     @property
     def activation_args(self) -> dict[str, Any] | None:
@@ -280,16 +297,18 @@ class QuantScheme:
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        QuantScheme("w4a16", INT4, INT4_PACKED, 128),
+        QuantScheme("w4a16", INT4_SIGNED, INT4_PACKED, 128),
         QuantScheme("w8a16", INT8, INT8_PACKED),
         QuantScheme("w8a8", INT8, INT8_CODES, activation=INT8),
         QuantScheme("fp8", E4M3, E4M3_CODES, activation=E4M3),
         QuantScheme("w4a8", INT4, INT4_PACKED, 128, E4M3),
-        QuantScheme("w3a16", INT3, INT4_PACKED, 128),
-        QuantScheme("w2a16", INT2, INT4_PACKED, 128),
-        QuantScheme("w4a16-signed", INT4_SIGNED, INT4_PACKED, 128),
-        QuantScheme("w3a16-signed", INT3_SIGNED, INT4_PACKED, 128),
-        QuantScheme("w2a16-signed", INT2_SIGNED, INT4_PACKED, 128),
+        QuantScheme("mxfp4a16", E2M1, MXFP4, 32),
+        QuantScheme("nvfp4a16", E2M1, NVFP4, 16),
+        QuantScheme("w3a16", INT3_SIGNED, INT4_PACKED, 128),
+        QuantScheme("w2a16", INT2_SIGNED, INT4_PACKED, 128),
+        QuantScheme("w4a16-observer", INT4, INT4_PACKED, 128),
+        QuantScheme("w3a16-observer", INT3, INT4_PACKED, 128),
+        QuantScheme("w2a16-observer", INT2, INT4_PACKED, 128),
         QuantScheme("bf16", None, DENSE),
     )
 }
@@ -310,10 +329,11 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
     """
     if isinstance(scheme, str):
         if scheme not in SCHEMES:
-            meant = get_close_matches(scheme.lower(), SCHEMES, n=1)
+            stem = scheme.lower().partition("-")[0]
+            meant = [stem] if stem in SCHEMES else get_close_matches(scheme.lower(), SCHEMES, n=1)
             hint = f" Did you mean {meant[0]!r}?" if meant else ""
-            if scheme.removesuffix("-signed") in SCHEMES:
-                hint = f" {_AGAINST_SIGNED_SCALES}"
+            if stem in ("mxfp4", "nvfp4", "mxfp4a4", "nvfp4a4"):
+                hint = f" {_AGAINST_FP4_ACTIVATIONS}"
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.{hint}")
         scheme = SCHEMES[scheme]
     if group_size is None:

@@ -1,38 +1,104 @@
 """Which layers of a model are left alone."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from .names import base_model
+from .checkpoint_names import checkpoint_names
+from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
+from .names import base_model, base_modules
+from .patterns import covers
+from .schemes import QuantScheme
+from .weight import QuantizedLayer
 
 
-__all__ = ["ROUTER_NAMES", "reasons_to_skip", "stacked_experts"]
+__all__ = [
+    "ROUTER_NAMES",
+    "layer_format",
+    "parts_of_experts",
+    "quantizable_layers",
+    "reasons_to_skip",
+    "stacked_experts",
+]
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 """Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
 
+EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
 
-def reasons_to_skip(
-    model: nn.Module, linears: dict[str, nn.Linear], exclude_modules: str | Sequence[str] | None
-) -> dict[str, str]:
+
+def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers of `model`, and the modules in which a mixture stacks its experts, that are not quantized, by name."""
+    return {
+        name: module
+        for name, module in base_modules(model)
+        if not isinstance(module, QuantizedLayer)
+        and (isinstance(module, nn.Linear) or has_stacked_matrices(name, module))
+    }
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters, by name, in which a mixture keeps the matrices of all experts in high precision, as transformers 5 does."""
+    return {
+        f"{name}.{leaf}": parameter
+        for name, module in quantizable_layers(model).items()
+        if not isinstance(module, nn.Linear)
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
+
+
+def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
     """
-    Return why each of the linear layers of `model`, by name, that stay in high precision does so.
+    Return what the matrices in each module of experts among `layers` are called, one by one and as they are stacked: a pattern that
+    names some of them does not name the module.
+    """
+    return {
+        name: [
+            [f"{name}.{expert}.{leaf}" for expert in range(module.num_experts) for leaf in EXPERT_LEAVES],
+            [f"{name}.{leaf}" for leaf in (GATE_UP, DOWN)],
+        ]
+        for name, module in layers.items()
+        if isinstance(module, QuantizedExperts)
+        or (not isinstance(module, nn.Linear) and problem_of_experts(module) is None)
+    }
+
+
+def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
+    """
+    Return how one of [`quantizable_layers`], or what was made of it, is quantized under `scheme`: with which one, and which group size.
 
     Raises:
-        ValueError: if an exclude pattern matches none of them.
+        ValueError: if no group size fits.
+    """
+    if isinstance(module, nn.Linear):
+        return scheme, scheme.group_size_for(module.in_features)
+    return experts_format(module, scheme)
+
+
+def reasons_to_skip(
+    model: nn.Module, layers: Mapping[str, nn.Module], exclude_modules: str | Sequence[str] | None
+) -> dict[str, str]:
+    """
+    Return why each of the `layers` of `model`, from [`quantizable_layers`], that stay in high precision does so.
+
+    Raises:
+        ValueError: if an exclude pattern matches none of them, or some of the experts of a layer.
     """
     model = base_model(model)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     embedding_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    excluded = _excluded(linears, exclude_modules)
+    excluded = _excluded(layers, exclude_modules)
     reasons = {}
-    for name, module in linears.items():
+    for name, module in layers.items():
         leaf = name.rpartition(".")[2]
-        if module is head or leaf == "lm_head":
+        if not isinstance(module, nn.Linear):
+            problem = "exclude_modules" if name in excluded else _problem_of_experts(model, name, module)
+            reasons |= {name: problem} if problem else {}
+        elif module is head or leaf == "lm_head":
             reasons[name] = "output head"
         elif id(module.weight) in embedding_weights:
             reasons[name] = "shares the embedding's weight"
@@ -47,25 +113,38 @@ def reasons_to_skip(
     return reasons
 
 
-def stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Tensors, by name, in which a mixture-of-experts model keeps the matrices of all experts, as transformers 5 does."""
-    return {name: p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
+def _problem_of_experts(model: nn.Module, name: str, module: nn.Module) -> str | None:
+    problem = problem_of_experts(module)
+    if (
+        problem is None
+        and isinstance(model, PreTrainedModel)
+        and f"{name}.{GATE_UP}" not in checkpoint_names(model).experts
+    ):
+        problem = "checkpoints have the matrices of all experts in one tensor, for which there is no low-bit form"
+    return problem and f"{type(module).__name__}: {problem}"
 
 
-def _excluded(linears: dict[str, nn.Linear], patterns: str | Sequence[str] | None) -> set[str]:
+def _excluded(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None) -> set[str]:
     if not patterns:
         return set()
+    parts = parts_of_experts(layers)
     excluded = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        hits = {name for name in linears if name == pattern or name.endswith(f".{pattern}")}
+        said = f"exclude_modules: {pattern!r}"
+        hits = {name for name in layers if covers(_named(pattern), name, parts.get(name, []), said)}
         # A name such as `*_proj` is no regular expression.
         with suppress(re.error):
-            hits = hits or {name for name in linears if re.fullmatch(pattern, name)}
+            expression = re.compile(pattern).fullmatch
+            hits = hits or {name for name in layers if covers(expression, name, parts.get(name, []), said)}
         if not hits:
             raise ValueError(
-                f"exclude_modules: {pattern!r} matches none of the {len(linears)} linear layers. Give names or last "
-                f"components, such as {next(iter(linears)).rpartition('.')[2]!r}, or a regular expression over the "
+                f"exclude_modules: {pattern!r} matches none of the {len(layers)} linear layers. Give names or last "
+                f"components, such as {next(iter(layers)).rpartition('.')[2]!r}, or a regular expression over the "
                 "whole name."
             )
         excluded |= hits
     return excluded
+
+
+def _named(pattern: str) -> Callable[[str], bool]:
+    return lambda name: name == pattern or name.endswith(f".{pattern}")

@@ -13,7 +13,7 @@ by default the output head too; [`prepare_model`] knows which layers to leave al
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -22,14 +22,18 @@ from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
+from .experts import QuantizedExperts, has_stacked_matrices
 from .gemm import low_bit_linear
-from .linear import MADE_IN_INFERENCE_MODE, QuantizedLinear
+from .global_scales import share_global_scales
+from .linear import QuantizedLinear
 from .names import base_model, base_modules
 from .plan import QuantPlan, check_fused, get_plan
+from .report import SwapReport, report_layers
 from .schemes import QuantScheme, get_scheme
-from .selection import reasons_to_skip, stacked_experts
+from .selection import layer_format, parts_of_experts, quantizable_layers, reasons_to_skip
 from .tensors import LowBitTensor
 from .walk import iter_layers
+from .weight import MADE_IN_INFERENCE_MODE, QuantizedLayer
 
 
 __all__ = [
@@ -90,8 +94,10 @@ def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
     if made_for is config:
         return layer
     if config.step == "prepare":
-        layer = QuantizedLinear.from_linear(module, config.scheme, config.scale_dtype)
-    elif not isinstance(module, QuantizedLinear):
+        is_experts = has_stacked_matrices("", module)
+        make = QuantizedExperts.from_experts if is_experts else QuantizedLinear.from_linear
+        layer = make(module, config.scheme, config.scale_dtype)
+    elif not isinstance(module, QuantizedLayer):
         return module
     elif module.scheme != config.scheme:
         raise ValueError(
@@ -109,70 +115,6 @@ def _transform(module: nn.Module, config: QaRLWeightConfig) -> nn.Module:
 _replaced: WeakKeyDictionary[nn.Module, tuple[QaRLWeightConfig, nn.Module]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class SwapReport:
-    """
-    What [`prepare_model`] did.
-
-    Args:
-        plan ([`~trl_qarl.quantization.plan.QuantPlan`]):
-            The plan applied.
-        converted (`dict[str, int | None]`):
-            Name of each converted layer and its group size (`None`: one scale per output channel).
-        skipped (`dict[str, str]`):
-            Name of each linear layer, or tensor of experts, left alone and the reason.
-        master_bytes (`int`):
-            Bytes of the converted layers' master weights.
-        bf16_bytes (`int`):
-            Bytes of the same weights in 16-bit precision.
-        low_bit_bytes (`int`):
-            Bytes of the same weights in low-bit form, scales included.
-        dropped_bytes (`int`, *optional*, defaults to `0`):
-            Bytes of the master weights that [`freeze_model`] has dropped since.
-        schemes (`dict[str, QuantScheme]`, *optional*):
-            Name of each converted layer and its scheme.
-    """
-
-    plan: QuantPlan
-    converted: dict[str, int | None]
-    skipped: dict[str, str]
-    master_bytes: int
-    bf16_bytes: int
-    low_bit_bytes: int
-    dropped_bytes: int = 0
-    schemes: dict[str, QuantScheme] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        if not self.plan.is_quantized:
-            return f"scheme {self.plan.name}: every layer stays in high precision"
-        # Of one scheme alone the beginning of the line says which.
-        is_mixed = len({scheme.name for scheme in self.schemes.values()}) > 1
-        groups = Counter(
-            (f"{self.schemes[name].name} " if is_mixed else "", size) for name, size in self.converted.items()
-        )
-        parts = [
-            f"{count} {name}per output channel" if size is None else f"{count} {name}group {size}"
-            for (name, size), count in groups.items()
-        ]
-        lines = [
-            f"scheme {self.plan.name}: {len(self.converted)} linear layers quantized ({', '.join(parts)}), "
-            f"{self.low_bit_bytes / 2**20:.1f} MiB low-bit against {self.bf16_bytes / 2**20:.1f} MiB in bf16"
-        ]
-        if self.dropped_bytes:
-            lines.append(f"frozen: {self.dropped_bytes / 2**20:.1f} MiB of master weights dropped")
-        for reason, count in Counter(self.skipped.values()).items():
-            names = [name for name, why in self.skipped.items() if why == reason]
-            lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")
-        for size in sorted(
-            {scheme.group_size or 0 for name, scheme in self.schemes.items() if self._is_smaller(name)}
-        ):
-            lines.append(f"group_size={size} does not divide every layer; the smaller sizes are above")
-        return "\n".join(lines)
-
-    def _is_smaller(self, name: str) -> bool:
-        return self.converted[name] != self.schemes[name].group_size
-
-
 def prepare_model(
     model: nn.Module,
     scheme: str | QuantScheme | QuantPlan | Mapping[str, Any],
@@ -181,7 +123,8 @@ def prepare_model(
     scale_dtype: torch.dtype | None = None,
 ) -> SwapReport:
     """
-    Quantize the forward of every linear layer of `model`: each is replaced by a [`QuantizedLinear`] with the same parameters.
+    Quantize the forward of every linear layer of `model`, and of the experts of a mixture: each is replaced by a [`QuantizedLinear`] or
+    [`~trl_qarl.quantization.experts.QuantizedExperts`] with the same parameters.
 
     Output head, embeddings (and whatever shares their weight) and MoE routers are never touched.
 
@@ -200,48 +143,54 @@ def prepare_model(
         ValueError: for a model that is quantized already, has been prepared
             already or was made in inference mode, when nothing matched, when a pattern matches no linear layer, when a
             scheme cannot quantize a layer's number of input features, or when layers that vLLM holds as one matrix do not
-            share a scheme.
+            share a scheme; when a pattern or `exclude_modules` names some of the experts of a layer, or one matrix of them.
     """
     plan = get_plan(scheme)
     _check_not_quantized(model)
     if not plan.is_quantized:
         return SwapReport(plan, {}, {}, 0, 0, 0)
-    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
-    if not linears:
+    candidates = quantizable_layers(model)
+    if not candidates:
         raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
-    reasons = reasons_to_skip(model, linears, exclude_modules)
-    schemes, kept = plan.assign(linears, reasons)
+    reasons = reasons_to_skip(model, candidates, exclude_modules)
+    schemes, kept = plan.assign(candidates, reasons, parts_of_experts(candidates))
     reasons |= kept
-    chosen = {name: linears[name] for name in schemes}
+    chosen = {name: candidates[name] for name in schemes}
     if not chosen:
         raise ValueError(
-            f"No layer of {type(model).__name__} is left to quantize: {len(linears)} linear layers, all skipped "
+            f"No layer of {type(model).__name__} is left to quantize: {len(candidates)} linear layers, all skipped "
             f"({'; '.join(sorted(set(reasons.values())))}). Relax `exclude_modules`={exclude_modules!r}."
         )
     if not plan.is_uniform:
-        check_fused(schemes, linears)
-    converted = {}
+        check_fused(schemes, candidates)
+    formats = set()
     for name, module in chosen.items():
         try:
-            converted[name] = schemes[name].group_size_for(module.in_features)
+            found = layer_format(module, schemes[name])
         except ValueError as error:
             raise ValueError(f"Layer {name!r}: {error}") from None
-    if any(module.weight.is_inference() for module in chosen.values()):
+        if not isinstance(module, nn.Linear):
+            formats.add(found)
+    if len(formats) > 1:
+        listed = " and ".join(
+            f"{scheme.name} in groups of {size}" if size else scheme.name for scheme, size in formats
+        )
+        raise ValueError(
+            f"Experts of different layers have {listed}: transformers reads those of one layer for all. Give all experts the same."
+        )
+    if any(p.is_inference() for module in chosen.values() for p in module.parameters(recurse=False)):
         raise ValueError(MADE_IN_INFERENCE_MODE)
     scheme_of = {module: schemes[name] for name, module in chosen.items()}
-    layers = _replace(
-        model, chosen.values(), lambda module: QuantizedLinear.from_linear(module, scheme_of[module], scale_dtype)
-    )
-    weights = [module.weight for module in chosen.values()]
-    return SwapReport(
-        plan=plan,
-        converted=converted,
-        schemes=schemes,
-        skipped=reasons | dict.fromkeys(stacked_experts(model), "stacked experts, no linear layers"),
-        master_bytes=sum(weight.nbytes for weight in weights),
-        bf16_bytes=sum(2 * weight.numel() for weight in weights),
-        low_bit_bytes=sum(map(_low_bit_bytes, layers.values())),
-    )
+    layers = _replace(model, chosen.values(), lambda module: _quantized(module, scheme_of[module], scale_dtype))
+    named = {name: layers[module] for name, module in chosen.items()}
+    share_global_scales(named)
+    return report_layers(plan, named, reasons, has_masters=True)
+
+
+def _quantized(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None) -> QuantizedLayer:
+    if isinstance(module, nn.Linear):
+        return QuantizedLinear.from_linear(module, scheme, scale_dtype)
+    return QuantizedExperts.from_experts(module, scheme, scale_dtype)
 
 
 def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport:
@@ -250,22 +199,14 @@ def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport
     one of several schemes that its layers have.
     """
     layers = quantized_layers(model)
-    schemes = {name: layer.scheme for name, layer in layers.items()}
-    linears = {name: module for name, module in base_modules(model) if isinstance(module, nn.Linear)}
-    return SwapReport(
-        plan=plan or QuantPlan.of_layers(schemes),
-        schemes=schemes,
-        converted={name: layer.group_size for name, layer in layers.items()},
-        skipped={name: "not quantized in the checkpoint" for name in linears if name not in layers},
-        master_bytes=0,
-        bf16_bytes=sum(2 * layer.weight.numel() for layer in layers.values()),
-        low_bit_bytes=sum(layer.low_bit_weight().num_bytes for layer in layers.values()),
-    )
+    plan = plan or QuantPlan.of_layers({name: layer.scheme for name, layer in layers.items()})
+    skipped = dict.fromkeys(quantizable_layers(model), "not quantized in the checkpoint")
+    return report_layers(plan, layers, skipped, has_masters=False)
 
 
 def restore_model(model: nn.Module) -> int:
     """
-    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with the same parameters, and return how many there were.
+    Replace every quantized layer of `model` by what it was made from, with the same parameters, and return how many there were.
 
     Raises:
         ValueError: if the model has engine numerics.
@@ -273,13 +214,13 @@ def restore_model(model: nn.Module) -> int:
     layers = quantized_layers(model)
     for layer in layers.values():
         _check_product(layer)
-    _replace(model, layers.values(), QuantizedLinear.to_linear)
+    _replace(model, layers.values(), lambda layer: layer.restored())
     return len(layers)
 
 
 def convert_model(model: nn.Module) -> int:
     """
-    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight.
+    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight, and freeze experts where they are.
 
     The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed and
     exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
@@ -297,11 +238,11 @@ def convert_model(model: nn.Module) -> int:
         )
     for layer in layers.values():
         _check_product(layer)
-    _replace(model, layers.values(), QuantizedLinear.convert)
+    _replace(model, layers.values(), lambda layer: layer.convert())
     return len(layers)
 
 
-def _check_product(layer: QuantizedLinear) -> None:
+def _check_product(layer: QuantizedLayer) -> None:
     if layer.product is not low_bit_linear:
         raise ValueError(
             "The model computes with another product than its own, as with engine numerics, which an ordinary layer does not "
@@ -329,31 +270,32 @@ def _replace(
 
 def freeze_model(model: nn.Module) -> int:
     """
-    Drop the masters of every [`QuantizedLinear`] of `model` that holds no adapter, in place, and return the bytes they took.
+    Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return the bytes they took.
 
     The layers compute what they computed before, bit for bit, and pass gradients to their input and to adapters beside them.
     """
     layers = [layer for layer in quantized_layers(model).values() if not layer.holds_adapter]
-    num_bytes = sum(layer.weight.nbytes for layer in layers if not layer.is_frozen)
+    weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
+    num_bytes = sum(weight.parameter.nbytes for weight in weights if not weight.is_frozen)
     for layer in layers:
         layer.freeze()
     return num_bytes
 
 
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return every [`QuantizedLinear`] of `model` by its name, that in the base model where an adapter wraps it."""
-    return {name: module for name, module in base_modules(model) if isinstance(module, QuantizedLinear)}
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """Return every quantized layer of `model` by its name, that in the base model where an adapter wraps it."""
+    return {name: module for name, module in base_modules(model) if isinstance(module, QuantizedLayer)}
 
 
 def disable_quantized_forward(model: nn.Module) -> None:
-    """Give every [`QuantizedLinear`] of `model` the forward of `nn.Linear`; its low-bit weight can still be published."""
+    """Give every quantized layer of `model` the forward of the one it was made from; its low-bit weight can still be published."""
     for layer in quantized_layers(model).values():
         layer.use_quantized_forward = False
 
 
 @contextmanager
 def quantized_forward(model: nn.Module) -> Iterator[None]:
-    """While open, every [`QuantizedLinear`] of `model` runs its quantized forward, also where it is disabled."""
+    """While open, every quantized layer of `model` runs its quantized forward, also where it is disabled."""
     disabled = [layer for layer in quantized_layers(model).values() if not layer.use_quantized_forward]
     for layer in disabled:
         layer.use_quantized_forward = True
@@ -398,7 +340,7 @@ def kernels_run(model: nn.Module) -> dict[str, int]:
 
 
 def _check_not_quantized(model: nn.Module) -> None:
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+    if any(isinstance(module, QuantizedLayer) for module in model.modules()):
         raise ValueError("The model has been prepared already. Call `restore_model(model)` before preparing it again.")
     if any(isinstance(parameter, LowBitTensor) for parameter in model.parameters()):
         raise ValueError(
@@ -412,9 +354,3 @@ def _check_not_quantized(model: nn.Module) -> None:
             f"The model is quantized already (quant_method={getattr(method, 'value', method)!r}): its masters are gone. Load "
             "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it."
         )
-
-
-def _low_bit_bytes(layer: QuantizedLinear) -> int:
-    scales = layer.in_features // (layer.group_size or layer.in_features) * layer.out_features
-    scale_dtype = layer.scale_dtype if layer.scheme.scale_dtype is None else getattr(torch, layer.scheme.scale_dtype)
-    return layer.weight.numel() * layer.scheme.container.num_bits // 8 + scales * scale_dtype.itemsize

@@ -7,8 +7,8 @@ weight of a converted `nn.Linear`, and what is published and exported. torchao's
 `clone` and flattening; an operation that neither it nor this module knows raises.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from .formats.registry import format_of
 from .gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
-from .quantize import dequantize, fp8_gemm_weight, quantize_weight
-from .schemes import Container, Grid, QuantScheme, get_scheme
+from .quantize import choose_global_scale, dequantize, fp8_gemm_weight, quantize_weight
+from .schemes import NVFP4, Container, Grid, QuantScheme, get_scheme
 
 
 __all__ = ["LowBitTensor", "straight_through_linear"]
@@ -50,26 +50,66 @@ class LowBitTensor(TorchAOBaseTensor):
             The scheme they follow.
         orig_dtype (`torch.dtype`):
             Dtype of the master weight, the one this tensor shows and [`~LowBitTensor.dequantize`] gives by default.
+        is_gathered (`bool`, *optional*, defaults to `False`):
+            Whether FSDP2 has gathered codes and scales of a master that is trained: it frees them after use and fills them
+            again, so nothing that is made of them is kept.
+        global_scale (`float`, *optional*):
+            What NVFP4's scales are divided by.
     """
 
     tensor_data_names = ["qdata", "scale"]
-    tensor_attribute_names = ["scheme", "orig_dtype"]
+    tensor_attribute_names = ["scheme", "orig_dtype", "is_gathered", "global_scale"]
 
-    def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, orig_dtype: torch.dtype):
+    def __new__(
+        cls,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        scheme: QuantScheme,
+        orig_dtype: torch.dtype,
+        is_gathered: bool = False,
+        global_scale: float | None = None,
+    ):
         shape = (qdata.shape[0], format_of(scheme.container).in_features(qdata))
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=orig_dtype, device=qdata.device)
 
-    def __init__(self, qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, orig_dtype: torch.dtype):
+    def __init__(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        scheme: QuantScheme,
+        orig_dtype: torch.dtype,
+        is_gathered: bool = False,
+        global_scale: float | None = None,
+    ):
         self.qdata = qdata
         self.scale = scale
         self.scheme = scheme
         self.orig_dtype = orig_dtype
+        self.is_gathered = is_gathered
+        self.global_scale = global_scale
         self._operands: dict[Callable[[Any], Any], Any] = {}
 
     @classmethod
-    def from_hp(cls, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> "LowBitTensor":
-        """Quantize a master weight as [`~trl_qarl.quantization.quantize.quantize_weight`] does, with its errors."""
-        return cls(*quantize_weight(weight, scheme, scale_dtype), scheme, weight.dtype)
+    def from_hp(
+        cls, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
+    ) -> "LowBitTensor":
+        """
+        Quantize a master weight as [`~trl_qarl.quantization.quantize.quantize_weight`] does, with its errors. Without a
+        `global_scale` NVFP4 has the one that fits `weight`.
+        """
+        if scheme.container != NVFP4:
+            return cls(*quantize_weight(weight, scheme, scale_dtype), scheme, weight.dtype)
+        global_scale = global_scale or choose_global_scale(weight)
+        tensors = quantize_weight(weight, scheme, scale_dtype, global_scale)
+        return cls(*tensors, scheme, weight.dtype, global_scale=global_scale)
+
+    @classmethod
+    def stack(cls, matrices: "Sequence[LowBitTensor]") -> "LowBitTensor":
+        """Return the rows of all `matrices`, of one scheme and width, one after the other: what [`~LowBitTensor.row_blocks`] undoes."""
+        if len(matrices) == 1:
+            return matrices[0]
+        codes, scales = (torch.cat(parts) for parts in zip(*((m.qdata, m.scale) for m in matrices), strict=True))
+        return cls(codes, scales, matrices[0].scheme, matrices[0].orig_dtype, global_scale=matrices[0].global_scale)
 
     @property
     def group_size(self) -> int | None:
@@ -84,38 +124,53 @@ class LowBitTensor(TorchAOBaseTensor):
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the dense weight: the exact product `scale * code`, rounded once to `output_dtype` or `orig_dtype`."""
-        return dequantize(self.qdata, self.scale, output_dtype or self.orig_dtype, self.scheme.container)
+        dtype = output_dtype or self.orig_dtype
+        return dequantize(self.qdata, self.scale, dtype, self.scheme.container, self.global_scale)
 
     def gemm_weight(self) -> "LowBitTensor":
         """Return what the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
-        """`make(self)`, such as the operands of a kernel, computed at the first call."""
-        if make not in self._operands:
-            # Tensors made in inference mode could not take part in training later.
-            with torch.inference_mode(False), torch.no_grad():
-                self._operands[make] = make(self)
-        return self._operands[make]
+        """`make(self)`, such as the operands of a kernel, computed at the first call, or at each where codes are gathered."""
+        if make in self._operands:
+            return self._operands[make]
+        # Tensors made in inference mode could not take part in training later.
+        with torch.inference_mode(False), torch.no_grad():
+            operands = make(self)
+        if not self.is_gathered:
+            self._operands[make] = operands
+        return operands
 
     def drop(self, make: Callable[["LowBitTensor"], Any]) -> None:
         """Forget what [`~LowBitTensor.cached`] keeps for `make`."""
         self._operands.pop(make, None)
 
+    def row_blocks(self, num_blocks: int) -> "tuple[LowBitTensor, ...]":
+        """
+        Return equal blocks of the rows as views, such as the matrices of experts. The same objects are returned at each call, as
+        kernels keep operands with them.
+        """
+        return (self,) if num_blocks == 1 else self.cached(_RowBlocks(num_blocks))
+
     def held(self) -> list[Any]:
         """Codes, scales and everything that [`~LowBitTensor.cached`] keeps: what this tensor costs in memory."""
-        return [self.qdata, self.scale, *self._operands.values()]
+        blocks = [block for make, made in self._operands.items() if isinstance(make, _RowBlocks) for block in made]
+        operands = [made for make, made in self._operands.items() if not isinstance(make, _RowBlocks)]
+        return [self.qdata, self.scale, *operands, *(kept for block in blocks for kept in block._operands.values())]
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors under compressed-tensors' checkpoint names, without the layer's prefix."""
-        return format_of(self.scheme.container).to_checkpoint(self.qdata, self.scale)
+        scales = (self.scale,) if self.global_scale is None else (self.scale, self.global_scale)
+        return format_of(self.scheme.container).to_checkpoint(self.qdata, *scales)
 
     @classmethod
     def from_checkpoint(
         cls, tensors: Mapping[str, torch.Tensor], scheme: QuantScheme, orig_dtype: torch.dtype
     ) -> "LowBitTensor":
         """Return the inverse of [`~LowBitTensor.checkpoint_tensors`]."""
-        return cls(*format_of(scheme.container).from_checkpoint(tensors), scheme, orig_dtype)
+        qdata, scale, *global_scale = format_of(scheme.container).from_checkpoint(tensors)
+        return cls(qdata, scale, scheme, orig_dtype, False, *global_scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_operands": {}}
@@ -124,6 +179,17 @@ class LowBitTensor(TorchAOBaseTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         group = "" if self.group_size is None else f", group_size={self.group_size}"
         return f"LowBitTensor({tuple(self.shape)}, {self.scheme.name}{group}, {self.orig_dtype}, {self.device})"
+
+
+class _RowBlocks(NamedTuple):
+    num_blocks: int
+
+    def __call__(self, weight: LowBitTensor) -> tuple[LowBitTensor, ...]:
+        codes, scales = (tensor.chunk(self.num_blocks) for tensor in (weight.qdata, weight.scale))
+        return tuple(
+            LowBitTensor(*block, weight.scheme, weight.orig_dtype, global_scale=weight.global_scale)
+            for block in zip(codes, scales, strict=True)
+        )
 
 
 def _fp8_tensor(weight: LowBitTensor) -> LowBitTensor:
@@ -210,7 +276,7 @@ def _to_copy(func, types, args, kwargs):
     if not to["dtype"].is_floating_point:
         raise TypeError(f"A low-bit tensor has no {to['dtype']} form. Its codes are `qdata`.")
     qdata, scale = (t.to(to["device"], non_blocking=to.get("non_blocking", False)) for t in (self.qdata, self.scale))
-    moved = LowBitTensor(qdata, scale, self.scheme, to["dtype"])
+    moved = LowBitTensor(qdata, scale, self.scheme, to["dtype"], global_scale=self.global_scale)
     return return_and_correct_aliasing(func, args, kwargs, moved)
 
 
@@ -222,8 +288,26 @@ def _copy(func, types, args, kwargs):
         raise ValueError(f"copy_ takes a low-bit tensor of the same scheme and shape: {source!r} into {self!r}.")
     self.qdata.copy_(source.qdata)
     self.scale.copy_(source.scale)
+    self.global_scale = source.global_scale
     self._operands.clear()
     return self
+
+
+@LowBitTensor.implements(torch.ops.aten.as_strided.default)
+def _as_strided(func, types, args, kwargs):
+    # FSDP2 gives what it has gathered the shape and strides of the master, which it has already.
+    self, size, stride = args[:3]
+    if tuple(size) != tuple(self.shape) or tuple(stride) != (self.shape[1], 1):
+        raise NotImplementedError(
+            f"A low-bit tensor {tuple(self.shape)} has no view of shape {tuple(size)}, strides {tuple(stride)}."
+        )
+    return self.detach()
+
+
+@LowBitTensor.implements(torch.ops.aten.zeros_like.default)
+def _zeros_like(func, types, args, kwargs):
+    # Such as the gradient that FSDP2 reduces for a layer that took no part in the forward.
+    return torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
 
 
 @LowBitTensor.implements([torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor])
@@ -243,7 +327,7 @@ def _equal(func, types, args, kwargs):
 def _are_equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     if not isinstance(input, LowBitTensor) or not isinstance(other, LowBitTensor):
         return torch.equal(_dense(input), _dense(other))
-    if any(getattr(input, name) != getattr(other, name) for name in ("scheme", "shape", "dtype")):
+    if any(getattr(input, name) != getattr(other, name) for name in ("scheme", "shape", "dtype", "global_scale")):
         return False
     pairs = (input.qdata, other.qdata), (input.scale, other.scale)
     # Codes of FP8 as bytes: PyTorch compares no FP8 numbers.

@@ -2,7 +2,6 @@
 The trainer's connection to a vLLM server: TRL's client, holding the server's session while it lives.
 """
 
-import ipaddress
 import json
 import os
 import secrets
@@ -10,7 +9,7 @@ import socket
 import ssl
 import time
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,87 +21,18 @@ from typing_extensions import override
 
 from ..wire.handshake import is_proof, proof, read_token_file
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
+from .http_session import CheckedSession, ServerLost, error_text
 
 
-__all__ = ["QaRLClient", "ServerLost"]
+__all__ = ["QaRLClient"]
 
 
-_CONNECT_SECONDS = 10
 _HEALTH_SECONDS = 10
 # A server notices within milliseconds that a session's connection has gone.
 _REFUSAL_SECONDS = 10.0
 
 # All that is asked of whoever listens at the port before it has proved who it is.
 _HANDSHAKE_PATHS = ("/health", STATE_PATH, SESSION_PATH)
-
-
-class ServerLost(ConnectionError):
-    """
-    A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
-
-    Args:
-        message (`str`):
-            What failed.
-        status (`int`, *optional*):
-            The status of the answer, if there was one.
-    """
-
-    def __init__(self, message: str, status: int | None = None):
-        super().__init__(message)
-        self.status = status
-
-
-class LocalSession(requests.Session):
-    """Session that leaves the environment's proxies out for addresses of this machine, which no proxy can reach."""
-
-    @override
-    def request(self, method, url, **kwargs):
-        self.trust_env = not _is_local(urlsplit(url).hostname)
-        return super().request(method, url, **kwargs)
-
-
-class _Session(LocalSession):
-    """
-    Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in time.
-
-    Args:
-        request_timeout (`float`), generation_timeout (`float`):
-            Seconds to wait for an answer, and for completions.
-    """
-
-    def __init__(self, request_timeout: float, generation_timeout: float):
-        super().__init__()
-        self.request_timeout = request_timeout
-        self.generation_timeout = generation_timeout
-        for scheme in ("http://", "https://"):
-            self.mount(scheme, HTTPAdapter(pool_maxsize=64))
-
-    @override
-    def request(self, method, url, *, expected: Collection[int] = (200,), **kwargs):
-        path = urlsplit(url).path
-        generates = method == "POST" and path.endswith(_GENERATING_PATHS)
-        seconds = self.generation_timeout if generates else self.request_timeout
-        kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
-        try:
-            response = super().request(method, url, **kwargs)
-        except requests.ReadTimeout as error:
-            option = "vllm_generation_timeout" if generates else "vllm_request_timeout"
-            waited = kwargs["timeout"][1] if isinstance(kwargs["timeout"], tuple) else kwargs["timeout"]
-            raise ServerLost(
-                f"The vLLM server did not answer {url} within {waited:g} s. If it only needs longer, raise `{option}`."
-            ) from error
-        except requests.RequestException as error:
-            # Without the three layers of names around it.
-            reason = getattr(error.args[0], "reason", error) if error.args else error
-            raise ServerLost(f"The vLLM server did not answer {url}: {reason}") from error
-        if response.status_code not in expected:
-            raise ServerLost(
-                f"{url} failed with status {response.status_code}: {_error_text(response)}", response.status_code
-            )
-        return response
-
-
-_GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
 class QaRLClient(VLLMClient):
@@ -128,6 +58,8 @@ class QaRLClient(VLLMClient):
             The secret of a server that was started here.
         token_file (`str` or `Path`, *optional*):
             File with the secret. Defaults to the one the server names, which only a process of the same user can read.
+        ca_certs (`str` or `Path`, *optional*):
+            File with the certificates that vouch for an https server's. Defaults to those that `requests` comes with.
         start_command (`str`, *optional*):
             What starts a server, for the error where none answers.
 
@@ -135,10 +67,10 @@ class QaRLClient(VLLMClient):
         ConnectionError: if no server answers, with the command that starts one.
         RuntimeError: if the server was started in another way, works for another trainer, has another secret or does not
             prove that it knows it.
-        ValueError: if the token file cannot be read or others can.
+        ValueError: if the token file cannot be read or others can, or the server's certificate is not to be trusted.
     """
 
-    session: _Session
+    session: CheckedSession
 
     def __init__(
         self,
@@ -149,14 +81,16 @@ class QaRLClient(VLLMClient):
         generation_timeout: float = 1800.0,
         token: str | None = None,
         token_file: str | Path | None = None,
+        ca_certs: str | Path | None = None,
         start_command: str = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE",
     ):
-        self._timeouts = request_timeout, generation_timeout
+        self._settings = request_timeout, generation_timeout, ca_certs
         self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
         self.instance: str | None = None
         self.transfer_dir: str | None = None
+        self.transfer_mark: str | None = None
         try:
             super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
         except ServerLost as error:
@@ -168,7 +102,7 @@ class QaRLClient(VLLMClient):
     @override
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
         """Waits for the server and opens its session. The constructor calls it before its first request."""
-        self.session = _Session(*self._timeouts)
+        self.session = CheckedSession(*self._settings)
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, _SessionAdapter(self, pool_maxsize=64))
         deadline = time.monotonic() + total_timeout
@@ -199,17 +133,15 @@ class QaRLClient(VLLMClient):
         request = {"trainer": trainer, "nonce": nonces[0], "proof": proof(token, "trainer", nonces, trainer)}
         held = self.session.request("POST", f"{self.base_url}{SESSION_PATH}", json=request, stream=True, **opening)
         if held.status_code == 409:
-            raise RuntimeError(
-                f"{_error_text(held)} One server works for one trainer at a time: start another server."
-            )
+            raise RuntimeError(f"{error_text(held)} One server works for one trainer at a time: start another server.")
         if held.status_code == 403:
             raise RuntimeError(
                 f"The server at {self.base_url} has another secret than this trainer, which has it from {source}: "
-                f"{_error_text(held)} Set `vllm_token_file` to the file that the server was started with "
+                f"{error_text(held)} Set `vllm_token_file` to the file that the server was started with "
                 f"({state.get('token_file')!r} on its host), or to a copy of it."
             )
         if held.status_code != 200:
-            raise RuntimeError(f"The server at {self.base_url} opened no session: {_error_text(held)}")
+            raise RuntimeError(f"The server at {self.base_url} opened no session: {error_text(held)}")
         # The iterator is kept with the response: one that is collected half way closes the connection.
         lines = held.iter_lines()
         state = _json_object(next(lines, b""))
@@ -223,6 +155,7 @@ class QaRLClient(VLLMClient):
         self._held, self._lines = held, lines
         self.session.headers[SESSION_HEADER] = state["session"]
         self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
+        self.transfer_mark = state.get("transfer_mark")
 
     def _find_token(self, named_by_server: Any) -> tuple[str, str]:
         """Return the secret, and where it comes from in words. Read each time: a server that is started again may have another."""
@@ -344,14 +277,6 @@ class QaRLClient(VLLMClient):
         return _json(self.session.post(url, **kwargs))
 
 
-def _is_local(host: str | None) -> bool:
-    try:
-        address = ipaddress.ip_address(host or "")
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified
-
-
 def _json(response: requests.Response) -> dict:
     try:
         return response.json()
@@ -388,11 +313,3 @@ def _json_object(content: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _error_text(response: requests.Response) -> str:
-    try:
-        error = response.json().get("error", response.text)
-    except ValueError:
-        return response.text.strip()[:2000]
-    return error.get("message", str(error)) if isinstance(error, dict) else str(error)

@@ -18,7 +18,7 @@ from ..quantization.swap import quantized_layers
 from ..wire.protocol import FILE_BACKEND, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .publisher import largest_chunk
-from .server_command import build_server_command, check_engine_runs, cpu_environment
+from .server_command import build_server_command, check_engine_runs, cpu_environment, kernel_arguments
 from .server_process import ServerProcess
 
 
@@ -62,7 +62,9 @@ def load_engine(export_dir: str | Path, **vllm_arguments):
     on_cpu = not torch.cuda.is_available()
     check_engine_runs(config.get("quantization_config"), config["dtype"], on_cpu)
     # Left to itself vLLM would run a float32 export in 16 bits.
-    return _in_process_engine(on_cpu=on_cpu, **{"model": str(folder), "dtype": config["dtype"], **vllm_arguments})
+    arguments = {} if on_cpu else kernel_arguments(config.get("quantization_config"))
+    arguments |= {"model": str(folder), "dtype": config["dtype"], **vllm_arguments}
+    return _in_process_engine(on_cpu=on_cpu, **arguments)
 
 
 def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
@@ -91,6 +93,7 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
         load_format="dummy",
         hf_overrides={"quantization_config": config} if config else None,
         dtype=dtype,
+        **({} if on_cpu else kernel_arguments(config)),
         **lora_arguments(model),
         **arguments,
     )

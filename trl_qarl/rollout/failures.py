@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from accelerate.utils import gather_object
 
 from ..wire.protocol import PublishError
-from .client import ServerLost
+from .http_session import ServerLost
 
 
 __all__ = ["EngineLost", "all_or_none", "as_lost"]
@@ -21,6 +21,13 @@ class EngineLost(RuntimeError):
     Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them stop
     at the same line instead of waiting for each other.
     """
+
+    can_be_filled = False
+    """Whether another publication may bring the engine back."""
+
+    def __init__(self, *args, can_be_filled: bool = False):
+        super().__init__(*args)
+        self.can_be_filled = can_be_filled
 
     def __iter__(self):
         raise self

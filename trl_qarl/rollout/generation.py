@@ -9,27 +9,28 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import ensure_master_addr_port
 from typing_extensions import override
 
-from ..wire.protocol import NCCL_BACKEND, PublishError
+from ..quantization.sharded import is_sharded, writes_to
+from ..wire.protocol import PublishError
 from .answers import BadAnswer, check_answer, vocabulary_size
-from .client import QaRLClient, ServerLost
+from .client import QaRLClient
 from .engines import make_engine
 from .failures import EngineLost, all_or_none, as_lost
+from .http_session import ServerLost
+from .http_transport import choose_transport, sends_changes
 from .publisher import Publisher
 from .server_process import ServerProcess
-from .transports import DirectTransport, FileTransport, NCCLTransport
+from .transports import DirectTransport, NCCLTransport
 
 
-__all__ = ["QaRLVLLMGeneration", "replaced_in_trl"]
+__all__ = ["QaRLVLLMGeneration"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +40,10 @@ MAX_ATTEMPTS = 4
 BACKOFF_SECONDS = 2.0
 """Waited before the second attempt, twice as long before each further one."""
 
+_GATHERS = "the main process gathers what it publishes"
+"""What the other processes hear before the outcome of a publication, and then take part."""
+
 _ANSWER = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
-
-
-@contextmanager
-def replaced_in_trl(**factories: Callable[..., Any]):
-    """
-    While open, [`~trl.GRPOTrainer`] calls `factories` under the names of its module: what loads models, and what its rollouts are
-    made with. It has no other point of injection.
-    """
-    originals = {name: getattr(grpo_trainer, name) for name in factories}
-    vars(grpo_trainer).update(factories)
-    try:
-        yield
-    finally:
-        vars(grpo_trainer).update(originals)
 
 
 class QaRLVLLMGeneration(VLLMGeneration):
@@ -94,6 +84,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
         request_timeout: float = 300.0,
         generation_timeout: float = 1800.0,
         token_file: str | None = None,
+        transport: str = "auto",
+        allow_plain_http: bool = False,
+        ca_certs: str | None = None,
+        delta_sync: bool | None = None,
         start_command: str = "trl-qarl vllm-serve",
         **kwargs,
     ):
@@ -103,12 +97,15 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.request_timeout = request_timeout
         self.generation_timeout = generation_timeout
         self.token_file = token_file
+        self.transport, self.allow_plain_http, self.ca_certs = transport, allow_plain_http, ca_certs
+        self.delta_sync = delta_sync
         self.start_command = start_command
         self.publication: dict[str, float] = {}
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
-        self._published_parameters: list[tuple[int, int]] | None = None
+        self._published_parameters: list[tuple[int, ...]] | None = None
         self._lost_images: EngineLost | None = None
+        self._is_lost = False
         # A `rollout_func` may ask TRL's client for text, or for other log-probs; what it returns is checked.
         self._is_generating = False
         super().__init__(*args, **kwargs)
@@ -121,6 +118,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 self._build_engine()
             elif self.accelerator.is_main_process:
                 self._connect()
+            else:
+                self._follower = Publisher(self.model, self.dtype, None, self.processing_class)
 
     def _connect(self) -> None:
         base_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
@@ -135,12 +134,14 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self.generation_timeout,
             token=None if self.server is None else self.server.token,
             token_file=self.token_file,
+            ca_certs=self.ca_certs,
             start_command=self.start_command,
         )
-        transport = FileTransport(self.vllm_client)
-        if transport.describe()["backend"] == NCCL_BACKEND:
+        transport, reason = choose_transport(self.vllm_client, self.transport, self.allow_plain_http)
+        logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
+        self.delta_sync = sends_changes(transport, self.delta_sync)
+        if isinstance(transport, NCCLTransport):
             self.vllm_client.init_communicator(device=self.accelerator.device)
-            transport = NCCLTransport(self.vllm_client)
         self._set_publisher(transport)
         self._keep_trying()
 
@@ -190,7 +191,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._set_publisher(DirectTransport(self.llm))
 
     def _set_publisher(self, transport) -> None:
-        self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
+        self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class, bool(self.delta_sync))
         self.engine = self.publisher.check_engine()
         if self.engine["device"] == "cpu" and "seed" in self.generation_kwargs:
             raise ValueError(
@@ -215,6 +216,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
                 except EngineLost as error:
                     outcome = [error]
             broadcast_object_list(outcome, from_process=0)
+            while outcome[0] == _GATHERS:
+                self._follower.join()
+                broadcast_object_list(outcome, from_process=0)
             if isinstance(outcome[0], EngineLost):
                 raise outcome[0]
             self.publication = outcome[0]
@@ -230,8 +234,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             return is_published
         return all(gather_object([is_published]))
 
-    def _parameter_versions(self) -> list[tuple[int, int]]:
-        return [(parameter._version, parameter.data_ptr()) for parameter in self.model.parameters()]
+    def _parameter_versions(self) -> list[tuple[int, ...]]:
+        return [writes_to(parameter) for parameter in self.model.parameters()]
 
     @override
     def generate(self, prompts, images, num_generations, profiler=None):
@@ -242,7 +246,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._lost_images = None
         self._is_generating = True
         try:
-            output = super().generate(prompts, images, num_generations, profiler)
+            output = self._generate_anew(prompts, images, num_generations, profiler)
             if self.mode == "colocate":
                 # On each process for its own prompts. A server's are checked when they arrive.
                 answer = dict(zip(_ANSWER, output, strict=True))
@@ -253,6 +257,17 @@ class QaRLVLLMGeneration(VLLMGeneration):
         finally:
             self._is_generating = False
         return output
+
+    def _generate_anew(self, *args):
+        """As the parent's `generate`; where masters are sharded, every process has a part in filling a server that was lost."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return super().generate(*args)
+            except EngineLost as lost:
+                if not lost.can_be_filled or attempt == MAX_ATTEMPTS:
+                    raise
+            self._is_lost = True
+            self.sync_weights()
 
     def _check_answer(self, answer: dict[str, Any], prompts: list[list[int]], num_generations: int) -> None:
         vocab_size = vocabulary_size(self.model)
@@ -295,6 +310,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _publish(self) -> dict[str, float]:
         # The step alone does not tell: training can begin again at 0, and another trainer has steps of the same number.
         version = f"{self.weight_version()}-{secrets.token_hex(4)}"
+        if self.mode == "server" and is_sharded(self.model):
+            # The others are where it ends.
+            broadcast_object_list([_GATHERS], from_process=0)
         publication = self.publisher.publish(version)
         self.published_version = version
         return publication
@@ -315,8 +333,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _publish_persistently(self) -> dict[str, float]:
         for attempt in range(MAX_ATTEMPTS):
             try:
-                if attempt:
-                    self._recover(attempt)
+                if attempt or self._is_lost:
+                    self._recover(max(attempt, 1))
+                self._is_lost = False
                 return self._publish()
             except (ServerLost, PublishError) as error:
                 logger.warning("Publication attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
@@ -336,6 +355,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
             except ServerLost as error:
                 logger.warning("Generation attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
                 last = error
+                if is_sharded(self.model):
+                    # The other processes wait for the answer.
+                    raise EngineLost(f"Generating with vLLM failed: {error}", can_be_filled=True) from error
             except Exception as error:
                 raise as_lost(error, "Generating with vLLM failed") from error
         raise EngineLost(f"Generating with vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")

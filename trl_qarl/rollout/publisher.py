@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ..adapters.engine import adapter_problems, iter_adapter_tensors
-from ..checkpoint.layout import has_stacked_experts, iter_checkpoint_layers, quantization_config
+from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quantization_config
 from ..forward import learner_log_probs
+from ..quantization.sharded import is_sharded
 from ..quantization.swap import quantized_forward, quantized_layers
 from ..quantization.walk import layer_of
 from ..wire.describe import (
@@ -29,9 +30,16 @@ from ..wire.describe import (
     sample_token_ids,
 )
 from ..wire.fingerprint import fingerprint
-from ..wire.protocol import PublishError, is_adapter_tensor
+from ..wire.protocol import PublishError, is_adapter_tensor, load_order
+from .deltas import Deltas
 from .transports import Tensors, Transport, num_bytes_of
 
+
+# vLLM has others for the same checkpoints, which round activations to 4 bits.
+_FP4_KERNELS = {
+    *("MarlinMxFp4LinearKernel", "QaRLMxFp4Kernel"),
+    *("MarlinNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel", "QaRLNvFp4Kernel"),
+}
 
 __all__ = ["Publisher", "largest_chunk"]
 
@@ -56,27 +64,29 @@ class Publisher:
             The learner, prepared by [`prepare_model`] or unquantized.
         dtype (`torch.dtype`):
             Dtype in which the engine runs the model; tensors that are not quantized are rounded to it.
-        transport ([`Transport`]):
-            The way to the engine.
+        transport ([`Transport`], *optional*):
+            The way to the engine; `None` in a process that only takes part in gathering ([`~Publisher.join`]).
         tokenizer ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             The learner's. With it the engine's tokenizer is compared, and log-probs of a fixed text after each publication.
+        delta (`bool`, *optional*, defaults to `False`):
+            Whether to send only what changed within a layer ([`Deltas`]).
 
     Raises:
-        NotImplementedError: for a mixture-of-experts model whose experts are stacked in one tensor.
+        NotImplementedError: from [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, transport: Transport, tokenizer=None):
-        if has_stacked_experts(model):
-            raise NotImplementedError(
-                f"{type(model).__name__} keeps the matrices of all experts in one tensor, which vLLM's weight transfer does not "
-                "take under that name. Use a dense model, or use_vllm=False."
-            )
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, transport: Transport | None, tokenizer=None, delta: bool = False
+    ):
+        if problem := problem_of_mixture(model):
+            raise NotImplementedError(problem)
         self.model = model
         self.dtype = dtype
         self.transport = transport
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self._canary = [] if self.tokenizer is None else sample_token_ids(self.tokenizer)[:CANARY_TOKENS]
         self._published: dict[str, str] = {}
+        self._deltas = Deltas(transport) if delta else None
 
     def forget(self) -> None:
         """Have the next publication send everything: the engine is a new one, or its state is unknown."""
@@ -124,21 +134,58 @@ class Publisher:
 
     def publish(self, weight_version: str) -> dict[str, float]:
         """
-        Send what changed since the last publication, check all of it, and return measurements.
+        Send what changed since the last publication, check all of it, and return measurements. Where masters are sharded, the other
+        processes [`~Publisher.join`].
 
         Returns:
             `publish/seconds`; `publish/audit_seconds`, the learner's share of it spent on fingerprints;
-            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with a tokenizer
+            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with `delta`
+            `publish/delta_seconds`, those spent on finding and compressing changes; with a tokenizer
             `publish/canary_abs_logp`, the mean difference, in nats, between the engine's and the learner's log-probs of a fixed text.
 
         Raises:
             PublishError: if it did not land. The next call sends everything.
         """
-        start, self._audit_seconds = time.perf_counter(), 0.0
+        start, self._audit_seconds, self._delta_seconds = time.perf_counter(), 0.0, 0.0
         fingerprints: dict[str, str] = {}
+        # First, as other processes may have a part in it, which must not wait for one that has failed since.
+        learner = self._canary_log_probs()
+        layers = chain(
+            iter_checkpoint_layers(self.model, self.dtype, stacks_experts=True),
+            [list(iter_adapter_tensors(self.model, self.dtype))],
+        )
+        try:
+            num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)
+        finally:
+            # What is left is gathered with processes that do not know of a failure.
+            for _ in layers if is_sharded(self.model) else ():
+                pass
+        canary = self._score_canary(learner)
+        self._published = fingerprints
+        return {
+            "publish/seconds": time.perf_counter() - start,
+            "publish/audit_seconds": self._audit_seconds,
+            "publish/megabytes": num_bytes / 2**20,
+            "publish/tensors": num_tensors,
+            "publish/unchanged_tensors": len(fingerprints) - num_tensors,
+            **({} if self._deltas is None else {"publish/delta_seconds": self._delta_seconds}),
+            **canary,
+        }
+
+    def join(self) -> None:
+        """Take part in what a publication of another process gathers."""
+        self._canary_log_probs()
+        for _ in iter_checkpoint_layers(self.model, self.dtype):
+            pass
+
+    def _send(self, layers: Iterator[Tensors], fingerprints: dict[str, str], weight_version: str) -> tuple[int, int]:
+        """Send what changed of `layers`, put the `fingerprints` of all of it there, and return the bytes and tensors sent."""
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
-        changed = [name for name in self.transport.begin() or [] if published.pop(name, None) is not None]
+        lost = self.transport.begin() or []
+        if self._deltas is not None:
+            published = self._deltas.begin(published)
+        changed = [name for name in lost if published.pop(name, None) is not None]
         if changed:
             logger.warning(
                 "The engine no longer held what was published to it; something else writes into its memory. Sent again: %s",
@@ -147,37 +194,38 @@ class Publisher:
             # What was computed with them stays in blocks that attention reads whole: 0 times NaN is NaN.
             self.transport.clear_cache()
         chunk: Tensors = []
-        for layer in self._changed_layers(published, fingerprints):
+        for layer in self._changed_layers(layers, published, fingerprints):
+            num_tensors += len(layer)
+            layer = self._pack(layer)
             if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
                 self.transport.send(chunk)
                 chunk = []
             chunk += layer
-            num_bytes, num_tensors = num_bytes + num_bytes_of(layer), num_tensors + len(layer)
+            num_bytes += num_bytes_of(layer)
         if chunk:
             self.transport.send(chunk)
         self.transport.finish(fingerprints, weight_version)
-        canary = self._score_canary()
-        self._published = fingerprints
-        return {
-            "publish/seconds": time.perf_counter() - start,
-            "publish/audit_seconds": self._audit_seconds,
-            "publish/megabytes": num_bytes / 2**20,
-            "publish/tensors": num_tensors,
-            "publish/unchanged_tensors": len(fingerprints) - num_tensors,
-            **canary,
-        }
+        return num_bytes, num_tensors
 
-    def _score_canary(self) -> dict[str, float]:
+    def _pack(self, layer: Tensors) -> Tensors:
+        """Return what is sent of a layer."""
+        if self._deltas is None:
+            return layer
+        start = time.perf_counter()
+        packed = self._deltas.pack(layer)
+        self._delta_seconds += time.perf_counter() - start
+        return packed
+
+    def _score_canary(self, learner: torch.Tensor | None) -> dict[str, float]:
         """
         Compare log-probs of a fixed text: fingerprints do not reach the operands that kernels keep for themselves.
 
         Raises:
             PublishError: if engine and learner have nothing to do with each other.
         """
-        if len(self._canary) < 2:
+        if learner is None:
             return {}
         engine = torch.tensor(self.transport.score(self._canary))
-        learner = self._canary_log_probs()
         difference = (engine - learner).abs().mean().item()
         # Also where it is not a number.
         if not difference <= CANARY_LIMIT:
@@ -189,7 +237,9 @@ class Publisher:
             )
         return {"publish/canary_abs_logp": difference}
 
-    def _canary_log_probs(self) -> torch.Tensor:
+    def _canary_log_probs(self) -> torch.Tensor | None:
+        if len(self._canary) < 2:
+            return None
         ids = torch.tensor(self._canary, device=next(self.model.parameters()).device)
         # The engine runs low-bit weights also where the learner does not.
         autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
@@ -197,9 +247,11 @@ class Publisher:
             log_probs = learner_log_probs(self.model, ids, len(ids) - 1)
         return log_probs.gather(1, ids[1:, None])[:, 0].cpu()
 
-    def _changed_layers(self, published: dict[str, str], fingerprints: dict[str, str]) -> Iterator[Tensors]:
-        adapter = list(iter_adapter_tensors(self.model, self.dtype))
-        for layer in chain(iter_checkpoint_layers(self.model, self.dtype), [adapter]):
+    def _changed_layers(
+        self, layers: Iterator[Tensors], published: dict[str, str], fingerprints: dict[str, str]
+    ) -> Iterator[Tensors]:
+        for layer in layers:
+            layer.sort(key=lambda item: load_order(item[0]))
             start = time.perf_counter()
             current = {name: fingerprint(tensor) for name, tensor in layer}
             self._audit_seconds += time.perf_counter() - start
@@ -226,6 +278,10 @@ def _unsupported_settings(engine: Mapping[str, Any]) -> list[str]:
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if engine.get(name, 1) != 1:
             lines.append(f"{name}: 1 is supported, the engine has {engine[name]}: the audit sees whole models only")
+    if engine.get("enable_expert_parallel"):
+        lines.append(
+            "enable_expert_parallel: not supported, as a rank holds some experts, and the audit sees whole models only"
+        )
     if engine.get("kv_cache_dtype", "auto") not in ("auto", engine["dtype"]):
         lines.append(
             f"kv_cache_dtype: the learner keeps keys and values in {engine['dtype']!r}, engine {engine['kv_cache_dtype']!r}"
@@ -237,6 +293,12 @@ def _unsupported_settings(engine: Mapping[str, Any]) -> list[str]:
             "activations: the learner does not quantize them, but the engine's INT4 kernel rounds them to 8 bits, as vLLM does on CPUs "
             "with AMX. Set VLLM_CPU_INT4_W4A8=0 in its environment"
         )
+    for kernel in engine.get("kernels") or ():
+        if "fp4" in kernel.lower() and kernel not in _FP4_KERNELS:
+            lines.append(
+                f"kernels: {kernel} is none of {sorted(_FP4_KERNELS)}, which are known to leave activations alone. Start the engine with "
+                """--kernel-config '{"linear_backend_per_quant": {"mxfp4": "marlin"}}'"""
+            )
     return lines
 
 

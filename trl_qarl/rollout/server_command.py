@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..quantization.schemes import scheme_of_group
+from ..quantization.schemes import MXFP4, scheme_of_group
 from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir
 
 
-__all__ = ["build_server_command", "check_engine_runs", "cpu_environment"]
+__all__ = ["build_server_command", "check_engine_runs", "cpu_environment", "kernel_arguments"]
 
 _NO_DRAFT = "no weights are published to a draft model"
 
 _LORA = "it follows from --max_lora_rank"
+
+_SOME_EXPERTS = "a rank holds some experts, and the audit sees whole models only"
 
 _ONE_REPLICA = "weights are published to one replica; start one server for each trainer"
 
@@ -45,6 +47,9 @@ _IMPOSED = {
     "--spec-tokens": _NO_DRAFT,
     "--pipeline-parallel-size": "a stage holds a part of the model, and the audit sees whole models only",
     "-pp": "a stage holds a part of the model, and the audit sees whole models only",
+    "--enable-expert-parallel": _SOME_EXPERTS,
+    "-ep": _SOME_EXPERTS,
+    "--enable-eplb": _SOME_EXPERTS,
     "--enable-lora": _LORA,
     "--max-loras": _LORA,
     "--max-cpu-loras": _LORA,
@@ -129,6 +134,16 @@ def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str,
         )
 
 
+def kernel_arguments(quantization_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """
+    Return arguments of an engine on a GPU that choose its kernels: for MXFP4 weights the one that leaves activations alone. vLLM does
+    not look at what a checkpoint says of them, and its first choice on Blackwell GPUs rounds them to 4 bits.
+    """
+    schemes = itertools.starmap(scheme_of_group, (quantization_config or {}).get("config_groups", {}).items())
+    has_mxfp4 = any(scheme is not None and scheme.container == MXFP4 for scheme in schemes)
+    return {"kernel_config": {"linear_backend_per_quant": {"mxfp4": "marlin"}}} if has_mxfp4 else {}
+
+
 def build_server_command(
     model: str,
     quantization_config: Mapping[str, Any] | None,
@@ -209,10 +224,13 @@ def build_server_command(
         # Compiling takes minutes there, and the compiled graph would not see the learner's kernels.
         argv += ["--enforce-eager"]
         environment |= cpu_environment()
-    elif numerics == "engine":
-        from ..numerics import cuda
+    else:
+        for name, value in kernel_arguments(quantization_config).items():
+            argv += [f"--{name.replace('_', '-')}", json.dumps(value)]
+        if numerics == "engine":
+            from ..numerics import cuda
 
-        environment |= cuda.ENVIRONMENT
-        for name, value in cuda.ENGINE_ARGUMENTS.items():
-            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            environment |= cuda.ENVIRONMENT
+            for name, value in cuda.ENGINE_ARGUMENTS.items():
+                argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return [*argv, *vllm_args], environment

@@ -100,7 +100,7 @@ class ServerProcess:
         """
         import requests
 
-        from .client import LocalSession
+        from .http_session import LocalSession
 
         session = LocalSession()
         assert self._process is not None

@@ -4,6 +4,7 @@ How tensors reach an engine.
 | transport | between | how |
 |---|---|---|
 | [`FileTransport`] | trainer and server on one host, or hosts with a shared filesystem | safetensors files in one directory |
+| [`~trl_qarl.rollout.http_transport.HTTPTransport`] | trainer and server anywhere | pieces of safetensors files |
 | [`NCCLTransport`] | GPUs of trainer and server | vLLM's NCCL weight transfer, through TRL's client |
 | [`DirectTransport`] | trainer and engine in one process | the tensors themselves |
 """
@@ -24,7 +25,15 @@ from ..wire.protocol import PublishError
 from ..wire.transfer_dir import check_transfer_dir, make_transfer_dir, owned_prefix, remove_leftovers
 
 
-__all__ = ["DirectTransport", "FileTransport", "NCCLTransport", "Tensors", "Transport", "num_bytes_of"]
+__all__ = [
+    "DirectTransport",
+    "FileTransport",
+    "NCCLTransport",
+    "ServerTransport",
+    "Tensors",
+    "Transport",
+    "num_bytes_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +50,12 @@ class Transport(Protocol):
         """
         Start an update. The engine does not generate from here on. Returns the names of tensors that the engine no longer holds
         as they were published.
+        """
+
+    def keep_copy(self) -> str:
+        """
+        Have the engine keep a copy of what it is sent, to which changes can be applied. Returns the digest of the fingerprints of
+        what it holds already; the empty string where that is nothing, or not the same on each rank.
         """
 
     def send(self, tensors: Tensors) -> None:
@@ -81,6 +96,9 @@ class DirectTransport:
             raise PublishError(str(error)) from error
         self._worker.start_weight_update()
         return changed
+
+    def keep_copy(self) -> str:
+        return self._worker.qarl_keep_copy()
 
     def _abort_requests(self) -> None:
         """A rollout that was interrupted left requests, which would come back with the next one's and keep their cache."""
@@ -136,7 +154,7 @@ class DirectTransport:
             self._worker.qarl_clear_cache()
 
 
-class _ServerTransport:
+class ServerTransport:
     """The requests that every transport to a server makes; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]."""
 
     def __init__(self, client):
@@ -152,6 +170,10 @@ class _ServerTransport:
         changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
         self.client.control("/start_weight_update")
         return sorted(changed)
+
+    def keep_copy(self) -> str:
+        held = set(self.client.call_workers("qarl_keep_copy"))
+        return held.pop() if len(held) == 1 else ""
 
     def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
         self.client.call_workers("qarl_expect", fingerprints=fingerprints)
@@ -185,7 +207,7 @@ class _ServerTransport:
         self.client.call_workers("qarl_clear_cache")
 
 
-class FileTransport(_ServerTransport):
+class FileTransport(ServerTransport):
     """Writes each chunk to the server's transfer directory, which must be the same directory on both hosts."""
 
     _known_dir: str | None = None
@@ -239,7 +261,7 @@ class FileTransport(_ServerTransport):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class NCCLTransport(_ServerTransport):
+class NCCLTransport(ServerTransport):
     """Broadcasts each chunk over the group that `client.init_communicator` has formed."""
 
     def send(self, tensors: Tensors) -> None:

@@ -168,6 +168,23 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         parser.add_argument(
             "--new_tokens", type=int, metavar="N", default=32, help="tokens per sequence; default: %(default)s"
         )
+    if mode == "publish":
+        parser.add_argument(
+            "--learning_rates",
+            nargs="+",
+            type=float,
+            metavar="LR",
+            default=[],
+            help="also send what changed after training steps at these rates, such as 1e-6 1e-5 1e-4",
+        )
+        parser.add_argument("--updates", type=int, metavar="N", default=8, help="of each; default: %(default)s")
+        parser.add_argument("--http", action="store_true", help="over HTTP; default: through shared memory")
+        parser.add_argument(
+            "--megabits",
+            type=float,
+            metavar="N",
+            help="over HTTP at so many megabits per second, as the client sees it",
+        )
     if mode == "numerics":
         parser.add_argument(
             "--sequence_length",
@@ -179,7 +196,7 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
 
 def main(args: Namespace) -> None:
     with configuration_errors():
-        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r", "num_layers"):
+        for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r", "num_layers", "updates"):
             value = getattr(args, name, 1)
             if value is not None and min(value if isinstance(value, list) else [value]) < 1:
                 raise ValueError(f"`--{name}` must be at least 1.")

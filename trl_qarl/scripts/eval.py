@@ -3,10 +3,12 @@
 import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..evaluation.scores import add_to_card, compare_scores, evaluate_problems, format_score, mean_and_error
 from ..packages import installed
+from . import export
 from .errors import configuration_errors
 
 
@@ -44,6 +46,9 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="of a file's answers: TRL's accuracy_reward (extra `math`), or equal text; default: %(default)s",
     )
     parser.add_argument("--compare", metavar="MODEL2", help="evaluate this one on the same problems too")
+    parser.add_argument(
+        "--bits", type=int, metavar="N", help="evaluate MODEL, masters, as `trl-qarl export --bits N` writes them"
+    )
     parser.add_argument("--vllm", action="store_true", help="sample with vLLM, of exports only (`trl-qarl export`)")
     parser.add_argument(
         "--samples", type=int, default=1, metavar="N", help="samples per problem; default: %(default)s"
@@ -63,7 +68,10 @@ def main(args: Namespace) -> None:
     with configuration_errors():
         output = _check(args)
         tasks = _load_tasks(args)
-    rows = [row for path in filter(None, (args.model, args.compare)) for row in _evaluate(args, path, tasks)]
+    with TemporaryDirectory() as folder:
+        model = _at_bits(args, folder)
+        rows = [row for path in filter(None, (model, args.compare)) for row in _evaluate(args, path, tasks)]
+    rows = [row | {"model": f"{args.model} at {args.bits} bits"} if row["model"] == folder else row for row in rows]
     for row in rows:
         score = format_score(row["pass@1"], row["standard_error"])
         print(f"{row['model']}: {row['task']}: pass@1 {score}, {len(row['scores'])} problems")
@@ -78,7 +86,19 @@ def main(args: Namespace) -> None:
             result["differences"][row["task"]] = {"mean": difference, "standard_error": error}
     output.write_text(json.dumps(result, indent=2) + "\n")
     settings = {name: getattr(args, name) for name in ("samples", "temperature", "top_p", "max_new_tokens")}
-    print(f"Written to {output}{' and to the card of the model' if add_to_card(args.model, ours, settings) else ''}.")
+    is_of_card = args.bits is None and add_to_card(args.model, ours, settings)
+    print(f"Written to {output}{' and to the card of the model' if is_of_card else ''}.")
+
+
+def _at_bits(args: Namespace, folder: str) -> str:
+    """Return what is evaluated: the model, or what is exported of it into `folder`."""
+    if args.bits is None:
+        return args.model
+    options = {"model_name_or_path": args.model, "output_dir": folder, "bits": str(args.bits)}
+    export.main(
+        export.make_parser().parse_args([word for name, value in options.items() for word in (f"--{name}", value)])
+    )
+    return folder
 
 
 def _load_tasks(args: Namespace) -> dict[str, Any]:
@@ -117,10 +137,12 @@ def _check(args: Namespace) -> Path:
     for path in filter(None, (args.model, args.compare)):
         if path.startswith((".", "/")) and not Path(path).is_dir():
             raise ValueError(f"{path} is no folder.")
-        _check_vllm(args, path)
+        if path != args.model or args.bits is None:
+            _check_vllm(args, path)
     if args.output is None and not Path(args.model).is_dir():
         raise ValueError(f"{args.model} is no folder to write eval.json to. Give --output.")
-    output = Path(args.output or Path(args.model, "eval.json"))
+    name = "eval.json" if args.bits is None else f"eval-{args.bits}-bits.json"
+    output = Path(args.output or Path(args.model, name))
     output.parent.mkdir(parents=True, exist_ok=True)
     return output
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import DTYPES, read_record
-from ..quantization.plan import EDGES, get_plan, plan_of
+from ..quantization.plan import EDGES, QuantPlan, get_plan, plan_of
+from ..quantization.precisions import plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
 from .errors import EXIT_PUSH_FAILED, configuration_errors
 from .plan_options import add_plan_options
@@ -37,6 +38,12 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         choices=list(DTYPES),
         help="dtype in which the engine will run the model: that of the scales and of everything not quantized "
         "(default: the one trained with, else bfloat16)",
+    )
+    parser.add_argument(
+        "--bits",
+        type=int,
+        metavar="N",
+        help="fewer bits than the scheme's, of the same masters, for schemes with signed scales; the checkpoint is INT4 all the same",
     )
     parser.add_argument("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
     parser.add_argument("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
@@ -68,7 +75,8 @@ def main(args: Namespace) -> int:
     from ..checkpoint.export import export_checkpoint
     from ..checkpoint.record import SCHEME_FILE, check_record
     from ..checkpoint.serving import folder_size, serve_command, serve_words
-    from ..quantization.swap import prepare_model
+    from ..quantization.global_scales import share_global_scales
+    from ..quantization.swap import prepare_model, quantized_layers
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
@@ -104,6 +112,8 @@ def main(args: Namespace) -> int:
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         dtype = getattr(torch, settings["scale_dtype"])
         plan = plan_of(settings)
+        if args.bits is not None:
+            plan = _plan_at(args.bits, plan, has_adapter)
         arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": dtype}
         if has_adapter:
             report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
@@ -114,6 +124,8 @@ def main(args: Namespace) -> int:
                 print(f"Warning: {loss}")
         else:
             report = prepare_model(model, plan, **arguments)
+            if scales := settings.get("global_scales"):
+                share_global_scales(quantized_layers(model), scales)
             print(report)
         shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
         known = {name: settings.get(name) for name in shown} | described_settings(plan)
@@ -136,6 +148,15 @@ def main(args: Namespace) -> int:
             return EXIT_PUSH_FAILED
         print(f"Pushed to {repo_id}. To serve it: {serve_command(repo_id, settings['scale_dtype'])}")
     return 0
+
+
+def _plan_at(bits: int, plan: QuantPlan, has_adapter: bool) -> QuantPlan:
+    problems = [*problems_of_precisions([bits], plan, -1)]
+    if has_adapter:
+        problems.append("the codes below an adapter are those that it was trained with")
+    if problems:
+        raise ValueError(f"--bits {bits}: {problems[0]}")
+    return plan_at_bits(plan, bits)
 
 
 def _check_push(args: Namespace) -> str | None:

@@ -227,7 +227,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     saved = "Adapter" if is_peft_model(trainer.model) else "Master weights"
     trainer.accelerator.print(f"{saved} saved to {training_args.output_dir}.")
     if training_args.is_quantized and has_stacked_experts(trainer.model):
-        trainer.accelerator.print("Nothing exported: a mixture of experts has no low-bit checkpoint.")
+        trainer.accelerator.print("Nothing exported: with experts in high precision there is no low-bit checkpoint.")
     elif export_dir is not None and failure is None and trainer.is_world_process_zero():
         if not pushes_policy:
             trainer.export_model(dataset_name=script_args.dataset_name)

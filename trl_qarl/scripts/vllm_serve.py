@@ -101,7 +101,8 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     if args.host not in ("127.0.0.1", "localhost", "::1"):
         print(
             f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Only who knows the secret "
-            f"in {token_file} can change its weights, but everybody there can generate, and nothing is encrypted; "
+            f"in {token_file} can change its weights, but everybody there can generate"
+            f"{'' if _has_tls(vllm_args) else ', and nothing is encrypted (--ssl-certfile, --ssl-keyfile)'}; "
             "keep the network closed.",
             file=sys.stderr,
             flush=True,
@@ -112,6 +113,10 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         make_token_file(token_file)
         read_token_file(token_file)
     os.execve(argv[0], argv, {**os.environ, **environment})
+
+
+def _has_tls(vllm_args: list[str]) -> bool:
+    return any(argument.replace("_", "-").startswith("--ssl-certfile") for argument in vllm_args)
 
 
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:

@@ -241,7 +241,11 @@ def _scheme_table(groups: list[Group]) -> str:
             rows.append([name, *["-"] * 4])
             continue
         weights = (
-            f"{'FP8 E4M3' if scheme.grid.type == 'float' else f'INT{scheme.grid.num_bits}'}"
+            (
+                f"FP{scheme.grid.num_bits} {scheme.grid.name.upper()}"
+                if scheme.grid.type == "float"
+                else f"INT{scheme.grid.num_bits}"
+            )
             + (f" in INT{scheme.container.num_bits}" if scheme.grid.num_bits < scheme.container.num_bits else "")
             + (", signed scales" if scheme.grid.has_signed_scales else "")
             if scheme.is_quantized
@@ -249,7 +253,8 @@ def _scheme_table(groups: list[Group]) -> str:
         )
         shared = f"{group_size} input features" if group_size else "output channel" if scheme.is_quantized else "-"
         activations = {INT8: "INT8, per token", E4M3: "FP8 E4M3, per token", None: "16-bit"}[scheme.activation]
-        bits = scheme.container.num_bits + (16 / group_size if group_size else 0)
+        scale_bits = 16 if scheme.container.scale_dtype is None else 8
+        bits = scheme.container.num_bits + (scale_bits / group_size if group_size else 0)
         rows.append([name, weights, shared, activations, f"{bits:g}"])
     return table(["scheme", "weights", "one scale per", "activations", "bits per weight"], rows)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..quantization.plan import todays_names
 from ..telemetry.run_files import DISTRIBUTIONS_FILE, METRICS_FILE, RUN_FILE, WORST_FILE
 from .evals import read_evals
 
@@ -245,7 +246,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: `{name}` must be one value, not {str(config[name])[:40]!r}.")
     if type(config.get("group_size", None)) not in (int, type(None)) or config.get("group_size") == 0:
         raise ValueError(f"{path}: `group_size` must be a number or null, not {config['group_size']!r}.")
-    return config
+    return todays_names(config)
 
 
 def _read_jsonl(path: Path, is_valid) -> tuple[list[dict[str, Any]], list[tuple[int, bool]]]:

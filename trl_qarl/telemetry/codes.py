@@ -1,11 +1,13 @@
 """What is measured about the low-bit weights (`quant/*`): code flips, updates against a quantization step, quantization error."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from ..quantization.linear import QuantizedLinear
+from ..quantization.formats.registry import format_of
+from ..quantization.quantize import scale_values
+from ..quantization.weight import QuantizedWeight
 
 
 __all__ = [
@@ -17,8 +19,15 @@ __all__ = [
 
 _NUM_SAMPLED_ROWS = 32
 
+AddUp = Callable[[list[float]], list[float]]
+"""Adds up numbers over the processes among which masters are sharded, each of which measures the rows it holds."""
 
-def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
+
+def _not_shared(sums: list[float]) -> list[float]:
+    return sums
+
+
+def code_flip_rate(weights: Iterable[QuantizedWeight], add_up: AddUp = _not_shared) -> float:
     """
     Return the share of low-bit codes that changed at the last update of the masters, which are quantized here if they
     were not yet.
@@ -27,64 +36,86 @@ def code_flip_rate(layers: Iterable[QuantizedLinear]) -> float:
     can show: the low-bit policy is stalled.
     """
     flipped = total = 0
-    for layer in layers:
-        layer.low_bit_weight()
-        if layer.num_flipped_codes is not None:
-            flipped += layer.num_flipped_codes.item()
-            total += layer.weight.numel()
+    for weight in weights:
+        low_bit = weight.low_bit_weight()
+        if weight.num_flipped_codes is not None:
+            flipped += weight.num_flipped_codes.item()
+            total += low_bit.numel()
+    flipped, total = add_up([flipped, total])
     return flipped / total if total else math.nan
 
 
 @torch.no_grad()
-def sampled_masters(layers: Iterable[tuple[str, QuantizedLinear]]) -> dict[str, torch.Tensor]:
+def sampled_masters(weights: Iterable[tuple[str, QuantizedWeight]]) -> dict[str, torch.Tensor]:
     """Copy up to 32 evenly spaced rows of each master weight, for [`update_to_step`]."""
-    return {name: layer.master()[_sampled_rows(layer)].clone() for name, layer in layers}
+    return {name: _rows(weight)[_sampled_rows(weight)].clone() for name, weight in weights}
 
 
 @torch.no_grad()
-def update_to_step(before: Mapping[str, torch.Tensor], layers: Iterable[tuple[str, QuantizedLinear]]) -> float:
+def update_to_step(
+    before: Mapping[str, torch.Tensor],
+    weights: Iterable[tuple[str, QuantizedWeight]],
+    add_up: AddUp = _not_shared,
+) -> float:
     """
     Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it
     moves a master relative to the distance of neighbouring low-bit values.
 
     `step` is the magnitude of the scale of the weight's group for integer codes. E4M3 codes lie `2^(max(floor(log2 |q|), -6) - 3)` scales
-    apart around the code `q`. NaN without layers.
+    apart around the code `q`, E2M1 codes `2^(max(floor(log2 |q|), 0) - 1)`. NaN without layers.
     """
     total = count = 0.0
-    for name, layer in layers:
-        old, rows = before[name], _sampled_rows(layer)
-        low_bit = layer.low_bit_weight()
-        scale = low_bit.scale[rows].float().abs().unsqueeze(-1)  # (R, groups, 1)
-        change = (layer.master()[rows].float() - old.float()).abs().view(*scale.shape[:2], -1)
-        if layer.scheme.container.type == "float":
-            codes = low_bit.qdata[rows].float().abs().view_as(change)
-            scale = scale * torch.exp2(codes.log2().floor().clamp(min=-6) - 3)
+    for name, weight in weights:
+        old, rows = before[name], _sampled_rows(weight)
+        low_bit = weight.low_bit_weight()
+        scale = scale_values(low_bit.scale[rows], torch.float32, low_bit.global_scale).abs().unsqueeze(-1)
+        change = (_rows(weight)[rows].float() - old.float()).abs()
+        change = change.view(*scale.shape[:2], change.shape[1] // scale.shape[1])
+        container = weight.scheme.container
+        if container.type == "float":
+            codes = format_of(container).unpack(low_bit.qdata[rows], torch.float32).abs().view_as(change)
+            smallest, num_mantissa_bits = (-6, 3) if container.num_bits == 8 else (0, 1)
+            scale = scale * torch.exp2(codes.log2().floor().clamp(min=smallest) - num_mantissa_bits)
         total += (change / scale).sum().item()
         count += change.numel()
+    total, count = add_up([total, count])
     return total / count if count else math.nan
 
 
-def _sampled_rows(layer: QuantizedLinear) -> torch.Tensor:
-    stride = -(-layer.out_features // _NUM_SAMPLED_ROWS)
-    return torch.arange(0, layer.out_features, stride, device=layer.weight.device)
+def _rows(weight: QuantizedWeight) -> torch.Tensor:
+    """The master as rows, those of all experts one after the other, of a sharded one those that this process holds."""
+    return weight.master().flatten(0, -2)
+
+
+def _sampled_rows(weight: QuantizedWeight) -> torch.Tensor:
+    """Of all rows of the weight those that are in this process' part of it, counted from its first."""
+    held, num_rows = weight.source.rows(weight.parameter), math.prod(weight.parameter.shape[:-1])
+    stride = -(-num_rows // _NUM_SAMPLED_ROWS)
+    rows = torch.arange(0, num_rows, stride, device=weight.parameter.device)
+    return rows[(rows >= held.start) & (rows < held.stop)] - held.start
 
 
 @torch.no_grad()
-def sqnr(layers: Iterable[tuple[str, QuantizedLinear]]) -> dict[str, float]:
+def sqnr(weights: Iterable[tuple[str, QuantizedWeight]], add_up: AddUp = _not_shared) -> dict[str, float]:
     """
     Return the signal-to-quantization-noise ratio of the quantized weights, `10 log10(sum w^2 / sum (w - w')^2)`, in
-    dB: `quant/sqnr` of all together, `quant/sqnr/NAME` of the layers whose name ends in `NAME`, such as `q_proj`. NaN
-    without noise; nothing about layers whose masters are gone.
+    dB: `quant/sqnr` of all together, `quant/sqnr/NAME` of those whose name ends in `NAME`, such as `q_proj`. NaN
+    without noise; nothing about weights whose masters are gone.
     """
     sums: dict[str, list[float]] = {}
-    for name, layer in layers:
-        if layer.is_frozen:
+    for name, weight in weights:
+        if weight.is_frozen:
             continue
-        weight = layer.master().float()
-        low_bit = layer.low_bit_weight().gemm_weight()
-        signal = weight.square().sum().item()
-        noise = (weight - low_bit.dequantize(torch.float32)).square().sum().item()
         for key in ("quant/sqnr", f"quant/sqnr/{name.rpartition('.')[2]}"):
-            total = sums.setdefault(key, [0.0, 0.0])
-            total[0], total[1] = total[0] + signal, total[1] + noise
+            sums.setdefault(key, [0.0, 0.0])
+        # One expert at a time, as what is computed is as large as the masters.
+        for master, low_bit in weight.matrices():
+            master = master.float()
+            signal = master.square().sum().item()
+            noise = (master - low_bit.gemm_weight().dequantize(torch.float32)).square().sum().item()
+            for key in ("quant/sqnr", f"quant/sqnr/{name.rpartition('.')[2]}"):
+                total = sums[key]
+                total[0], total[1] = total[0] + signal, total[1] + noise
+    totals = add_up([total for pair in sums.values() for total in pair])
+    sums = {key: totals[2 * index : 2 * index + 2] for index, key in enumerate(sums)}
     return {key: 10 * math.log10(s / n) if s and n else math.nan for key, (s, n) in sums.items()}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import TrainerCallback
 from typing_extensions import override
@@ -16,9 +17,10 @@ from ..forward import FORWARD_KEYS, Batch, learner_log_probs
 from ..objectives.objective import reduce_metrics
 from ..objectives.ratios import mismatch_weight, sequence_log_ratio
 from ..objectives.registry import get_objective
-from ..quantization.linear import QuantizedLinear
+from ..quantization.sharded import is_sharded
 from ..quantization.swap import quantized_forward
-from ..quantization.walk import iter_quantized_layers
+from ..quantization.walk import iter_quantized_weights
+from ..quantization.weight import QuantizedWeight
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
 from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, split_metrics, split_sums, weight_metrics
 from .probe import MAX_SCORED, NUM_PROBES, TOP_K, compare_positions, likeliest, probe_metrics, top_log_probs
@@ -146,7 +148,7 @@ class Recorder(TrainerCallback):
                 Whether `old_per_token_logps` are the learner's; without them there is no mismatch to measure.
         """
         mismatch = self._mismatch(batch, output.get("importance_sampling_ratio")) if is_scored else {}
-        row = {**mismatch, **sqnr(iter_quantized_layers(self.model)), **publication}
+        row = {**mismatch, **sqnr(iter_quantized_weights(self.model), self._add_up), **publication}
         self.log(row)
         if not self.model.training:
             return
@@ -197,7 +199,10 @@ class Recorder(TrainerCallback):
         every = self.args.mismatch_probe_steps
         is_server = self.args.use_vllm and self.args.vllm_mode == "server"
         is_due = every and self.model.training and step >= self._next_probe
-        if not is_due or (is_server and not self.accelerator.is_main_process):
+        # A server answers the main process; with sharded masters the others have a part in the learner's forward.
+        asks = not is_server or self.accelerator.is_main_process
+        is_shared = is_sharded(self.model)
+        if not is_due or not (asks or is_shared):
             return
         self._next_probe = step + every
         if any(output.get(key) is not None for key in FORWARD_KEYS):
@@ -208,27 +213,36 @@ class Recorder(TrainerCallback):
         # The last token is left out: the engine generates one more, for which a full context has no room.
         completions = [ids[:-1][:MAX_SCORED] for ids in completions]
         sequences = [(p + c, len(c)) for p, c in zip(prompts, completions, strict=True) if c]
+        if is_shared:
+            sequences = sequences[: min(gather_object([len(sequences)]))]
         if not sequences:
             return
+        # Before an engine is asked, which may fail in one process.
+        learner = [self._learner_log_probs(*sequence) if is_shared else None for sequence in sequences]
+        if not asks:
+            return
         try:
-            self.log(probe_metrics([self._compare_with_engine(ids, count, engine) for ids, count in sequences]))
+            pairs = zip(sequences, learner, strict=True)
+            self.log(probe_metrics([self._compare_with_engine(*sequence, engine, logps) for sequence, logps in pairs]))
         except ConnectionError as error:
             # The next publication or rollout gets the server back.
             logger.warning("The mismatch was not probed: %s", error)
 
+    def _learner_log_probs(self, ids: list[int], count: int) -> torch.Tensor:
+        with self.accelerator.autocast():
+            return learner_log_probs(self.model, torch.tensor(ids, device=self.accelerator.device), count)
+
     def _compare_with_engine(
-        self, ids: list[int], count: int, engine: Callable[..., Any] | None
+        self, ids: list[int], count: int, engine: Callable[..., Any] | None, learner_logps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.accelerator.device
-        with self.accelerator.autocast():
-            learner_logps = learner_log_probs(self.model, torch.tensor(ids, device=device), count)
-            if engine is not None:
-                engine_ids, engine_logps = likeliest(engine([ids], TOP_K)[0][-count:])
-            else:
-                with quantized_forward(self.model):
-                    engine_ids, engine_logps = top_log_probs(
-                        learner_log_probs(self.model, torch.tensor(ids, device=device), count)
-                    )
+        if learner_logps is None:
+            learner_logps = self._learner_log_probs(ids, count)
+        if engine is not None:
+            engine_ids, engine_logps = likeliest(engine([ids], TOP_K)[0][-count:])
+        else:
+            with quantized_forward(self.model):
+                engine_ids, engine_logps = top_log_probs(self._learner_log_probs(ids, count))
         return compare_positions(engine_ids.to(device), engine_logps.to(device), learner_logps)
 
     @torch.no_grad()
@@ -256,17 +270,25 @@ class Recorder(TrainerCallback):
     @override
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Quantize the masters and measure how many codes changed."""
-        rate = code_flip_rate(layer for _, layer in self._trained_layers())
+        rate = code_flip_rate((layer for _, layer in self._trained_layers()), self._add_up)
         self.synchronize()
         self.log({"step/optimizer_seconds": time.perf_counter() - self._step_start})
         if not self._masters:
             return
-        step = update_to_step(self._masters, self._trained_layers())
+        step = update_to_step(self._masters, self._trained_layers(), self._add_up)
         self.log({"quant/code_flip_rate": rate, "quant/update_to_step": step})
 
-    def _trained_layers(self) -> Iterator[tuple[str, QuantizedLinear]]:
+    def _add_up(self, sums: list[float]) -> list[float]:
+        """Over the processes among which the masters are sharded; else every process measures the same."""
+        if not is_sharded(self.model):
+            return sums
+        return self.accelerator.reduce(
+            torch.tensor(sums, dtype=torch.float64, device=self.accelerator.device), reduction="sum"
+        ).tolist()
+
+    def _trained_layers(self) -> Iterator[tuple[str, QuantizedWeight]]:
         # Beside an adapter nothing of the base moves.
-        return ((name, layer) for name, layer in iter_quantized_layers(self.model) if layer.is_trained)
+        return ((name, layer) for name, layer in iter_quantized_weights(self.model) if layer.is_trained)
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """

@@ -3,7 +3,8 @@ What vLLM loads of this package: entry point `vllm.general_plugins`, called in e
 
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until a
 `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
-([`trl_qarl.vllm_plugin.cpu_kernels`], [`trl_qarl.vllm_plugin.cpu_attention`], [`trl_qarl.vllm_plugin.cuda_kernels`]).
+([`trl_qarl.vllm_plugin.cpu_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`],
+[`trl_qarl.vllm_plugin.cuda_kernels`]).
 """
 
 import multiprocessing
@@ -41,11 +42,13 @@ def register() -> None:
 
         from .cpu_attention import register_attention
         from .cpu_kernels import register_kernels
+        from .experts import register_experts
 
         # Linux lets a process use AMX once it has asked. vLLM's INT4 kernel uses it without asking, and the process ends with
         # "illegal instruction".
         torch.cpu._init_amx()
         register_kernels()
+        register_experts()
         register_attention()
     elif current_platform.is_cuda() and is_known_release():
         from .cuda_kernels import register_kernels

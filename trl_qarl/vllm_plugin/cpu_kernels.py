@@ -4,21 +4,31 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 | scheme | vLLM's kernel | taken from here when |
 |---|---|---|
 | `w4a16`, `w8a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only | float32, no AVX512, INT8 weights, odd shapes |
+| `mxfp4a16`, `nvfp4a16` | none | always |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
 | not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.cpu`]) |
 
-They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first row
-is for any engine, as vLLM has nothing there: it serves an export in float32. Calling
+They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first two
+rows are for any engine, as vLLM has nothing there: it serves an export in float32, or in FP4. Calling
 [`~trl_qarl.quantization.gemm.low_bit_linear`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and
 learner the same arithmetic; the tensors are used as they arrive, so a reload has no layout to get wrong. A layer has
 one kernel, whatever the number of rows: prefill and decode of the engine give the same bits.
 """
 
+from vllm.model_executor.kernels import linear
 from vllm.platforms.interface import PlatformEnum
 
 from ..numerics.cpu import dispatch_row_invariant
-from .linear_kernels import QaRLFp8Kernel, QaRLInt8Kernel, QaRLWeightOnlyKernel, is_our_engine, put_first
+from .linear_kernels import (
+    QaRLFp8Kernel,
+    QaRLInt8Kernel,
+    QaRLMxFp4Kernel,
+    QaRLNvFp4Kernel,
+    QaRLWeightOnlyKernel,
+    is_our_engine,
+    put_first,
+)
 
 
 __all__ = ["register_kernels", "use_in_engine"]
@@ -26,7 +36,9 @@ __all__ = ["register_kernels", "use_in_engine"]
 
 def register_kernels() -> None:
     """Put the kernels first in vLLM's lists for CPUs; calling it again changes nothing."""
-    put_first(PlatformEnum.CPU, mp=QaRLWeightOnlyKernel, int8=QaRLInt8Kernel, fp8=QaRLFp8Kernel)
+    put_first(PlatformEnum.CPU, mp=QaRLWeightOnlyKernel, int8=QaRLInt8Kernel, fp8=QaRLFp8Kernel, mxfp4=QaRLMxFp4Kernel)
+    # vLLM forces this class for NVFP4 weights with 16-bit activations, and looks its name up when it does.
+    linear.MarlinNvFp4LinearKernel = QaRLNvFp4Kernel
     use_in_engine(is_our_engine)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from ..wire.fingerprint import fingerprint
 
@@ -30,12 +31,16 @@ def dtype_and_shape(value: str) -> str:
 
 
 def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of parameters that are another one's tensor, and that one's name."""
+    """
+    Names of parameters that are another one's tensor, and that one's name. A module that is there under several names, as a router is in
+    the block and in what runs its experts, counts once.
+    """
     first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        source = first.setdefault(id(parameter), name)
-        if source != name:
-            yield name, source
+    for prefix, layer in model.named_modules():
+        for leaf, parameter in layer._parameters.items():
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if parameter is not None and first.setdefault(id(parameter), name) != name:
+                yield name, first[id(parameter)]
 
 
 def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -49,19 +54,31 @@ def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
         seen.add(id(layer))
         parent, _, leaf = prefix.rpartition(".")
         for name, parameter in layer._parameters.items():
-            if parameter is not None:
+            if parameter is not None and isinstance(layer, RoutedExperts):
+                yield f"{prefix}.{name}", [f"{parent}.{_stacked_name(layer, name)}"]
+            elif parameter is not None:
                 parts = packed.get(leaf, [leaf])
                 names = [".".join(part for part in (parent, module, name) if part) for module in parts]
                 yield f"{prefix}.{name}" if prefix else name, names
 
 
+def _stacked_name(layer: RoutedExperts, name: str) -> str:
+    """The name under which vLLM's loader takes the matrices of all experts at once for its parameter `w13_*` or `w2_*`."""
+    gate_up = "w13" if layer.ckpt_gate_proj_name == "w1" else "gate_up_proj"
+    matrix, _, rest = name.partition("_weight")
+    return (gate_up if matrix == "w13" else layer.ckpt_down_proj_name) + rest
+
+
 def kernels_in_use(model: nn.Module) -> dict[str, int]:
-    """Class names of the kernels that run the linear layers, and how many layers each runs."""
+    """Class names of the kernels that run linear layers and experts, and how many layers each runs."""
     counts: dict[str, int] = {}
     for layer in model.modules():
         scheme = getattr(layer, "scheme", None)
-        if scheme is None:
+        if isinstance(layer, RoutedExperts):
+            kernel = getattr(layer.quant_method, "experts_cls", None) or type(layer.quant_method)
+        elif scheme is not None:
+            kernel = type(getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or scheme)
+        else:
             continue
-        kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None) or scheme
-        counts[type(kernel).__name__] = counts.get(type(kernel).__name__, 0) + 1
+        counts[kernel.__name__] = counts.get(kernel.__name__, 0) + 1
     return counts

@@ -2,7 +2,8 @@
 The server's door: generation only with completely published weights, and one trainer at a time.
 
 [`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server (`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`).
-It looks at paths and status codes only and imports neither torch nor vLLM.
+It looks at paths and status codes only and imports neither torch nor vLLM. Weights that come over HTTP end here too, as files for the
+workers ([`trl_qarl.vllm_plugin.uploads`]).
 
 - Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume` after a
   `/finish_weight_update` that has succeeded. An update that fails half way therefore leaves the door closed, and where the
@@ -23,13 +24,14 @@ import secrets
 from typing import Any
 
 from ..wire.handshake import TOKEN_FILE_VARIABLE, is_proof, proof, server_token
-from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
+from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE, UPLOAD_PATH
+from .uploads import Uploads
 
 
 __all__ = ["WORKER_METHODS", "PublicationGate"]
 
 # What `/collective_rpc` may call. vLLM's workers have methods that write files and set environment variables.
-WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_expect"])
+WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_expect", "qarl_keep_copy"])
 
 # Methods that change nothing in any of vLLM's routes.
 _READING_METHODS = frozenset(["GET", "HEAD", "OPTIONS"])
@@ -99,6 +101,7 @@ class PublicationGate:
         # Challenge of the next session; another one after each proof, so that a proof serves once.
         self._nonce = secrets.token_hex(16)
         self._transfer_dir = os.environ.get(TRANSFER_DIR_VARIABLE)
+        self._uploads = Uploads(self._transfer_dir)
         self._token_file = os.environ.get(TOKEN_FILE_VARIABLE)
         self.instance = secrets.token_hex(8)
         self.is_open = False
@@ -121,7 +124,7 @@ class PublicationGate:
             return await self.app(scope, receive, send)
         if method != "POST" or path not in _GENERATING_PATHS:
             headers = dict(scope["headers"])
-            if _is_from_a_page(headers):
+            if _is_from_a_page(headers, b"application/octet-stream" if path == UPLOAD_PATH else b"application/json"):
                 error = "A browser sent this for a page. Only a trainer may change this server."
                 return await _respond(send, 403, {"error": error})
             if path == SESSION_PATH:
@@ -142,6 +145,7 @@ class PublicationGate:
             "num_publications": self.num_publications,
             "holder": self.holder,
             "transfer_dir": self._transfer_dir,
+            "transfer_mark": self._uploads.mark,
             "token_file": self._token_file,
             "nonce": self._nonce,
         }
@@ -177,6 +181,9 @@ class PublicationGate:
         if self.session is None or not secrets.compare_digest(token, self.session.encode()):
             holder = "nobody; open a session first" if self.holder is None else self.holder
             return await _respond(send, 409, {"error": f"The weights of this server belong to {holder}."})
+        if path == UPLOAD_PATH:
+            answer = await self._uploads.receive(headers, receive)
+            return None if answer is None else await _respond(send, *answer)
         if path == "/collective_rpc":
             body = await _read_body(receive)
             called = _parse(body).get("method")
@@ -193,6 +200,8 @@ class PublicationGate:
         update = self.num_updates
 
         async def watch(message):
+            if path == "/update_weights" and message["type"] == "http.response.start":
+                self._uploads.forget_finished()
             is_success = message["type"] == "http.response.start" and message["status"] == 200
             # A late answer to an update that has been given up says nothing about the one in progress.
             if is_success and update == self.num_updates:
@@ -206,10 +215,10 @@ class PublicationGate:
         await self.app(scope, receive, watch)
 
 
-def _is_from_a_page(headers: dict[bytes, bytes]) -> bool:
-    """Return whether a browser sent it: it says so itself, and without asking the server first a page can send no JSON."""
-    media_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-    return b"origin" in headers or b"sec-fetch-site" in headers or media_type != b"application/json"
+def _is_from_a_page(headers: dict[bytes, bytes], wanted: bytes) -> bool:
+    """Return whether a browser sent it: it says so itself, and without asking first a page can send no `wanted` media type."""
+    media_type = headers.get(b"content-type", wanted).partition(b";")[0].strip().lower()
+    return b"origin" in headers or b"sec-fetch-site" in headers or media_type != wanted
 
 
 def _parse(body: bytes) -> dict[str, Any]:

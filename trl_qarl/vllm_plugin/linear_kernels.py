@@ -6,10 +6,13 @@ from vllm.model_executor.kernels.linear import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
     _POSSIBLE_KERNELS,
+    _POSSIBLE_MXFP4_KERNELS,
     register_linear_kernel,
 )
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel, MxFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
@@ -25,12 +28,25 @@ from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import FILE_BACKEND
 
 
-__all__ = ["QaRLFp8Kernel", "QaRLInt8Kernel", "QaRLWeightOnlyKernel", "is_our_engine", "put_first"]
+__all__ = [
+    "QaRLFp8Kernel",
+    "QaRLInt8Kernel",
+    "QaRLMxFp4Kernel",
+    "QaRLNvFp4Kernel",
+    "QaRLWeightOnlyKernel",
+    "is_our_engine",
+    "put_first",
+]
 
 
 def put_first(platform: PlatformEnum, **kernels: type) -> None:
     """Put `kernels`, by vLLM's names of their kinds, first in its lists for `platform`, where they are not there yet."""
-    tables = {"mp": _POSSIBLE_KERNELS, "int8": _POSSIBLE_INT8_KERNELS, "fp8": _POSSIBLE_FP8_KERNELS}
+    tables = {
+        "mp": _POSSIBLE_KERNELS,
+        "int8": _POSSIBLE_INT8_KERNELS,
+        "fp8": _POSSIBLE_FP8_KERNELS,
+        "mxfp4": _POSSIBLE_MXFP4_KERNELS,
+    }
     for kind, kernel in kernels.items():
         table = tables[kind]
         if kernel not in table.get(platform, []):
@@ -93,6 +109,66 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return low_bit_linear(rows, self._low_bit, bias, row_invariant=True)[0]
+
+
+class _QaRLFp4Kernel:
+    """What the kernels of FP4 weights with 16- or 32-bit activations share; vLLM's base class comes after it."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        # vLLM asks for low-bit activations with MXFP4, whatever the checkpoint says of them.
+        if _has_fp4_activations():
+            return False, "the checkpoint has activations of 4 bits, this kernel has none"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to repack."""
+        self._low_bit = None
+
+    def _make_low_bit(self, layer: torch.nn.Module, dtype: torch.dtype) -> LowBitTensor:
+        """The layer's weight, made of tensors as they arrived."""
+        raise NotImplementedError
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self._low_bit is None:
+            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
+            self._low_bit = self._make_low_bit(layer, x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        return low_bit_linear(rows, self._low_bit, bias, row_invariant=True)[0].view(*x.shape[:-1], -1)
+
+
+class QaRLMxFp4Kernel(_QaRLFp4Kernel, MxFp4LinearKernel):
+    """MXFP4 weights."""
+
+    def _make_low_bit(self, layer, dtype):
+        return LowBitTensor(layer.weight.data, layer.weight_scale.data, get_scheme("mxfp4a16"), dtype)
+
+
+class QaRLNvFp4Kernel(_QaRLFp4Kernel, NvFp4LinearKernel):
+    """NVFP4 weights."""
+
+    def _make_low_bit(self, layer, dtype):
+        # vLLM holds its inverse, which is exact.
+        global_scale = 1.0 / layer.weight_global_scale.item()
+        return LowBitTensor(
+            layer.weight.data, layer.weight_scale.data, get_scheme("nvfp4a16"), dtype, global_scale=global_scale
+        )
+
+
+def _has_fp4_activations() -> bool:
+    """Return whether the checkpoint that is being loaded has 4-bit activations beside 4-bit floating-point weights."""
+    config = get_current_vllm_config_or_none()
+    model_config = config and config.model_config
+    described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}
+    return any(
+        group["weights"]["type"] == "float" and group["weights"]["num_bits"] == 4 and group.get("input_activations")
+        for group in described.get("config_groups", {}).values()
+        if group.get("weights")
+    )
 
 
 class _QaRLScaledMMKernel:

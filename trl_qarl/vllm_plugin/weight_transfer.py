@@ -45,16 +45,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..numerics import cuda
-from ..wire.fingerprint import fingerprint, fingerprint_differences
-from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor
+from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
+from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
 from ..wire.transfer_dir import confined_path
 from .adapters import PublishedAdapter, on_bare_model
+from .checkpoint_copy import CheckpointCopy
 from .engine_tensors import dtype_and_shape, live_fingerprints, owned_names, tied_names
 
 
 __all__ = ["FileEngine", "NCCLEngine"]
 
-# The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others.
+# The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others. Experts have `w13_weight_shape`.
 _SHARED_BY_SHARDS = "weight_shape"
 
 
@@ -74,6 +75,7 @@ class _AuditedReload:
         self._is_loading = False
         self._expected: dict[str, str] | None = None
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._tensor_parallel_size() == 1)
+        self.copy = CheckpointCopy(self.device)
         if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
             cuda.use_one_tiling()
         self._forget()
@@ -217,15 +219,16 @@ class _AuditedReload:
         problems = fingerprint_differences(self._expected, received)
         owned = {name for names in self._owned.values() for name in names}
         mapped = {self._engine_name(name): name for name in self._expected if not is_adapter_tensor(name)}
-        if self._is_resolvable(owned, mapped.keys()):
-            problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
-            problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
-            problems += self._half_loaded_modules()
+        problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
+        problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
+        problems += self._half_loaded_modules()
         if self._tensor_parallel_size() == 1:
-            for name, held in self._held:
-                original = mapped.get(name)
-                if original is not None and held != self._expected[original]:
-                    problems.append(f"{original}: learner {self._expected[original]}, engine's parameter {held}")
+            problems += [
+                f"{entry}: learner {ours}, engine's parameter {theirs}"
+                for name, held in self._held
+                if name in mapped
+                for entry, ours, theirs in differing_entries(mapped[name], self._expected[mapped[name]], held)
+            ]
         return problems
 
     def _live_problems(self, live: Mapping[str, str]) -> list[str]:
@@ -248,8 +251,11 @@ class _AuditedReload:
                 wanted = value
             else:
                 wanted = learner.get(*self._owned.get(path, [path])[:1], value)
-            if wanted != value and dtype_and_shape(wanted) == dtype_and_shape(value):
-                problems.append(f"{path}: {wanted} was loaded, but the engine runs with {value}")
+            if dtype_and_shape(wanted) == dtype_and_shape(value):
+                problems += [
+                    f"{entry}: {loaded} was loaded, but the engine runs with {now}"
+                    for entry, loaded, now in differing_entries(path, wanted, value)
+                ]
         return problems[:5]
 
     def _half_loaded_modules(self) -> list[str]:
@@ -263,10 +269,6 @@ class _AuditedReload:
             for module, names in modules.items()
             if names & arrived and names - arrived
         ][:5]
-
-    def _is_resolvable(self, owned: set[str], sent: Iterable[str]) -> bool:
-        # Expert layers own fused tensors that no name of a checkpoint stands for; vLLM's loader checks those.
-        return not any(".experts." in name for name in (*owned, *sent))
 
     def _tensor_parallel_size(self) -> int:
         return self.parallel_config.tensor_parallel_size
@@ -285,7 +287,7 @@ class _AuditedReload:
         load_weights = self.model.load_weights
 
         def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            weights = self.adapter.take(tensors, self._arrived)
+            weights = self.adapter.take(self.copy.take(tensors, self.published, self._arrived), self._arrived)
             first = next(weights, None)
             if first is None:
                 return set()
@@ -345,7 +347,11 @@ class _AuditedReload:
     def _record(self, prefix: str, layer: nn.Module) -> None:
         for leaf, parameter in layer._parameters.items():
             parts = self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])
-            if parameter is None or leaf == _SHARED_BY_SHARDS or not all(part in self._shapes for part in parts):
+            if (
+                parameter is None
+                or leaf.endswith(_SHARED_BY_SHARDS)
+                or not all(part in self._shapes for part in parts)
+            ):
                 continue
             offset = 0
             for part in parts:
@@ -393,7 +399,8 @@ class FileEngine(_AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateIn
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         path = confined_path(self._directory, update_info.file)
         with safe_open(path, framework="pt", device=str(self.device)) as file:
-            self.load((name, file.get_tensor(name)) for name in file.offset_keys())
+            # Files are sorted by dtype.
+            self.load((name, file.get_tensor(name)) for name in sorted(file.offset_keys(), key=load_order))
 
     def shutdown(self) -> None:
         """Nothing to close."""

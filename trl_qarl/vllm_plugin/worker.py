@@ -38,6 +38,7 @@ class WorkerExtension:
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
             "data_parallel_size": config.parallel_config.data_parallel_size,
+            "enable_expert_parallel": config.parallel_config.enable_expert_parallel,
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
             "is_speculative": config.speculative_config is not None,
             "lora": describe_lora(self.model_runner.model, config.lora_config),
@@ -62,6 +63,11 @@ class WorkerExtension:
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.abandon()
         return self.weight_transfer_engine.changed()
+
+    def qarl_keep_copy(self) -> str:
+        """Keep what is published from now on, for [`CheckpointCopy`]; returns the digest of what is here already."""
+        engine = self.weight_transfer_engine
+        return engine.copy.keep(engine.published)
 
     def qarl_clear_cache(self) -> None:
         """Set keys and values to 0. Attention on a CPU multiplies those of unused slots by 0, which leaves NaN what it is."""

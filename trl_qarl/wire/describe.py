@@ -101,6 +101,9 @@ def describe_model(config) -> dict[str, Any]:
         for name, value in config.to_dict().items()
         if name not in _NOT_NUMERIC and not name.startswith("_") and "dropout" not in name
     }
+    # Both mean that there is none, and vLLM changes one into the other.
+    if settings.get("sliding_window") == 0:
+        settings["sliding_window"] = None
     return json.loads(json.dumps(settings, default=str))
 
 

@@ -12,14 +12,14 @@ a chance of about 2**-60. The order of summation does not matter and everything 
 transport and layout errors; it is no defence against a forger.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 
-__all__ = ["fingerprint", "fingerprint_differences"]
+__all__ = ["differing_entries", "fingerprint", "fingerprint_differences"]
 
 # 256 KiB, which stays in a core's cache while it is mixed.
 _BLOCK = 1 << 15
@@ -31,29 +31,45 @@ _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
     """
-    Dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`.
+    Dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`. Of three dimensions, as the matrices
+    of all experts have, it has a sum for each entry of the first, with hyphens between, so that what differs can be named.
 
     Args:
         tensor (`torch.Tensor`):
             Any dtype, shape and device.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    data = F.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
-    # A view into another tensor may start at any byte; 64-bit words must not.
-    words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
-    weights = _odd_numbers(words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    size = _blocks_at_a_time(words.device) * _BLOCK
-    for start in range(0, len(words), size):
-        mixed = _mix(words[start : start + size])
-        first, whole = start // _BLOCK, len(mixed) // _BLOCK
-        if whole > 1:
-            sums = (mixed[: whole * _BLOCK].view(whole, _BLOCK) * weights).sum(1)
-            total += (sums * (2 * torch.arange(first, first + whole, device=words.device) + 1)).sum()
-            first, mixed = first + whole, mixed[whole * _BLOCK :]
-        total += mixed.mul_(weights[: len(mixed)]).sum() * (2 * first + 1)
+    sums = _sums(_words(tensor.detach() if tensor.ndim == 3 else tensor.detach()[None])).tolist()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} {int(total) % 2**64:016x}"
+    return f"{dtype}{list(tensor.shape)} {'-'.join(f'{total % 2**64:016x}' for total in sums)}"
+
+
+def _words(entries: torch.Tensor) -> torch.Tensor:
+    """The bytes of each entry of the first dimension, filled up with zeros to 64-bit words: `(entries, words)`."""
+    if not entries.numel():
+        return torch.zeros(len(entries), 0, dtype=torch.int64, device=entries.device)
+    data = entries.contiguous().view(len(entries), -1).view(torch.uint8)
+    data = F.pad(data, (0, -data.shape[1] % 8)) if data.shape[1] % 8 else data
+    # A view into another tensor may start at any byte; 64-bit words must not.
+    return (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
+
+
+def _sums(words: torch.Tensor) -> torch.Tensor:
+    weights = _odd_numbers(words.device)
+    totals = torch.zeros(len(words), dtype=torch.int64, device=words.device)
+    size = _blocks_at_a_time(words.device) * _BLOCK
+    num_words = words.shape[1]
+    # Short entries are mixed together.
+    at_a_time = max(size // max(num_words, 1), 1)
+    for rows, total in zip(words.split(at_a_time), totals.split(at_a_time), strict=True):
+        for start in range(0, num_words, size):
+            mixed = _mix(rows[:, start : start + size])
+            first, whole = start // _BLOCK, mixed.shape[1] // _BLOCK
+            if whole > 1:
+                sums = (mixed[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)) * weights).sum(2)
+                total += (sums * (2 * torch.arange(first, first + whole, device=words.device) + 1)).sum(1)
+                first, mixed = first + whole, mixed[:, whole * _BLOCK :]
+            total += mixed.mul_(weights[: mixed.shape[1]]).sum(1) * (2 * first + 1)
+    return totals
 
 
 def _blocks_at_a_time(device: torch.device) -> int:
@@ -77,6 +93,22 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
     return (numbers ^ ((numbers >> 31) & ((1 << 33) - 1))) | 1
 
 
+def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, str, str]]:
+    """
+    Yield `name` and two fingerprints if they differ, and of tensors of three dimensions those entries alone that do: `name[3]` is the
+    matrix of expert 3.
+    """
+    if value == other:
+        return
+    (kind, _, sums), (other_kind, _, other_sums) = value.rpartition(" "), other.rpartition(" ")
+    if kind != other_kind or "-" not in sums:
+        yield name, value, other
+        return
+    for index, (ours, theirs) in enumerate(zip(sums.split("-"), other_sums.split("-"), strict=True)):
+        if ours != theirs:
+            yield f"{name}[{index}]", f"{kind} {ours}", f"{kind} {theirs}"
+
+
 def fingerprint_differences(expected: Mapping[str, str], received: Mapping[str, str], limit: int = 5) -> list[str]:
     """
     Return what differs between the fingerprints a learner announced and those an engine computed, one line per tensor.
@@ -92,9 +124,9 @@ def fingerprint_differences(expected: Mapping[str, str], received: Mapping[str, 
     missing = [f"{name}: the engine received nothing" for name in expected.keys() - received.keys()]
     unknown = [f"{name}: the learner did not announce it" for name in received.keys() - expected.keys()]
     changed = [
-        f"{name}: learner {expected[name]}, engine {received[name]}"
+        f"{entry}: learner {ours}, engine {theirs}"
         for name in expected.keys() & received.keys()
-        if expected[name] != received[name]
+        for entry, ours, theirs in differing_entries(name, expected[name], received[name])
     ]
     lines = []
     for kind in (missing, unknown, changed):

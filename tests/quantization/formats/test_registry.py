@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trl_qarl.quantization.formats.mxfp4 import MAGNITUDES
 from trl_qarl.quantization.formats.registry import format_of
 from trl_qarl.quantization.schemes import CONTAINERS, GRIDS
 
@@ -12,6 +13,9 @@ LOW_BIT = [container for container in CONTAINERS.values() if container.type is n
 
 def random_codes(grid, shape=(48, 64)):
     """Codes `(N, K)` of a grid, its ends among them, as float32."""
+    if grid.name == "e2m1":
+        sizes = torch.tensor(MAGNITUDES)
+        return torch.cat([sizes, -sizes[1:]])[torch.randint(15, shape)]
     codes = torch.empty(shape).uniform_(*grid.quant_range)
     codes[0, 0], codes[0, 1] = grid.quant_range
     return codes.round() if grid.type == "int" else codes.to(torch.float8_e4m3fn).float()
@@ -24,16 +28,21 @@ PAIRS = [(c, grid) for c in LOW_BIT for grid in GRIDS.values() if c.holds(grid)]
 def test_codes_come_back_from_memory_and_from_a_checkpoint(container, grid):
     functions, codes = format_of(container), random_codes(grid)
     qdata, scale = functions.pack(codes), torch.rand(48, 1)
+    if container.scale_dtype is not None:
+        scale = (100 * scale).to(getattr(torch, container.scale_dtype))
     assert functions.in_features(qdata) == 64
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         unpacked = functions.unpack(qdata, dtype)
         assert unpacked.dtype is dtype and torch.equal(unpacked.float(), codes)
-    tensors = functions.to_checkpoint(qdata, scale)
-    again, scale_again = functions.from_checkpoint(tensors)
+    divisor = (8192.0,) if container.name == "nvfp4" else ()
+    tensors = functions.to_checkpoint(qdata, scale, *divisor)
+    again, scale_again, *divisor_again = functions.from_checkpoint(tensors)
+    assert tuple(divisor_again) == divisor
     assert again.dtype is qdata.dtype and torch.equal(again.view(torch.uint8), qdata.view(torch.uint8))
-    assert scale_again is scale
+    assert scale_again.dtype is scale.dtype and scale_again.data_ptr() == scale.data_ptr()
     assert qdata.nbytes == 48 * 64 * container.num_bits // 8
-    assert 48 * 64 // container.word_size == tensors.get("weight_packed", tensors.get("weight")).numel()
+    stored = tensors.get("weight_packed", tensors.get("weight"))
+    assert 48 * 64 // container.word_size == stored.numel() or stored.nbytes == qdata.nbytes
 
 
 @pytest.mark.parametrize(("container", "grid"), PAIRS, ids=lambda value: value.name)

@@ -3,12 +3,19 @@
 from types import ModuleType
 
 from ..schemes import Container
-from . import e4m3, int4_packed, int8, int8_packed
+from . import e4m3, int4_packed, int8, int8_packed, mxfp4, nvfp4
 
 
 __all__ = ["format_of"]
 
-_FORMATS = {"int4-packed": int4_packed, "int8": int8, "int8-packed": int8_packed, "e4m3": e4m3}
+_FORMATS = {
+    "int4-packed": int4_packed,
+    "int8": int8,
+    "int8-packed": int8_packed,
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
+    "e4m3": e4m3,
+}
 
 
 def format_of(container: Container) -> ModuleType:

@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import random
+from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 from trl_qarl.cli import main
 from trl_qarl.study.runs import Run
@@ -107,3 +109,27 @@ def rewards_run(seed, rewards, **config):
 
 def report(path, *run_dirs):
     return main(["report", *map(str, run_dirs), "--output", str(path)])
+
+
+def read_page(path):
+    """Text of the page, which must be well-formed XML but for the document type."""
+    page = path.read_text()
+    ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
+    return page
+
+
+class Page(HTMLParser):
+    """Text, elements, addresses and values of `class` of a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.text, self.tags, self.addresses, self.classes = "", set(), [], set()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "srcset", "data")]
+        self.classes |= {value for name, value in attrs if name == "class"}
+
+    def handle_data(self, data):
+        self.text += data

@@ -1,0 +1,167 @@
+"""Arguments of the trainer that are refused, most before the model is loaded."""
+
+import importlib.util
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
+
+from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, spread
+from trainings import EXPERTS, arguments, make
+from trl_qarl.qarl_trainer import QaRLTrainer
+
+
+def test_rollout_func_that_would_run_the_masters_is_refused(tiny_model, tmp_path):
+    args = arguments(tmp_path, quantize_learner=False)
+    with pytest.raises(ValueError, match="quantize_learner=False and use_vllm=False"):
+        QaRLTrainer(tiny_model, spread, args, make_problems(), rollout_func=lambda prompts, trainer: {})
+
+
+def test_a_configuration_of_trl_is_refused_with_the_name_to_use(tiny_model, tmp_path):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(
+        TypeError, match="got GRPOConfig. QaRLConfig takes the options of GRPOConfig: replace the name"
+    ):
+        QaRLTrainer(tiny_model, spread, args, make_problems())
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+def test_masters_below_float32_are_refused_before_and_after_loading(tmp_path, use_vllm, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("the model was loaded, or the engine made")
+
+    path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16")
+    args = arguments(tmp_path, use_vllm=use_vllm, model_init_kwargs={"dtype": "auto"})
+    monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", never)
+    # Known from the weights alone.
+    with pytest.raises(ValueError, match="masters are bfloat16.*allow_low_precision_masters=True"):
+        QaRLTrainer(path, spread, args, make_problems())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", never)
+    with pytest.raises(ValueError, match="masters are bfloat16"):
+        QaRLTrainer(model, spread, args, make_problems())
+    # As the command line adds it.
+    args.model_init_kwargs = {"dtype": "bfloat16"}
+    with pytest.raises(ValueError, match="masters are bfloat16"):
+        QaRLTrainer(path, spread, args, make_problems())
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_experts_in_high_precision_are_refused(tmp_path, monkeypatch, use_vllm, is_loaded):
+    def never(*args, **kwargs):
+        raise AssertionError("the engine was made")
+
+    monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", never)
+    model = make_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    share = 2 * 4 * 3 * 128 * 128 / sum(p.numel() for p in loaded.parameters())
+    match = f"experts with {share:.0%} of the weights.*exclude_modules.*no low-bit export.*scheme='bf16'"
+    # With vLLM the option changes nothing.
+    options = {"use_vllm": use_vllm, "allow_high_precision_experts": use_vllm, "exclude_modules": ["experts"]}
+    with pytest.raises(ValueError, match=match):
+        make(loaded if is_loaded else model, tmp_path, **options)
+    if use_vllm:
+        other = make_tiny_mixture(tmp_path / "olmoe", "olmoe")
+        with pytest.raises(ValueError, match="whose weight sync with vLLM has not been compared"):
+            make(other, tmp_path, use_vllm=True)
+
+
+def with_pictures(name="image"):
+    return make_problems().add_column(name, [None] * 16)
+
+
+@pytest.mark.parametrize("vllm_mode", ["colocate", "server"])
+@pytest.mark.parametrize(
+    "datasets",
+    [
+        {"train_dataset": with_pictures()},
+        {"train_dataset": with_pictures("images")},
+        {"eval_dataset": with_pictures()},
+        {"eval_dataset": {"text": make_problems(), "pictures": with_pictures()}},
+    ],
+    ids=["image", "images", "eval", "one of eval"],
+)
+def test_pictures_are_refused_with_vllm_before_the_model_is_loaded(tmp_path, vllm_mode, datasets):
+    args = arguments(tmp_path, use_vllm=True, vllm_mode=vllm_mode)
+    with pytest.raises(ValueError, match=r"column 'images?'.*use_vllm=True.*placeholders.*`use_vllm=False`"):
+        QaRLTrainer("no/such-model", spread, args, **({"train_dataset": make_problems()} | datasets))
+
+
+def test_pictures_inside_prompts_are_refused_with_vllm_at_the_first_rollout(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path)
+    trainer.use_vllm = True
+    with pytest.raises(ValueError, match="Pictures are not supported with use_vllm=True"):
+        trainer._generate_single_turn([[4, 5]], [["a picture"]], {}, 1)
+
+
+def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    questions = Dataset.from_dict({"question": ["1 +"], "image": [None]})
+    with pytest.raises(ValueError) as error:
+        QaRLTrainer(model, spread, arguments(tmp_path, use_vllm=True), questions, quantization_config=object())
+    lines = str(error.value).splitlines()
+    assert lines[0] == "4 problems:"
+    for line, text in zip(lines[1:], ["quantization_config", "`prompt`", "'image'", "bfloat16"], strict=True):
+        assert text in line
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"peft_config": object()}, ValueError, "must be a `peft.LoraConfig`, got object"),
+        ({"quantization_config": object()}, ValueError, "high precision"),
+        ({"train_dataset": Dataset.from_dict({"question": ["1 +"]})}, ValueError, r"`prompt`.*question"),
+        ({"args": GRPOConfig("x", use_cpu=True)}, TypeError, "QaRLConfig"),
+        ({"args": {"report_to": ["none_of_them"]}}, ValueError, "'none_of_them' is no tracker. Choose from .*, wandb"),
+    ],
+)
+def test_unsupported_arguments_raise_at_once(tiny_model, tmp_path, kwargs, error, match):
+    arguments_ = {"args": {}, "train_dataset": make_problems()} | kwargs
+    if isinstance(arguments_["args"], dict):
+        arguments_["args"] = arguments(tmp_path, **arguments_["args"])
+    with pytest.raises(error, match=match):
+        QaRLTrainer(tiny_model, spread, **arguments_)
+
+
+@pytest.mark.parametrize("name", ["wandb", "comet_ml"])
+def test_a_tracker_that_is_not_installed_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, name):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda n, *a: None if n in ("wandb", "comet_ml") else found(n, *a))
+    with pytest.raises(ValueError, match=rf"report_to='{name}'.*`pip install {name.replace('_', '-')}`"):
+        QaRLTrainer("no/such-model", spread, arguments(tmp_path, report_to=name), make_problems())
+
+
+@pytest.mark.parametrize(
+    ("variables", "match"),
+    [
+        ({"ACCELERATE_DYNAMO_BACKEND": "aot_eager"}, "dynamo backend 'AOT_EAGER'.*--dynamo_backend no"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "tp_size.*DDP"),
+    ],
+)
+def test_what_only_the_launcher_knows_is_refused(tiny_model, tmp_path, monkeypatch, variables, match):
+    args = arguments(tmp_path)
+    # Read once per process.
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NotImplementedError, match=match):
+        QaRLTrainer(tiny_model, spread, args, make_problems())
+
+
+@pytest.mark.parametrize(
+    ("arch", "rates"),
+    [("qwen2", {"attention_dropout": 0.1}), ("phi", {"resid_pdrop": 0.1}), ("phi", {"embd_pdrop": 0.1})],
+)
+def test_dropout_is_refused_by_tbpo_and_switched_off_by_its_option(tmp_path, arch, rates):
+    model = make_tiny_model(tmp_path, arch, **rates)
+    with pytest.raises(ValueError, match=r"=0.1\), .*disable_dropout=True"):
+        make(model, tmp_path)
+    make(model, tmp_path, objective="grpo", scheme="bf16")
+    trainer = make(model, tmp_path, disable_dropout=True, max_steps=2)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        assert torch.equal(trainer.model.train()(tokens).logits, trainer.model.eval()(tokens).logits)

@@ -1,0 +1,142 @@
+"""Options of TRL that are refused: each is named with the reason, and neutral values pass."""
+
+import pytest
+from accelerate import ParallelismConfig
+
+from trainings import config
+from trl_qarl.checks.refused import MODEL_INIT_KWARGS_REFUSED, REFUSED
+from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
+
+
+REFUSED_VALUES = {
+    "use_transformers_continuous_batching": True,
+    "use_transformers_paged": True,
+    "torch_compile": True,
+    "use_liger_kernel": True,
+    "bf16_full_eval": True,
+    "fp16_full_eval": True,
+    "fsdp": "full_shard",
+    "deepspeed": "ds.json",
+    "parallelism_config": ParallelismConfig(),
+    "neftune_noise_alpha": 5.0,
+    "label_smoothing_factor": 0.1,
+    "enable_jit_checkpoint": True,
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "delta": 1.5,
+    "importance_sampling_level": "token",
+    "sapo_temperature_neg": 2.0,
+    "sapo_temperature_pos": 2.0,
+    "vespo_k_pos": 9.0,
+    "vespo_lambda_pos": 9.0,
+    "vespo_k_neg": 9.0,
+    "vespo_lambda_neg": 9.0,
+    "off_policy_mask_threshold": 0.5,
+    "top_entropy_quantile": 0.2,
+    "entropy_coef": 0.01,
+    "use_adaptive_entropy": True,
+    "vllm_importance_sampling_correction": False,
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_clip_max": 5.0,
+    "vllm_importance_sampling_clip_min": 0.1,
+    "vllm_importance_sampling_cap": 5.0,
+    "top_p": 0.9,
+    "top_k": 50,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+}
+
+
+def test_there_is_a_value_to_try_for_every_refused_option():
+    assert REFUSED_VALUES.keys() == REFUSED.keys() | REFUSED_BY_TBPO.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED_VALUES)
+def test_an_inherited_option_that_is_not_honoured_raises_and_names_value_and_fix(tmp_path, name):
+    why = (REFUSED | REFUSED_BY_TBPO)[name]
+    with pytest.raises(ValueError) as error:
+        config(tmp_path, **{name: REFUSED_VALUES[name]})
+    assert f"{name}={REFUSED_VALUES[name]!r}" in str(error.value) and why in str(error.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_refused_for_every_objective(tmp_path, name):
+    with pytest.raises(ValueError, match=name):
+        config(tmp_path, objective="grpo", **{name: REFUSED_VALUES[name]})
+
+
+@pytest.mark.parametrize("name", [n for n in REFUSED_BY_TBPO if not n.startswith("vllm")])
+def test_options_of_trls_losses_are_honoured_with_trls_losses(tmp_path, name):
+    assert getattr(config(tmp_path, objective="grpo", **{name: REFUSED_VALUES[name]}), name) == REFUSED_VALUES[name]
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize("kwargs", [{"top_k": 5}, {"temperature": 0.5}, {"do_sample": False}, '{"num_beams": 4}'])
+def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs, objective):
+    with pytest.raises(ValueError, match="generation_kwargs contains"):
+        config(tmp_path, generation_kwargs=kwargs, objective=objective)
+
+
+MODEL_INIT_VALUES = {
+    "quantization_config": {"load_in_4bit": True},
+    "use_kernels": True,
+    "tp_plan": "auto",
+    "tp_size": 2,
+    "distributed_config": {"tp_size": 2},
+}
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize("name", MODEL_INIT_KWARGS_REFUSED)
+def test_loading_a_model_in_a_way_that_is_not_honoured_raises(tmp_path, name, objective):
+    with pytest.raises(ValueError) as error:
+        config(tmp_path, objective=objective, model_init_kwargs={name: MODEL_INIT_VALUES[name], "dtype": "float32"})
+    assert f"model_init_kwargs[{name!r}] is not supported" in str(error.value)
+    assert MODEL_INIT_KWARGS_REFUSED[name] in str(error.value)
+    neutral = {name: False if MODEL_INIT_VALUES[name] is True else None}
+    assert config(tmp_path, objective=objective, model_init_kwargs=neutral).model_init_kwargs == neutral
+
+
+def test_other_generation_kwargs_pass(tmp_path):
+    assert config(tmp_path, generation_kwargs={"stop_strings": ["\n"]}).generation_kwargs
+
+
+def test_torch_compile_switched_on_by_its_backend_is_refused_too(tmp_path):
+    with pytest.raises(ValueError, match="torch_compile=True"):
+        config(tmp_path, torch_compile_backend="inductor")
+
+
+def test_all_refusals_come_in_one_message(tmp_path):
+    recipe = {
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "delta": 1.5,
+        "top_entropy_quantile": 0.2,
+        "importance_sampling_level": "token",
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_cap": 2.0,
+        "entropy_coef": 0.01,
+        "off_policy_mask_threshold": 0.5,
+    }
+    elsewhere = {"use_vllm": True, "top_p": 0.9, "torch_compile": True}
+    with pytest.raises(ValueError) as error:
+        config(tmp_path, **recipe, **elsewhere)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "10 options do not apply to objective='tbpo':"
+    assert {line.split("=")[0] for line in lines[1:11]} == {f"- {name}" for name in recipe}
+    assert all(REFUSED_BY_TBPO[name] in str(error.value) for name in recipe if name != "loss_type")
+    assert lines[11] == "objective='dapo' takes them as TRL does."
+    assert lines[12] == "Apart from them:"
+    assert [line.split("=")[0] for line in lines[13:]] == ["- torch_compile", "- top_p"]
+    # As it says.
+    del recipe["loss_type"]
+    c = config(tmp_path, objective="dapo", **recipe)
+    assert {name: getattr(c, name) for name in recipe} == recipe
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo-tis"])
+def test_neutral_values_pass(tmp_path, objective):
+    c = config(tmp_path, objective=objective, min_p=0.0, generation_kwargs={"do_sample": True, "stop_strings": ["."]})
+    assert (c.min_p, c.generation_kwargs) == (0.0, {"stop_strings": ["."]})
+    assert config(tmp_path, generation_kwargs='{"do_sample": true}', use_vllm=True).generation_kwargs == {}

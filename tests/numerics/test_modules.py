@@ -1,0 +1,163 @@
+"""A model's modules with engine numerics: the same bits in every batch, the gradients of the fast forward."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from learners import LENGTHS, make_adapted, make_model, make_sequences, needs_vllm, packed_log_probs, padded_log_probs
+from testing_utils import make_tiny_config, relative_error
+from trl_qarl.numerics.attach import (
+    attach_engine_numerics,
+    engine_numerics,
+)
+from trl_qarl.numerics.ops import token_log_probs
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@torch.no_grad()
+def test_a_sequence_gets_the_same_bits_in_every_batch(tmp_path, scheme, arithmetic):
+    model = make_model(tmp_path, scheme=scheme)
+    sequences = make_sequences(LENGTHS * 5)[:32]
+    with engine_numerics(model):
+        alone = [padded_log_probs(model, [row], "left")[0] for row in sequences]
+        batches = {"packed": packed_log_probs(model, sequences)}
+        for side in ("left", "right"):
+            for size in (2, 7, 32):
+                parts = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+                batches[f"{size}, padded on the {side}"] = [
+                    row for part in parts for row in padded_log_probs(model, part, side)
+                ]
+    for name, rows in batches.items():
+        assert all(torch.equal(a, b) for a, b in zip(alone, rows, strict=True)), name
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch, arithmetic):
+    model = make_model(tmp_path, arch)
+    exact = copy.deepcopy(model).double()
+    sequences = make_sequences()
+    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
+    with engine_numerics(model):
+        (torch.cat(padded_log_probs(model, sequences, "left")) * weights).sum().backward()
+    positions = 0
+    for row in sequences:
+        if len(row) == 1:
+            continue
+        logits = exact(torch.tensor([row])).logits[0, :-1]
+        logps = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+        (logps * weights[positions : positions + len(row) - 1]).sum().backward()
+        positions += len(row) - 1
+    for (name, ours), reference in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert ours.grad.dtype is torch.float32
+        distance = (ours.grad - reference.grad).norm() / reference.grad.norm()
+        # Forward and backward round to 8 bits at every operation.
+        assert distance < 0.03, f"{name}: {distance:.3f}"
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
+def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme, arithmetic):
+    model = make_model(tmp_path, scheme=scheme)
+    sequences = make_sequences()
+    results = []
+    with engine_numerics(model):
+        model.train()
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.zero_grad()
+            logps = torch.cat(padded_log_probs(model, sequences, "left"))
+            logps.sum().backward()
+            results.append((logps.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+    (logps, grads), (logps_again, grads_again) = results
+    assert torch.equal(logps, logps_again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["default", "padded", "packed"])
+@torch.no_grad()
+def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path, kind, arithmetic):
+    model = make_model(tmp_path, max_position_embeddings=64)
+    attach_engine_numerics(model)
+    ids = torch.arange(4, 69)[None]
+    arguments = {
+        "default": {},
+        "padded": {"attention_mask": torch.ones_like(ids)},
+        "packed": {"position_ids": torch.arange(65)[None]},
+    }[kind]
+    with pytest.raises(ValueError, match=r"has 65 tokens, and the model positions for 64 \(max_position_embeddings\)"):
+        model(ids, **arguments)
+    assert model(ids[:, :64]).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_autocast_changes_nothing(tmp_path):
+    model = make_model(tmp_path)
+    ids = torch.tensor([make_sequences()[1]])
+    with engine_numerics(model):
+        expected = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+def test_decoding_with_a_cache_gives_the_bits_of_whole_sequences(tmp_path, scheme, arithmetic):
+    model = make_model(tmp_path, scheme=scheme)
+    prompts = make_sequences((3, 40, 17))
+    ids = torch.tensor([[0] * (40 - len(row)) + row for row in prompts])
+    mask = (torch.arange(40) >= 40 - torch.tensor([[len(row)] for row in prompts])).long()
+    with engine_numerics(model):
+        torch.manual_seed(0)
+        generated = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=True,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        whole = [row + generated.sequences[i, 40:].tolist() for i, row in enumerate(prompts)]
+        scored = padded_log_probs(model, whole, "right")
+    for i, row in enumerate(whole):
+        logits = torch.stack([step[i] for step in generated.logits])
+        sampled = token_log_probs(logits, torch.tensor(row[-24:]))
+        assert torch.equal(sampled, scored[i][-24:])
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@torch.no_grad()
+def test_lora_gives_the_same_bits_in_any_batch_and_is_taken_out_again(tmp_path, is_merged, arithmetic):
+    model = make_adapted(tmp_path, is_merged=is_merged)
+    sequences = make_sequences()
+    before = model(torch.tensor([sequences[1]])).logits
+    names = {name: vars(module).keys() for name, module in model.named_modules()}
+    with engine_numerics(model):
+        with_adapter = padded_log_probs(model, sequences, "right")
+        for row, expected in zip(sequences, with_adapter, strict=True):
+            [alone] = padded_log_probs(model, [row], "left")
+            assert torch.equal(alone, expected)
+        with model.disable_adapter():
+            without = padded_log_probs(model, sequences, "right")
+        assert not torch.equal(with_adapter[1], without[1])
+    assert torch.equal(model(torch.tensor([sequences[1]])).logits, before)
+    assert {name: vars(module).keys() for name, module in model.named_modules()} == names
+
+
+@needs_vllm
+@torch.no_grad()
+def test_a_window_hides_what_is_before_it_and_has_no_cache():
+    config = make_tiny_config("mistral", sliding_window=20, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids = torch.tensor(make_sequences((60, 60)))
+    ids[1, 40:] = ids[0, 40:]
+    fast = model(ids).logits
+    attach_engine_numerics(model)
+    logits = model(ids, use_cache=False).logits
+    assert relative_error(logits, fast.double()) < 0.02
+    is_equal = (logits[0] == logits[1]).all(dim=-1)
+    assert is_equal[59:].all() and not is_equal[:59].any()
+    with pytest.raises(ValueError, match="a window of 20 tokens, and a cache drops keys before it"):
+        model.generate(ids, max_new_tokens=2)

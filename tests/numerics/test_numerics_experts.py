@@ -1,0 +1,216 @@
+"""
+Mixtures of experts with engine numerics, without an engine: routes and products are vLLM's where it is installed, a token's bits do not
+depend on the batch, gradients are those of float64.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_mixture, relative_error
+from trl_qarl import prepare_model
+from trl_qarl.numerics import cpu as kernels
+from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
+from trl_qarl.numerics.availability import check_engine_numerics
+from trl_qarl.numerics.experts import PackedExperts, experts, route
+
+
+REASON = kernels.reason_against()
+VLLM = [pytest.mark.vllm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral"]
+
+
+def needs_vllm(test):
+    for mark in VLLM:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(params=[pytest.param("vllm", marks=VLLM), "torch"])
+def arithmetic(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "reason_against", lambda: "it is not installed")
+
+
+def random(*shape, seed=0, std=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std
+
+
+def make_inputs(tokens=40, num_experts=8, hidden=64, inner=96):
+    """Tokens, routing that leaves expert 5 idle, and masters."""
+    logits = random(tokens, num_experts, seed=1)
+    logits[:, 5] = -30
+    weights, ids = route(logits.bfloat16(), 2, True)
+    masters = (
+        random(num_experts, 2 * inner, hidden, seed=2, std=0.1),
+        random(num_experts, hidden, inner, seed=3, std=0.1),
+    )
+    return random(tokens, hidden, seed=4).bfloat16(), ids, weights, *masters
+
+
+@needs_vllm
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("num_experts", [8, 60, 128])
+def test_routes_are_those_of_vllms_router(num_experts, renormalize):
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
+
+    # Rounded to bfloat16 many of them tie.
+    logits = random(500, num_experts).bfloat16()
+    theirs = select_experts(logits, logits, 4, use_grouped_topk=False, renormalize=renormalize)
+    for ours, their in zip(route(logits, 4, renormalize), theirs, strict=True):
+        assert torch.equal(ours, their.to(ours.dtype))
+    one_by_one = [route(row, 4, renormalize) for row in logits[:50].split(1)]
+    assert torch.equal(torch.cat([ids for _, ids in one_by_one]), route(logits, 4, renormalize)[1][:50])
+
+
+@needs_vllm
+def test_the_product_of_unquantized_experts_is_that_of_vllms_layer():
+    from types import SimpleNamespace
+
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    x, ids, weights, *masters = make_inputs()
+    masters = [master.bfloat16() for master in masters]
+    has_amx = torch.cpu._is_amx_tile_supported()
+    engine = object.__new__(cpu_moe.X86CPUUnquantizedExperts if has_amx else cpu_moe.CPUUnquantizedExperts)
+    engine.moe_config = SimpleNamespace(intermediate_size_per_partition=96, activation=MoEActivation.SILU)
+    engine.quant_config = FusedMoEQuantConfig.make()
+    layer = torch.nn.Module()
+    for name, master in zip(("w13_weight", "w2_weight"), masters, strict=True):
+        setattr(layer, name, torch.nn.Parameter(master.clone(), requires_grad=False))
+    engine.process_weights_after_loading(layer)
+    theirs = torch.empty_like(x)
+    routing = {"topk_weights": weights, "topk_ids": ids.int(), "activation": MoEActivation.SILU}
+    rest = dict.fromkeys(["expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta"])
+    engine.apply(
+        theirs,
+        x,
+        layer.w13_weight,
+        layer.w2_weight,
+        **routing,
+        **rest,
+        global_num_experts=8,
+        apply_router_weight_on_input=False,
+    )
+    assert torch.equal(PackedExperts(*masters)(x, ids, weights), theirs)
+
+
+def test_a_token_has_the_same_bits_whatever_comes_with_it(arithmetic):
+    x, ids, weights, *masters = make_inputs(tokens=300)
+    product = PackedExperts(*(master.bfloat16() for master in masters))
+    together = product(x, ids, weights)
+    for size in (1, 7, 130):
+        parts = zip(*(tensor[:150].split(size) for tensor in (x, ids, weights)), strict=True)
+        assert torch.equal(torch.cat([product(*part) for part in parts]), together[:150]), size
+
+
+def naive(x, ids, weights, gate_up, down):
+    """Token by token, expert by expert."""
+    rows = []
+    for token, chosen, shares in zip(x, ids.tolist(), weights, strict=True):
+        gates = [(gate_up[e] @ token).chunk(2) for e in chosen]
+        rows.append(sum(w * (down[e] @ (F.silu(g) * u)) for w, e, (g, u) in zip(shares, chosen, gates, strict=True)))
+    return torch.stack(rows)
+
+
+def test_values_and_gradients_of_unquantized_experts_are_those_of_float64(arithmetic):
+    x, ids, weights, *masters = make_inputs()
+    rounded = [master.bfloat16() for master in masters]
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, weights, *(r.float() for r in rounded))]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    y = experts(inputs[0], ids, *inputs[1:], PackedExperts(*rounded))
+    expected = naive(exact[0], ids, *exact[1:])
+    upstream = random(*y.shape, seed=9).bfloat16()
+    y.backward(upstream)
+    expected.backward(upstream.double())
+    assert relative_error(y, expected) < 2**-7
+    for ours, reference in zip(inputs, exact, strict=True):
+        assert ours.grad.dtype is ours.dtype
+        # Forward and backward round to 8 bits at each operation.
+        assert relative_error(ours.grad, reference.grad) < 2**-6
+    # An expert without a token, and one with.
+    assert all(master.grad[5].count_nonzero() == 0 < master.grad[4].count_nonzero() for master in inputs[2:])
+
+
+def make_model(directory, arch, scheme="bf16", **overrides):
+    path = make_tiny_mixture(directory, arch, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    return model
+
+
+def make_ids(batch=4, length=20):
+    return torch.randint(4, 260, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def log_probs(model, ids, **kwargs):
+    return model(input_ids=ids, labels=ids, fused_lm_head=True, attention_mask=torch.ones_like(ids), **kwargs)
+
+
+@pytest.mark.parametrize(("arch", "scheme"), [*((arch, "bf16") for arch in MIXTURES), ("qwen3_moe", "w4a16")])
+def test_a_model_gives_a_sequence_the_same_bits_in_every_batch_and_its_auxiliary_loss(
+    tmp_path, arch, scheme, arithmetic
+):
+    model, ids = make_model(tmp_path, arch, scheme).eval(), make_ids()
+    fast = model(input_ids=ids, output_router_logits=True)
+    with engine_numerics(model):
+        together = log_probs(model, ids, output_router_logits=True)
+        alone = [log_probs(model, row).log_probs for row in ids.split(1)]
+        assert torch.equal(together.log_probs, torch.cat(alone))
+        assert log_probs(model, ids).aux_loss is None
+        together.aux_loss.backward()
+    assert abs(together.aux_loss - fast.aux_loss) < 0.02 * fast.aux_loss
+    assert all(layer.mlp.gate.weight.grad.count_nonzero() for layer in model.model.layers)
+    assert torch.equal(fast.logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_gradients_reach_experts_routers_and_shared_experts(tmp_path, arch, arithmetic):
+    """In float64 and with the routes of the engine, as an expert that is chosen instead has another gradient."""
+    model, ids = make_model(tmp_path, arch), make_ids()
+    upstream = random(4, 19, seed=5)
+    routes = []
+    with engine_numerics(model):
+        hooks = [
+            layer.mlp.gate.register_forward_hook(lambda m, a, out: routes.append(out[2]))
+            for layer in model.model.layers
+        ]
+        (log_probs(model, ids).log_probs * upstream).sum().backward()
+        for hook in hooks:
+            hook.remove()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.double().config._experts_implementation = "eager"
+    for layer, chosen in zip(model.model.layers, routes, strict=True):
+        layer.mlp.gate.register_forward_hook(
+            lambda module, args, output, chosen=chosen: _forced(module, output[0], chosen)
+        )
+    logits = model(input_ids=ids).logits[:, :-1]
+    (torch.log_softmax(logits, -1).gather(2, ids[:, 1:, None])[..., 0] * upstream).sum().backward()
+    for name, parameter in model.named_parameters():
+        # Rounding to 8 bits at every operation of a model whose outputs depend on all of it.
+        assert relative_error(ours[name], parameter.grad) < 2**-4, name
+
+
+def _forced(router, logits, ids):
+    shares = torch.softmax(logits, -1).gather(1, ids)
+    return logits, shares / shares.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else shares, ids
+
+
+def test_mixtures_that_engines_compute_otherwise_are_refused(tmp_path):
+    for arch, fields, message in (
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not 0"),
+        ("olmoe", {}, "the operations of OlmoeForCausalLM are not known"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_engine_numerics(make_model(tmp_path, arch, **fields))
+
+
+@needs_vllm
+def test_experts_of_sizes_that_vllm_does_not_take_are_refused(tmp_path):
+    model = make_model(tmp_path, "qwen3_moe", moe_intermediate_size=40)
+    with pytest.raises(ValueError, match=r"mlp.experts' has sizes \(128, 40\); vLLM's product .* multiples of 32"):
+        attach_engine_numerics(model)

@@ -1,0 +1,128 @@
+"""Operations of engine numerics: values and gradients against float64. With vLLM's kernels and with those in torch that take their place."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from testing_utils import relative_error
+from trl_qarl.numerics import cpu as kernels
+from trl_qarl.numerics import ops
+from trl_qarl.numerics.ops import token_log_probs
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window"), [((5, 140, 33), None), ((1600,), None), ((5, 1100, 33), 33), ((700,), 600)]
+)
+def test_attention_has_the_gradient_of_exact_attention(lengths, window, arithmetic):
+    if window is not None and not kernels.has_engine_kernels():
+        pytest.skip("windows are vLLM's alone")
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(sum(lengths), heads, 64, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)
+    ]
+    output = ops.attention(*inputs, lengths, lengths, 0.125, window)
+    upstream = torch.randn(output.shape, generator=generator).bfloat16()
+    output.backward(upstream)
+    reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    parts = []
+    for q, k, v in zip(*(tensor.split(lengths) for tensor in reference), strict=True):
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.125
+        seen = torch.ones(len(q), len(q)).tril().triu(1 - (window or len(q))).bool()
+        scores = scores.masked_fill(~seen, -torch.inf)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    expected = torch.cat(parts)
+    expected.backward(upstream.double())
+    assert (output - expected).abs().max() < 0.02
+    for ours, exact in zip(inputs, reference, strict=True):
+        # One rounding to bfloat16.
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the size of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return output
+
+
+def test_no_tensor_of_attention_grows_with_the_square_of_the_length(arithmetic):
+    lengths = (2048, 2048)
+    inputs = [torch.randn(4096, heads, 32).bfloat16().requires_grad_() for heads in (2, 1, 1)]
+    with LargestTensor() as largest:
+        output = ops.attention(*inputs, lengths, lengths, 0.1)
+        output.backward(torch.ones_like(output))
+    # The scores of one head of one sequence alone would be 16 times as many; torch's kernel keeps a sum of each row.
+    assert 0 < largest.numel <= inputs[0].numel() < 2048**2 // 15
+
+
+def test_rotation_has_the_gradient_of_exact_rotation(arithmetic):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 3, 64, generator=generator).bfloat16().requires_grad_()
+    positions = torch.tensor([0, 1, 2, 3, 100, 7, 7, 1, 0])
+    angles = torch.arange(128.0)[:, None] * 10000 ** -(torch.arange(32) / 32)
+    cache = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
+    upstream = torch.randn(x.shape, generator=generator).bfloat16()
+    y = ops.rotate(x, positions, cache)
+    y.backward(upstream)
+    exact = x.detach().double().requires_grad_()
+    cos, sin = cache.double()[positions].unsqueeze(1).chunk(2, -1)
+    first, second = exact.chunk(2, -1)
+    expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    expected.backward(upstream.double())
+    torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_log_probs_have_values_and_gradients_of_log_softmax_and_entropy(temperature):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 32, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(48, 32, generator=generator) / 4).bfloat16().float().requires_grad_()
+    bias = torch.randn(48, generator=generator).requires_grad_()
+    tokens = torch.randint(0, 48, (300,), generator=generator)
+    upstream = torch.randn(2, 300, generator=generator)
+    product = kernels.PackedLinear(weight.detach().bfloat16())
+    values = ops.head_log_probs(hidden, weight, bias, product, tokens, temperature)
+    assert torch.equal(values[0], token_log_probs(product(hidden, bias), tokens, temperature))
+    (torch.stack(values) * upstream).sum().backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    log_probs = torch.log_softmax((exact[0] @ exact[1].t() + exact[2]) / temperature, -1)
+    expected = torch.stack([log_probs.gather(1, tokens[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
+    (expected * upstream).sum().backward()
+    for ours, reference in zip((hidden, weight, bias), exact, strict=True):
+        assert (ours.grad - reference.grad).norm() / reference.grad.norm() < 0.01
+
+
+def test_token_log_probs_has_value_and_gradient_of_log_softmax():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 300, 50, generator=generator).bfloat16().requires_grad_()
+    tokens = torch.randint(0, 50, (2, 300), generator=generator)
+    upstream = torch.randn(2, 300, generator=generator)
+    ours = token_log_probs(logits, tokens, 0.7)
+    (grad,) = torch.autograd.grad(ours, logits, upstream)
+    expected = torch.log_softmax(logits.float() / 0.7, -1).gather(2, tokens[..., None])[..., 0]
+    (expected_grad,) = torch.autograd.grad(expected, logits, upstream)
+    assert torch.equal(ours, expected)
+    torch.testing.assert_close(grad, expected_grad, rtol=2**-7, atol=1e-6)
+
+
+def test_lora_has_the_gradients_of_the_exact_branch():
+    generator = torch.Generator().manual_seed(0)
+    x, y, upstream = (torch.randn(2, 9, n, generator=generator).bfloat16().requires_grad_() for n in (96, 64, 64))
+    a, b = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((3, 96), (64, 3)))
+    inputs = (y, x, a, b)
+    output = ops.add_lora(*inputs, 1.7, 8)
+    grads = torch.autograd.grad(output, inputs, upstream)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = exact[0] + 1.7 * (exact[1] @ exact[2].t()) @ exact[3].t()
+    # Factors, the product with A, what is added and the sum are each rounded to bfloat16.
+    assert relative_error(output, expected) < 2**-7
+    for grad, exact_grad in zip(grads, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
+        assert relative_error(grad, exact_grad) < 2**-7

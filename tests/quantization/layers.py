@@ -1,0 +1,16 @@
+"""Tiny models and the names of their layers, for tests of what is made of them."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_config
+
+
+ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in ATTENTION + MLP]
+
+
+def tiny(arch="llama", **overrides):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(make_tiny_config(arch, **overrides))

@@ -1,0 +1,310 @@
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from testing_utils import MIXTURES, make_mixture, relative_error
+from trl_qarl.quantization.experts import QuantizedExperts, problem_of_experts
+from trl_qarl.quantization.quantize import quantize_activation
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.swap import convert_model, freeze_model, prepare_model, quantized_layers, restore_model
+from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.quantization.walk import iter_quantized_weights
+
+
+SCHEMES = ["w4a16", "w8a16", "w8a8", "fp8"]
+EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def mixtures():
+    return {arch: make_mixture(arch) for arch in MIXTURES}
+
+
+def experts_of(model):
+    return [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts")]
+
+
+def quantized(model, name="w4a16", **arguments):
+    return QuantizedExperts.from_experts(copy.deepcopy(experts_of(model)[-1]), get_scheme(name), **arguments)
+
+
+def route(num_tokens, dtype=torch.float32):
+    """Random routes of which the last expert has none, and one is a slot without an expert."""
+    torch.manual_seed(1)
+    ids = torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(num_tokens)])
+    ids[3, 1] = EXPERTS
+    x = torch.randn(num_tokens, 128, dtype=dtype, requires_grad=True)
+    return x, ids, torch.rand(num_tokens, 2, requires_grad=True)
+
+
+def straight_through(value, rounded):
+    return value + (rounded - value).detach()
+
+
+def naive(layer, x, ids, weights):
+    """Token by token and expert by expert, in float64; each expert's matrix is quantized by itself."""
+    masters = [getattr(layer, name).detach().double().requires_grad_() for name in ("gate_up_proj", "down_proj")]
+    x, weights = (t.detach().double().requires_grad_() for t in (x, weights))
+
+    def product(row, master, expert):
+        matrix = LowBitTensor.from_hp(master.detach()[expert].float(), layer.scheme, layer.scale_dtype)
+        matrix = matrix.gemm_weight().dequantize(torch.float64)
+        if layer.scheme.activation is not None:
+            codes, scale = quantize_activation(row.detach().float()[None], layer.scheme)
+            row = straight_through(row, (codes.double() * scale.double())[0])
+        return straight_through(master[expert], matrix) @ row
+
+    rows = []
+    for token, chosen in enumerate(ids.tolist()):
+        y = torch.zeros(x.shape[1], dtype=torch.float64)
+        for slot, expert in enumerate(chosen):
+            if expert < EXPERTS:
+                gate, up = product(x[token], masters[0], expert).chunk(2)
+                y = y + weights[token, slot] * product(F.silu(gate) * up, masters[1], expert)
+        rows.append(y)
+    return torch.stack(rows), (x, weights, *masters)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe"])
+def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
+    layer = quantized(mixtures[arch], name)
+    x, ids, weights = route(40)
+    y = layer(x, ids, weights)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    expected, leaves = naive(layer, x, ids, weights)
+    expected.backward(grad.double())
+    # An activation that lies half way between two codes is rounded otherwise by the last bit of float32: one step of it.
+    tolerance = 1e-6 if layer.scheme.activation is None else 2e-3
+    assert relative_error(y, expected) < tolerance
+    for actual, leaf in zip((x, weights, layer.gate_up_proj, layer.down_proj), leaves, strict=True):
+        assert relative_error(actual.grad, leaf.grad) < tolerance and torch.isfinite(actual.grad).all()
+    assert not layer.gate_up_proj.grad[-1].any() and not layer.down_proj.grad[-1].any(), "an expert without tokens"
+    assert not weights.grad[3, 1], "a slot without an expert"
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_low_bit_forms_are_those_of_each_expert_alone(mixtures, name):
+    layer = quantized(mixtures["qwen3_moe"], name, scale_dtype=torch.bfloat16)
+    for weight in layer.quantized_weights.values():
+        for expert, (master, low_bit) in enumerate(weight.matrices()):
+            assert torch.equal(master, weight.parameter[expert])
+            assert torch.equal(low_bit, LowBitTensor.from_hp(master, layer.scheme, torch.bfloat16))
+        assert weight.low_bit_weight().row_blocks(EXPERTS)[2] is weight.low_bit_weight().row_blocks(EXPERTS)[2]
+
+
+def test_experts_run_under_autocast_as_linear_layers_do(mixtures):
+    layer = quantized(mixtures["qwen3_moe"], scale_dtype=torch.bfloat16)
+    x, ids, weights = route(40)
+    y = layer(x.bfloat16(), ids, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = layer(x, ids, weights)
+        layer.use_quantized_forward = False
+        dense = layer(x, ids, weights)
+    assert under_autocast.dtype == dense.dtype == torch.bfloat16 and torch.equal(under_autocast, y)
+    under_autocast.float().sum().backward()
+    assert layer.down_proj.grad.dtype == torch.float32
+
+
+def test_without_the_quantized_forward_they_compute_what_transformers_does(mixtures):
+    model = mixtures["mixtral"]
+    layer, plain = quantized(model), experts_of(model)[-1]
+    layer.use_quantized_forward = False
+    x, ids, weights = route(40)
+    ids[3, 1] = (ids[3, 0] + 1) % EXPERTS
+    y, expected = layer(x, ids, weights), plain(x, ids, weights)
+    assert relative_error(y, expected.double()) < 1e-6
+    got = torch.autograd.grad(y.sum(), (x, weights, layer.gate_up_proj, layer.down_proj))
+    wanted = torch.autograd.grad(expected.sum(), (x, weights, plain.gate_up_proj, plain.down_proj))
+    assert all(relative_error(a, b.double()) < 1e-6 for a, b in zip(got, wanted, strict=True))
+
+
+def loss_and_gradients(model, ids, **arguments):
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids, **arguments).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_checkpointing_and_implementations_change_no_bit_and_the_router_is_trained():
+    model = make_mixture()
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    ids = torch.randint(3, 260, (2, 24))
+    loss, gradients = loss_and_gradients(model, ids)
+    trained = {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.gate.weight", "lm_head.weight"}
+    assert trained <= gradients.keys() and all(gradients[name].any() for name in trained)
+    # `generate` puts another name there, and users may.
+    for implementation in ("eager", *ALL_EXPERTS_FUNCTIONS.valid_keys()):
+        model.config._experts_implementation = implementation
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(ids, labels=ids).loss, loss)
+    model.train()
+    model.gradient_checkpointing_enable()
+    again, same = loss_and_gradients(model, ids)
+    assert torch.equal(again, loss) and all(torch.equal(same[name], gradients[name]) for name in gradients)
+
+
+def test_the_auxiliary_loss_reaches_the_router():
+    model = make_mixture()
+    prepare_model(model, "w4a16")
+    output = model(torch.randint(3, 260, (2, 24)), output_router_logits=True)
+    output.aux_loss.backward()
+    assert model.model.layers[1].mlp.gate.weight.grad.any()
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_every_layout_that_is_named_is_quantized_and_its_routers_are_not(mixtures, arch):
+    model = copy.deepcopy(mixtures[arch])
+    report = prepare_model(model, "w4a16")
+    is_dense_first = hasattr(model.config, "first_k_dense_replace")
+    found = [name for name, layer in quantized_layers(model).items() if isinstance(layer, QuantizedExperts)]
+    assert (
+        found == [f"model.layers.{index}.mlp.experts" for index in range(is_dense_first, 2)] == [*report.num_experts]
+    )
+    assert f"and {EXPERTS * len(found)} experts in {len(found)} layers quantized" in str(report)
+    assert {report.converted[name] for name in found} == {64}
+    assert not any(re.search(r"\.gate$|shared_expert_gate$|lm_head$", name) for name in report.converted)
+    state = mixtures[arch].state_dict()
+    assert state.keys() == model.state_dict().keys()
+    loss_and_gradients(model, torch.randint(3, 260, (1, 8)))
+    # It shares what it was made from, and gives it back.
+    assert restore_model(model) == len(report.converted)
+    assert type(model.get_submodule(found[0])) is type(mixtures[arch].get_submodule(found[0]))
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+
+
+def test_frozen_experts_compute_what_they_did_and_hold_no_master(mixtures):
+    model, ids = copy.deepcopy(mixtures["qwen2_moe"]), torch.randint(3, 260, (2, 24))
+    prepare_model(model, "w4a16")
+    masters = sum(weight.parameter.nbytes for _, weight in iter_quantized_weights(model))
+    expected = model(ids).logits
+    assert freeze_model(model) == masters
+    logits = model(ids).logits
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    assert model.model.layers[0].mlp.gate.weight.grad.any(), "gradients pass through frozen experts"
+    with pytest.raises(ValueError, match="frozen: their masters are gone"):
+        restore_model(model)
+
+
+def test_converted_models_keep_frozen_experts(mixtures):
+    model, ids = copy.deepcopy(mixtures["qwen3_moe"]), torch.randint(3, 260, (2, 24))
+    report = prepare_model(model, "w8a8")
+    expected = model(ids).logits
+    assert convert_model(model) == len(report.converted)
+    assert [*quantized_layers(model)] == [*report.num_experts]
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_codes_that_change_are_counted_and_unchanged_experts_are_kept():
+    model = make_mixture()
+    prepare_model(model, "w4a16")
+    weight = dict(iter_quantized_weights(model))["model.layers.0.mlp.experts.down_proj"]
+    before = weight.low_bit_weight()
+    assert weight.low_bit_weight() is before
+    with torch.no_grad():
+        weight.parameter[3] = weight.parameter[3].flip(0)
+    after = weight.low_bit_weight()
+    assert after is not before and weight.num_flipped_codes > 0
+    changed = [not torch.equal(a, b) for a, b in zip(before.row_blocks(8), after.row_blocks(8), strict=True)]
+    assert changed == [expert == 3 for expert in range(8)]
+
+
+def test_one_group_size_divides_both_sizes_or_the_experts_are_refused():
+    model = make_mixture(moe_intermediate_size=96)
+    report = prepare_model(model, "w4a16")
+    assert {report.converted[name] for name in report.num_experts} == {32}
+    assert {weight.low_bit_weight().group_size for n, weight in iter_quantized_weights(model) if "experts" in n} == {
+        32
+    }
+    with pytest.raises(ValueError, match=r"mlp\.experts'.*hidden size 128 and intermediate size 48.*in_features=48"):
+        prepare_model(make_mixture(moe_intermediate_size=48), "w4a16")
+    with pytest.raises(ValueError, match="scheme 'mxfp4a16' of experts: no reader"):
+        prepare_model(make_mixture(), "mxfp4a16")
+
+
+SINGLE = "model.layers.0.mlp.experts.3.gate_proj"
+
+
+@pytest.mark.parametrize("pattern", [SINGLE, "down_proj", "re:.*gate_proj", "model.layers.0.mlp.experts.down_proj"])
+def test_patterns_that_split_the_experts_of_a_layer_are_refused(pattern):
+    model = make_mixture()
+    message = "not all of it: the experts of a layer are quantized as one"
+    if pattern != "down_proj":
+        with pytest.raises(ValueError, match=message):
+            prepare_model(model, {pattern: "w8a8", "_default": "w4a16"})
+    with pytest.raises(ValueError, match=message):
+        prepare_model(model, "w4a16", exclude_modules=pattern.removeprefix("re:"))
+
+
+def test_patterns_name_experts_as_a_whole():
+    model = make_mixture()
+    report = prepare_model(model, {"re:.*_proj": "w8a8"})
+    assert {scheme.name for scheme in report.schemes.values()} == {"w8a8"} and len(report.num_experts) == 2
+    restore_model(model)
+    report = prepare_model(model, {"re:.*experts": "w4a16", "_default": "w8a8"})
+    assert [report.schemes[name].name for name in report.num_experts] == ["w4a16", "w4a16"]
+    restore_model(model)
+    report = prepare_model(model, "w4a16", exclude_modules="experts")
+    assert not report.num_experts and report.skipped["model.layers.0.mlp.experts"] == "exclude_modules"
+    restore_model(model)
+    with pytest.raises(ValueError, match="Experts of different layers have"):
+        prepare_model(model, {"model.layers.0.mlp.experts": "w4a16", "_default": "w8a8"})
+
+
+OTHER_LAYOUTS = {
+    "gpt_oss": ({"num_local_experts": 4}, "stored transposed"),
+    "llama4_text": ({"num_local_experts": 4, "intermediate_size_mlp": 64}, "no interface"),
+    "granitemoe": ({"num_local_experts": 4}, "in one tensor"),
+}
+
+
+@pytest.mark.parametrize("arch", OTHER_LAYOUTS)
+def test_other_layouts_are_left_alone_by_name_and_reason(arch):
+    fields, reason = OTHER_LAYOUTS[arch]
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2, "pad_token_id": 0}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **sizes, **heads, **fields))
+    report = prepare_model(model, "w8a8")
+    [skipped] = [why for name, why in report.skipped.items() if name.endswith("experts")]
+    assert reason in skipped and skipped.startswith(type(experts_of(model)[0]).__name__)
+
+
+def test_experts_with_a_gate_of_their_own_biases_or_other_sizes_are_refused(mixtures):
+    experts = copy.deepcopy(experts_of(mixtures["qwen3_moe"])[0])
+    assert problem_of_experts(experts) is None
+    for change, reason in (({"has_bias": True}, "biases"), ({"has_gate": False}, "no gate")):
+        changed = copy.deepcopy(experts)
+        vars(changed).update(change)
+        with pytest.raises(TypeError, match=reason):
+            QuantizedExperts.from_experts(changed, get_scheme("w4a16"))
+    experts.num_experts = 7
+    assert "do not fit 7 experts" in problem_of_experts(experts)
+    own = type("Own", (type(experts),), {"_apply_gate": lambda self, gate_up: gate_up})
+    assert "activation of its own" in problem_of_experts(own(mixtures["qwen3_moe"].config))
+
+
+@pytest.mark.parametrize("name", ["mxfp4a16", "nvfp4a16"])
+def test_experts_in_fp4_are_refused(name):
+    with pytest.raises(
+        ValueError, match=rf"scheme '{name}' of experts: no reader of such a checkpoint has been tried"
+    ):
+        prepare_model(make_mixture(), name)
+
+
+def test_the_page_names_the_mixtures_of_these_tests():
+    page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
+    for title, archs in (("quantized", MIXTURES), ("refused", OTHER_LAYOUTS)):
+        table = page.partition(f"<!-- mixtures that are {title} -->")[2].partition("<!-- end -->")[0]
+        assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ["model_type", *sorted(archs)]
+    for arch, (_, reason) in OTHER_LAYOUTS.items():
+        assert re.search(rf"`{arch}` \| .*{reason}", page)

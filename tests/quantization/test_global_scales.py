@@ -1,0 +1,84 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing_utils import make_tiny_model
+from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.cli import main
+from trl_qarl.quantization.global_scales import global_scales, share_global_scales
+from trl_qarl.quantization.swap import quantized_layers, restore_model
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = make_tiny_model(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight *= 8
+            layer.mlp.up_proj.weight *= 100
+    return model
+
+
+def test_layers_of_one_matrix_share_the_divisor_of_the_largest_weight(model):
+    prepare_model(model, "nvfp4a16", scale_dtype=torch.bfloat16)
+    layers = quantized_layers(model)
+    scales = global_scales(layers)
+    assert scales.keys() == layers.keys() and len(set(scales.values())) > 2
+    for name, scale in scales.items():
+        parent, _, leaf = name.rpartition(".")
+        largest_of = {"q_proj": "k_proj", "v_proj": "k_proj", "gate_proj": "up_proj"}
+        largest = layers[f"{parent}.{largest_of.get(leaf, leaf)}"].weight.abs().max().item()
+        assert 2688 / largest / 8 < scale <= 2688 / largest / 4
+
+
+def test_an_update_does_not_change_it_and_layers_of_several_are_not_exported(model, tmp_path):
+    prepare_model(model, "nvfp4a16", scale_dtype=torch.bfloat16)
+    layers = quantized_layers(model)
+    before = global_scales(layers)
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.low_bit_weight()
+            layer.weight *= 3
+            layer.low_bit_weight()
+    assert global_scales(layers) == before
+    export_checkpoint(model, tmp_path / "export")
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    assert {name: tensors[f"{name}.weight_global_scale"].item() for name in before} == before
+    layers["model.layers.0.self_attn.v_proj"].quantized_weights["weight"].global_scale /= 2
+    with pytest.raises(ValueError, match="global scales .*v_proj.* differ, and vLLM would take one"):
+        quantization_config(model)
+
+
+def test_masters_are_exported_with_the_divisors_of_their_run(model, tmp_path):
+    prepare_model(model, "nvfp4a16", scale_dtype=torch.bfloat16)
+    layers = quantized_layers(model)
+    scales = global_scales(layers)
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.weight *= 3
+    expected = {name: layer.low_bit_weight().checkpoint_tensors() for name, layer in layers.items()}
+    restore_model(model)
+    masters = tmp_path / "masters"
+    model.save_pretrained(masters)
+    AutoTokenizer.from_pretrained(model.name_or_path).save_pretrained(masters)
+    record = {"scheme": "nvfp4a16", "grids": ["e2m1"], "group_size": 16, "exclude_modules": None}
+    record["scale_dtype"] = "bfloat16"
+    for of_the_run in (True, False):
+        (masters / "qarl.json").write_text(json.dumps(record | ({"global_scales": scales} if of_the_run else {})))
+        folder = tmp_path / f"export-{of_the_run}"
+        assert main(["export", "--model_name_or_path", str(masters), "--output_dir", str(folder)]) == 0
+        tensors = load_file(folder / "model.safetensors")
+        same = [
+            torch.equal(tensors[f"{name}.{leaf}"].view(torch.uint8), value.view(torch.uint8))
+            for name, parts in expected.items()
+            for leaf, value in parts.items()
+        ]
+        assert all(same) == of_the_run
+    prepare_model(model, "nvfp4a16")
+    with pytest.raises(ValueError, match="global_scales has no entry"):
+        share_global_scales(quantized_layers(model), {"other": 2.0})

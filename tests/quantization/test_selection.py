@@ -1,0 +1,66 @@
+import re
+
+import pytest
+from torch import nn
+
+from layers import LAYERS, tiny
+from trl_qarl.quantization.linear import QuantizedLinear
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.swap import (
+    prepare_model,
+)
+
+
+@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
+def test_routers_stay_and_gate_proj_does_not(name):
+    model = nn.Module()
+    model.mlp = nn.Module()
+    setattr(model.mlp, name, nn.Linear(128, 4))
+    model.mlp.gate_proj = nn.Linear(128, 128)
+    report = prepare_model(model, "w4a16")
+    assert list(report.converted) == ["mlp.gate_proj"]
+    assert report.skipped == {f"mlp.{name}": "router"}
+
+
+def test_head_under_another_name_is_recognised_by_its_tie():
+    model = nn.Module()
+    model.embed = nn.Embedding(64, 128)
+    model.out = nn.Linear(128, 64, bias=False)
+    model.out.weight = model.embed.weight
+    model.body = nn.Linear(128, 128)
+    report = prepare_model(model, "w4a16")
+    assert report.skipped == {"out": "shares the embedding's weight"}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(128, 0), (0, 128)])
+def test_layers_without_weights_are_left_alone_with_the_reason(shape):
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(*shape))
+    report = prepare_model(model, "w4a16")
+    assert list(report.converted) == ["0"] and report.skipped == {"1": "no weights"}
+    with pytest.raises(ValueError, match=rf"no weights to quantize: shape \({shape[1]}, {shape[0]}\)"):
+        QuantizedLinear.from_linear(nn.Linear(*shape), get_scheme("w4a16"))
+
+
+def test_exclude_modules_takes_names_last_components_and_a_regular_expression():
+    def excluded(patterns):
+        report = prepare_model(tiny(), "w4a16", exclude_modules=patterns)
+        return [name for name, why in report.skipped.items() if why == "exclude_modules"]
+
+    assert excluded(["o_proj"]) == [name for name in LAYERS if name.endswith("o_proj")]
+    assert excluded(["model.layers.0.mlp.down_proj"]) == ["model.layers.0.mlp.down_proj"]
+    assert excluded(r"model\.layers\.1\..*") == LAYERS[7:]
+    # A command line and a YAML file cannot tell one name from a list of one.
+    assert excluded("o_proj") == excluded(["o_proj"])
+    assert excluded([r"model\.layers\.1\..*"]) == LAYERS[7:]
+
+
+@pytest.mark.parametrize("pattern", ["o_pro", "layers.1", "*o_proj"])
+def test_exclude_pattern_without_a_hit_raises(pattern):
+    with pytest.raises(ValueError, match=f"{re.escape(repr(pattern))} matches none of the 15"):
+        prepare_model(tiny(), "w4a16", exclude_modules=["down_proj", pattern])
+
+
+def test_excluding_everything_raises():
+    with pytest.raises(ValueError, match="all skipped"):
+        prepare_model(tiny(), "w4a16", exclude_modules=r"model\..*")

@@ -1,0 +1,253 @@
+"""Weights to a server over HTTP and HTTPS: the real gate and the real client, with the stand-in for the engine behind."""
+
+import asyncio
+import datetime
+import ipaddress
+import json
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trl_qarl.rollout.http_session import CheckedSession, ServerLost
+from trl_qarl.rollout.http_transport import HTTPTransport, choose_transport, sends_changes
+from trl_qarl.rollout.server_process import free_port
+from trl_qarl.rollout.transports import FileTransport, NCCLTransport
+from trl_qarl.vllm_plugin.gate import PublicationGate
+from trl_qarl.wire.protocol import FILE_BACKEND, NCCL_BACKEND, UPLOAD_PATH, PublishError
+from trl_qarl.wire.transfer_dir import make_transfer_dir
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+SECRET = "7" * 64
+TENSORS = [("a.weight", torch.arange(100_000, dtype=torch.int32)), ("b.weight", torch.ones(7, dtype=torch.bfloat16))]
+
+
+def write_certificate(folder, days=1) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that has signed itself, and its key; expired with a negative number of days."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a server of a test")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(days=9)).not_valid_after(
+        now + datetime.timedelta(days)
+    )
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = builder.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    paths = folder / "certificate.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    encoding = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    paths[1].write_bytes(key.private_bytes(*encoding))
+    return paths
+
+
+class Between:
+    """What is between trainer and server: notes the size of each piece, refuses large bodies, and has hiccups."""
+
+    def __init__(self, app):
+        self.app, self.pieces, self.limit, self.hiccups = app, [], 10**9, []
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http" and scope["path"] == UPLOAD_PATH:
+            size = int(dict(scope["headers"])[b"content-length"])
+            self.pieces.append(size)
+            status = 413 if size > self.limit else self.hiccups.pop(0) if self.hiccups else None
+            if status is not None:
+                await send({"type": "http.response.start", "status": status, "headers": [(b"connection", b"close")]})
+                return await send({"type": "http.response.body", "body": b"<html/>"})
+        await self.app(scope, receive, send)
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """Starts a server with the gate in a thread."""
+    uvicorn = pytest.importorskip("uvicorn")
+    from stand_in import Engine
+
+    monkeypatch.setenv("TRL_QARL_TRANSFER_DIR", str(tmp_path / "transfer"))
+    make_transfer_dir(tmp_path / "transfer")
+    started = []
+
+    def start(backend=FILE_BACKEND, **options):
+        engine = Engine(
+            ["--model", "m", "--dtype", "float32", "--weight-transfer-config", json.dumps({"backend": backend})]
+        )
+        between, port = Between(PublicationGate(engine, SECRET)), free_port()
+        server = uvicorn.Server(uvicorn.Config(between, "127.0.0.1", port, log_level="error", **options))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+        thread.start()
+        started.append((server, thread))
+        scheme = "https" if options else "http"
+        return SimpleNamespace(url=f"{scheme}://127.0.0.1:{port}", engine=engine, between=between)
+
+    yield start
+    for server, thread in started:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+def connect(server, **options):
+    pytest.importorskip("vllm")
+    from trl_qarl.rollout.client import QaRLClient
+
+    return QaRLClient(server.url, connection_timeout=20, request_timeout=5, token=SECRET, **options)
+
+
+def publish(transport, tensors=TENSORS):
+    transport.begin()
+    transport.send(tensors)
+    transport.finish({name: "x" for name, _ in tensors}, "1")
+
+
+def arrived(server, tmp_path, monkeypatch, transport):
+    """The tensors that the engine reads of an update."""
+    seen, update = {}, server.engine.update_weights
+
+    def look(body):
+        seen.update(load_file(tmp_path / "transfer" / body["update_info"]["file"]))
+        return update(body)
+
+    monkeypatch.setattr(server.engine, "update_weights", look)
+    publish(transport)
+    return seen
+
+
+def is_sent(tensors):
+    return tensors.keys() == dict(TENSORS).keys() and all(
+        torch.equal(tensors[name], tensor) for name, tensor in TENSORS
+    )
+
+
+def test_weights_reach_a_server_over_tls(serve, tmp_path, monkeypatch):
+    certificate, key = write_certificate(tmp_path)
+    server = serve(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    # Of an environment that names certificates for everything else.
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(key))
+    client = connect(server, ca_certs=certificate)
+    transport, reason = choose_transport(client, "http")
+    assert type(transport) is HTTPTransport and reason == "asked for"
+    transport._piece_bytes = 2**16
+    assert is_sent(arrived(server, tmp_path, monkeypatch, transport))
+    assert server.between.pieces[:6] == [2**16] * 6 and len(server.between.pieces) == 7
+    assert not client.has_lost_session()
+    # Nothing stays in the directory but the mark.
+    assert [path.name for path in (tmp_path / "transfer").iterdir()] == [client.transfer_mark]
+    client.close_session()
+
+
+@pytest.mark.parametrize(("days", "named", "message"), [(1, False, "self.signed certificate"), (-1, True, "expired")])
+def test_a_certificate_that_is_unknown_or_expired_is_refused_at_once(serve, tmp_path, days, named, message):
+    certificate, key = write_certificate(tmp_path, days)
+    server = serve(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    session = CheckedSession(5, 5, certificate if named else None)
+    deadline = 100
+    while deadline:
+        try:
+            session.get(f"{server.url}/health")
+        except ServerLost:
+            # Not there yet.
+            deadline -= 1
+            time.sleep(0.1)
+        except ValueError as error:
+            assert re.search(message, str(error)) and "vllm_ssl_ca_certs" in str(error)
+            return
+    pytest.fail("the certificate was taken")
+
+
+def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_path, monkeypatch):
+    server = serve()
+    client = connect(server)
+    transport = HTTPTransport(client)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    server.between.limit, server.between.hiccups = 100_000, [503, 502, 504]
+    assert is_sent(arrived(server, tmp_path, monkeypatch, transport))
+    assert server.between.pieces[0] > 400_000
+    assert transport._piece_bytes <= 100_000
+    # No piece of any size, and hiccups that do not end.
+    server.between.limit = 1000
+    with pytest.raises(PublishError, match="status 413"):
+        publish(transport)
+    server.between.limit, server.between.hiccups = 10**9, [503] * 99
+    with pytest.raises(ServerLost, match="status 503"):
+        publish(transport)
+    server.between.hiccups = [500]
+    with pytest.raises(PublishError, match="status 500"):
+        publish(transport)
+    server.between.hiccups = [200]
+    with pytest.raises(PublishError, match="answered something else"):
+        publish(transport)
+    client.close_session()
+
+
+def test_an_answer_that_never_advances_is_an_error():
+    transport = HTTPTransport(SimpleNamespace(has_lost_session=lambda: False))
+    transport._post = lambda *piece: {"received": 5}
+    with pytest.raises(PublishError, match="pieces of weights had no effect"):
+        transport._upload(memoryview(bytes(100)))
+
+
+class Described:
+    """A client as far as the choice of a transport needs it."""
+
+    def __init__(self, url, backend=FILE_BACKEND, transfer_dir="/nowhere", transfer_mark="trl-qarl-here"):
+        self.base_url, self.backend = url, backend
+        self.transfer_dir, self.transfer_mark = transfer_dir, transfer_mark
+
+    def call_workers(self, method):
+        return [{"backend": self.backend}]
+
+
+def test_the_transport_is_that_of_the_servers_place(tmp_path):
+    (tmp_path / "trl-qarl-here").touch()
+    here = Described("http://10.0.0.7:8000", transfer_dir=str(tmp_path))
+    assert type(choose_transport(here)[0]) is FileTransport
+    assert type(choose_transport(Described("http://10.0.0.7:8000", NCCL_BACKEND))[0]) is NCCLTransport
+    # A server of an earlier release says no mark.
+    assert type(choose_transport(Described("http://10.0.0.7:8000", transfer_mark=None))[0]) is FileTransport
+    for url in ("https://10.0.0.7:8000", "http://127.0.0.1:8000", "http://localhost:8000"):
+        transport, reason = choose_transport(Described(url))
+        assert type(transport) is HTTPTransport and reason == "this host does not see the server's transfer directory"
+    assert type(choose_transport(here, "http", allow_plain_http=True)[0]) is HTTPTransport
+
+
+def test_changes_alone_are_sent_over_http_unless_said_otherwise():
+    http, file, nccl = HTTPTransport(None), FileTransport(None), NCCLTransport(None)
+    assert [sends_changes(transport, None) for transport in (http, file, nccl)] == [True, False, False]
+    assert [sends_changes(transport, True) for transport in (http, file)] == [True, True]
+    assert not sends_changes(http, False)
+    with pytest.raises(ValueError, match="vllm_delta_sync=True, but the server takes weights over NCCL"):
+        sends_changes(nccl, True)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "http"])
+def test_weights_do_not_travel_in_clear_text_unless_that_is_said(wanted):
+    with pytest.raises(
+        ValueError, match="http://10.0.0.7:8000 in clear text.*ssl-certfile.*vllm_allow_plain_http=True"
+    ):
+        choose_transport(Described("http://10.0.0.7:8000"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "backend", "message"),
+    [
+        (
+            "nccl",
+            FILE_BACKEND,
+            "'nccl', but the server was started for files and HTTP. Start it with `--transport nccl`",
+        ),
+        ("http", NCCL_BACKEND, "'http', but the server was started for NCCL. Start it with `--transport file`"),
+    ],
+)
+def test_a_transport_that_the_server_does_not_have_is_refused(wanted, backend, message):
+    with pytest.raises(ValueError, match=message):
+        choose_transport(Described("https://a", backend), wanted)

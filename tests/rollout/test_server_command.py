@@ -1,0 +1,110 @@
+import json
+
+import pytest
+from torch import nn
+
+from trl_qarl import prepare_model
+from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
+
+
+def option(argv, name):
+    return argv[argv.index(name) + 1]
+
+
+def test_the_command_holds_everything_a_trainer_needs():
+    scheme = {"quant_method": "compressed-tensors"}
+    argv, environment = build_server_command("some/model", scheme, port=8001, vllm_args=["--max-model-len", "4096"])
+    assert argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert option(argv, "--model") == "some/model"
+    assert option(argv, "--host") == "127.0.0.1" and option(argv, "--port") == "8001"
+    assert option(argv, "--load-format") == "dummy"
+    assert json.loads(option(argv, "--hf-overrides")) == {"quantization_config": scheme}
+    assert option(argv, "--logprobs-mode") == "processed_logprobs"
+    assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "qarl_nccl"}
+    assert option(argv, "--middleware").endswith("PublicationGate")
+    assert option(argv, "--max-model-len") == "4096"
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def test_on_a_cpu_weights_go_through_files(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    argv, environment = build_server_command("m", None, on_cpu=True, transfer_dir="/shared/dir")
+    assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "qarl"}
+    assert "--enforce-eager" in argv and "--hf-overrides" not in argv
+    assert environment[TRANSFER_DIR_VARIABLE] == "/shared/dir"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and environment["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    # Not a default: with AMX, vLLM would round activations.
+    for name in ("VLLM_CPU_INT4_W4A8", "VLLM_CPU_ATTN_SPLIT_KV"):
+        monkeypatch.setenv(name, "1")
+        assert build_server_command("m", None, on_cpu=True)[1][name] == "0"
+
+
+def test_options_that_only_look_like_forbidden_ones_pass():
+    allowed = ["--config-format", "hf", "--tensor-parallel-size", "2", "--kv-cache-metrics", "--seed=3", "-tp", "2"]
+    argv, _ = build_server_command("m", None, vllm_args=allowed)
+    assert argv[-len(allowed) :] == allowed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"transport": "nccl", "on_cpu": True}, "needs GPUs on both sides"),
+        ({"transport": "mpi"}, "Choose 'file' or 'nccl'"),
+        ({"vllm_args": ["--load-format", "auto"]}, "weights come from the trainer"),
+        ({"vllm_args": ["--logprobs_mode=raw_logprobs"]}, "after temperature"),
+        ({"vllm_args": ["--api-server-count", "4"]}, "one API process"),
+        ({"vllm_args": ["--kv-cache-dtype", "fp8"]}, "does not round keys and values"),
+        ({"vllm_args": ["--kv_cache_dtype=fp8"]}, "does not round keys and values"),
+        ({"vllm_args": ["--speculative-config", "{}"]}, "draft model"),
+        ({"vllm_args": ["--speculative_config.model", "m"]}, "draft model"),
+        ({"vllm_args": ["-sc", "{}"]}, "draft model"),
+        ({"vllm_args": ["--spec-model=m"]}, "draft model"),
+        ({"vllm_args": ["--config", "vllm.yaml"]}, "could hold any of the options"),
+        ({"vllm_args": ["--generation-config", "vllm"]}, "trainer decides how tokens are sampled"),
+        ({"vllm_args": ["--override_generation_config={}"]}, "trainer decides how tokens are sampled"),
+        ({"vllm_args": ["--data-parallel-size", "2"]}, "one server for each trainer"),
+        ({"vllm_args": ["--data_parallel_size_local=2"]}, "one server for each trainer"),
+        ({"vllm_args": ["-dp", "2"]}, "one server for each trainer"),
+        ({"vllm_args": ["--pipeline_parallel_size", "2"]}, "a part of the model"),
+        ({"vllm_args": ["-pp=2"]}, "a part of the model"),
+        ({"vllm_args": ["--enable-lora"]}, "it follows from --max_lora_rank"),
+        ({"vllm_args": ["--max-lora-rank=64"]}, "it follows from --max_lora_rank"),
+        ({"vllm_args": ["--lora-dtype", "float16"]}, "dtype of the model, as in the learner"),
+        ({"vllm_args": ["--lora-modules", "a=b"]}, "the adapter comes from the trainer"),
+        # vLLM's parser takes the beginning of a name, and single entries of a dictionary.
+        ({"vllm_args": ["--load-f", "auto"]}, "weights come from the trainer"),
+        ({"vllm_args": ["--hf-overrides.rope_theta", "7"]}, "carries the scheme"),
+    ],
+)
+def test_what_would_break_publication_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build_server_command("m", None, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu", "message"),
+    [
+        ("bfloat16", True, "w4a8.*cannot roll out in vLLM on a CPU.*`use_vllm=False`"),
+        ("float16", False, "not in float16"),
+    ],
+)
+def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, message):
+    model = nn.Sequential(nn.Linear(128, 128))
+    prepare_model(model, "w4a8")
+    config = quantization_config(model)
+    with pytest.raises(ValueError, match=message):
+        build_server_command("m", config, dtype=dtype, on_cpu=on_cpu)
+    assert build_server_command("m", config)  # bfloat16 on a GPU
+    prepare_model(other := nn.Sequential(nn.Linear(128, 128)), "w4a16")
+    assert build_server_command("m", quantization_config(other), dtype=dtype, on_cpu=on_cpu)
+
+
+def test_on_a_gpu_mxfp4_gets_the_kernel_that_leaves_activations_alone():
+    for scheme, has_choice in (("mxfp4a16", True), ("w4a16", False)):
+        prepare_model(model := nn.Sequential(nn.Linear(128, 128)), scheme)
+        argv, _ = build_server_command("m", quantization_config(model))
+        assert ("--kernel-config" in argv) == has_choice
+        assert '{"linear_backend_per_quant": {"mxfp4": "marlin"}}' in argv or not has_choice
+        assert "--kernel-config" not in build_server_command("m", quantization_config(model), on_cpu=True)[0]

@@ -1,0 +1,134 @@
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from trl_qarl.rollout import transports
+from trl_qarl.rollout.transports import FileTransport
+from trl_qarl.wire.protocol import PublishError
+from trl_qarl.wire.transfer_dir import owned_prefix
+
+
+class Client:
+    """The server of one transfer directory; remembers what it found there."""
+
+    def __init__(self, directory, instance="0123456789abcdef"):
+        self.transfer_dir, self.instance = str(directory), instance
+        self.tensors, self.modes, self.failure = {}, [], None
+
+    def call_workers(self, method, **kwargs):
+        return [None]
+
+    def control(self, path, body=None):
+        if path == "/update_weights":
+            assert os.listdir(self.transfer_dir) == [body["update_info"]["file"]]
+            file = os.path.join(self.transfer_dir, body["update_info"]["file"])
+            self.modes.append(os.stat(file).st_mode & 0o777)
+            self.tensors |= load_file(file)
+            if self.failure:
+                raise self.failure
+
+
+def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
+    client, umask = Client(tmp_path), os.umask(0o022)
+    try:
+        transport, mine = FileTransport(client), tmp_path / "model.safetensors"
+        transport.begin()
+        transport.send([("a", torch.ones(3))])
+        assert client.modes == [0o600] and client.tensors["a"].tolist() == [1, 1, 1]
+        assert os.umask(0o022) == 0o022
+        client.failure = PublishError("no")
+        with pytest.raises(PublishError, match="no"):
+            transport.send([("a", torch.ones(3))])
+    finally:
+        os.umask(umask)
+    assert os.listdir(tmp_path) == [] and not mine.exists()
+
+
+def dead_prefix():
+    """What a trainer calls its files that has ended since."""
+    code = "from trl_qarl.wire.transfer_dir import owned_prefix; print(owned_prefix())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_only_what_dead_trainers_left_is_removed(tmp_path):
+    client = Client(tmp_path)
+    host, pid, start = owned_prefix().removeprefix("trl-qarl-").rstrip("-").split("-")
+    another, elsewhere = "fedcba9876543210", f"trl-qarl-{'0' * 8}-{pid}-{start}-"
+    stays = [
+        # Of a trainer that lives, on this host or perhaps on another, with another server that shares the directory.
+        f"{owned_prefix()}{another}-x.safetensors",
+        f"{elsewhere}{another}-x.safetensors",
+        "model.safetensors",
+        "trl-qarl-notes.safetensors",
+    ]
+    goes = [
+        f"{dead_prefix()}{another}-x.safetensors",
+        f"trl-qarl-{host}-{pid}-{int(start) + 1}-{another}-x.safetensors",
+        # The server works for this trainer alone now.
+        f"{elsewhere}{client.instance}-x.safetensors",
+    ]
+    for name in stays + goes:
+        (tmp_path / name).write_bytes(b"weights")
+    unfinished = tmp_path / f"{dead_prefix()}{another}-y"
+    unfinished.mkdir()
+    (unfinished / ".tmp").write_bytes(b"weights")
+    FileTransport(client).begin()
+    assert sorted(os.listdir(tmp_path)) == sorted(stays)
+
+
+def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
+    def full(tensors, path):
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(transports, "save_file", full)
+    monkeypatch.setattr(transports.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    with pytest.raises(PublishError) as caught:
+        FileTransport(Client(tmp_path)).send([("a", torch.ones(2**18))])
+    for part in (str(tmp_path), "1.0 MiB", "No space left", "64 MiB are free", "--transfer_dir", "--shm-size"):
+        assert part in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+def test_a_device_that_is_full_is_a_publish_error(tmp_path, monkeypatch):
+    def save(tensors, path):
+        with open("/dev/full", "wb") as file:
+            file.write(b"weights")
+
+    monkeypatch.setattr(transports, "save_file", save)
+    with pytest.raises(PublishError, match="could not be written to the transfer directory"):
+        FileTransport(Client(tmp_path)).send([("a", torch.ones(4))])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_transfer_directory_that_went_away_is_a_publish_error(tmp_path):
+    with pytest.raises(PublishError, match="gone.*could not be written|could not be written.*gone"):
+        FileTransport(Client(tmp_path / "gone")).send([("a", torch.ones(4))])
+
+
+def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
+    transport = FileTransport(client := Client(tmp_path / "transfer"))
+    # One of another host is not.
+    with pytest.raises(PublishError, match="which this host cannot write to"):
+        transport.begin()
+    os.mkdir(client.transfer_dir, mode=0o700)
+    transport.begin()
+    os.rmdir(client.transfer_dir)
+    with caplog.at_level("WARNING"):
+        transport.begin()
+    assert "Something has removed the transfer directory" in caplog.text
+    assert os.stat(client.transfer_dir).st_mode & 0o777 == 0o700
+    transport.send([("a", torch.ones(3))])
+    assert client.tensors["a"].tolist() == [1, 1, 1]
+    os.rmdir(client.transfer_dir)
+    # Nor is what somebody has put in its place written to.
+    os.symlink(tmp_path, client.transfer_dir)
+    with pytest.raises(ValueError, match="is a link"):
+        transport.begin()

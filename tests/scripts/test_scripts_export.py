@@ -1,0 +1,106 @@
+"""`trl-qarl export`: what it writes, and which options it takes beside the record of a run."""
+
+import re
+from argparse import Namespace
+
+import pytest
+import torch
+
+from trainings import SIGNED
+from trl_qarl.cli import main
+from trl_qarl.scripts import export
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w8a8", "fp8", "bf16"])
+def test_export_writes_what_the_learner_computes_with(scheme, tiny_model, tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from trl_qarl import prepare_model
+    from trl_qarl.quantization.swap import quantized_layers
+
+    out = tmp_path / "out"
+    argv = ["--model_name_or_path", tiny_model, "--output_dir", str(out), "--scheme", scheme, "--dtype", "float32"]
+    assert main(["export", *argv]) == 0
+    written = load_file(out / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    prepare_model(model, scheme, scale_dtype=torch.float32)
+    for name, layer in quantized_layers(model).items():
+        for key, tensor in layer.checkpoint_tensors().items():
+            assert torch.equal(written[f"{name}.{key}"].view(torch.uint8), tensor.view(torch.uint8)), (name, key)
+    assert torch.equal(written["lm_head.weight"], model.lm_head.weight)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_one_set_of_masters_is_exported_at_several_bits(bits, tiny_model, tmp_path):
+    from safetensors.torch import load_file
+
+    argv = ["export", "--model_name_or_path", tiny_model, "--dtype", "float32"]
+    assert main([*argv, "--output_dir", str(tmp_path / "a"), "--scheme", SIGNED[4], "--bits", str(bits)]) == 0
+    assert main([*argv, "--output_dir", str(tmp_path / "b"), "--scheme", SIGNED[bits]]) == 0
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits", "message"),
+    [("w8a8", "3", "--bits 3: .*no grid of fewer bits nests"), (SIGNED[4], "8", "--bits 8: .*no layer .* can have")],
+)
+def test_bits_that_the_scheme_does_not_have_are_refused(scheme, bits, message, tiny_model, tmp_path, capsys):
+    argv = ["--model_name_or_path", tiny_model, "--output_dir", str(tmp_path), "--scheme", scheme, "--bits", bits]
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", *argv])
+    assert re.search(message, capsys.readouterr().err)
+
+
+RECORD = {
+    "scheme": "w4a16",
+    "grids": ["int4-signed"],
+    "group_size": 128,
+    "exclude_modules": None,
+    "scale_dtype": "bfloat16",
+}
+
+
+def make_options(**options):
+    given = dict.fromkeys(("scheme", "group_size", "exclude_modules", "dtype"))
+    return Namespace(**{**given, "high_precision_first": 0, "high_precision_last": 0, **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"scheme": "w4a16"}, {"group_size": 128, "dtype": "bfloat16"}])
+def test_export_follows_the_record_of_the_run(options):
+    assert export.merge_with_record(make_options(**options), RECORD, "run") == RECORD
+
+
+def test_export_knows_a_regular_expression_of_the_record():
+    record = {**RECORD, "exclude_modules": r".*\.0\..*"}
+    argv = ["--model_name_or_path", "run", "--output_dir", "out", "--exclude_modules", record["exclude_modules"]]
+    assert export.merge_with_record(export.make_parser("export").parse_args(argv), record, "run") == record
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "w8a8"}, "--scheme='w8a8' contradicts the 'w4a16'"),
+        ({"group_size": 32}, "--group_size=32 contradicts the 128"),
+        ({"exclude_modules": ["o_proj"]}, r"--exclude_modules=\['o_proj'\] contradicts the None"),
+        ({"dtype": "float32"}, "--dtype='float32' contradicts the 'bfloat16'"),
+    ],
+    ids=str,
+)
+def test_export_refuses_options_that_contradict_the_record(options, message):
+    with pytest.raises(ValueError, match=message):
+        export.merge_with_record(make_options(**options), RECORD, "run")
+
+
+def test_export_without_record_needs_a_scheme():
+    with pytest.raises(ValueError, match="Give `--scheme`"):
+        export.merge_with_record(make_options(), None, "org/model")
+    settings = export.merge_with_record(make_options(scheme="fp8"), None, "org/model")
+    assert settings == {"scheme": "fp8", "group_size": None, "exclude_modules": None, "scale_dtype": "bfloat16"}
+
+
+def test_export_refuses_to_overwrite_the_masters(tiny_model, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "--model_name_or_path", tiny_model, "--output_dir", tiny_model, "--scheme", "fp8"])
+    assert "holds other weights" in capsys.readouterr().err

@@ -1,0 +1,327 @@
+"""`trl-qarl train`: the script that a launcher starts, from its options to the policy that it writes."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from argparse import Namespace
+from importlib.util import find_spec
+
+import pytest
+import torch
+import yaml
+
+from trl_qarl.cli import main
+from trl_qarl.scripts import train
+
+
+def run_training(argv):
+    """Run the training script in this process, as `accelerate launch` runs it in another."""
+    train.main(*train.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
+
+
+def test_train_help_lists_the_main_options_and_ours(capsys):
+    from trl_qarl import QaRLConfig
+
+    assert main(["train", "--help"]) == 0
+    output = capsys.readouterr().out
+    shown = {word[2:] for word in re.findall(r"^  (--\w+)", output, re.MULTILINE)}
+    assert shown == {*train.MAIN_OPTIONS, *QaRLConfig.__annotations__, "no_quantize_learner"}
+
+
+@pytest.mark.parametrize("option", ["--help-all", "--help_all"])
+def test_train_help_all_lists_options_of_trl_and_transformers(option, capsys):
+    assert main(["train", option]) == 0
+    output = capsys.readouterr().out
+    assert all(option in output for option in ("--scheme", "--num_generations", "--learning_rate", "--dataset_name"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward_funcs", "no_such_reward"], "Unknown reward function 'no_such_reward'"),
+        (["--dataset_name", "no/such/folder"], "no/such/folder"),
+        (["--dataset_name", "no_such.parquet"], "there is no such file"),
+        (["--dataset_name", "{model}/config.json", "--dataset_config", "en"], "a file has no configurations"),
+        (["--dataset_name", "{model}/model.safetensors"], "ends in none of"),
+        (["--dataset_train_split", "training"], "no split 'training', only ['train', 'test']"),
+        (["--model_name_or_path", "./no_such_model"], "no_such_model"),
+        (["--exclude_modules", "no_such_layer"], "'no_such_layer' matches none of the 15 linear layers"),
+        pytest.param(
+            ["--use_peft", "--use_dora"],
+            "use_dora=True is not supported",
+            marks=pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),
+        ),
+        (["--load_in_4bit"], "A base that bitsandbytes quantizes has no export"),
+        (["--dtype", "bfloat16"], "masters are bfloat16"),
+        (["--output_dir", "run", "--export_dir", "run"], "is where the masters go"),
+        (["--export_dir", "{model}"], "holds other weights"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_configuration_error_of_the_script_is_one_line(train_argv, tiny_model, options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_training([*train_argv, *(option.format(model=tiny_model) for option in options)])
+    error = capsys.readouterr().err
+    assert "trl-qarl: error: " in error
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--model_name_or_path", "No model: give `--model_name_or_path`"),
+        ("--dataset_name", "No dataset: give `--dataset_name`"),
+        ("--reward_funcs", "No reward: give `--reward_funcs`"),
+    ],
+)
+def test_missing_option_is_named(train_argv, option, message, capsys):
+    index = train_argv.index(option)
+    with pytest.raises(SystemExit, match="2"):
+        run_training(train_argv[:index] + train_argv[index + 2 :])
+    assert message in capsys.readouterr().err
+
+
+def test_error_of_a_reward_function_keeps_its_traceback(train_argv, tmp_path, monkeypatch):
+    (tmp_path / "failing_rewards.py").write_text("def fail(**kwargs): raise ValueError('a bug in the reward')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ValueError, match="a bug in the reward"):
+        run_training([*train_argv, "--reward_funcs", "failing_rewards.fail"])
+
+
+def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
+    from trl.rewards import accuracy_reward
+
+    (tmp_path / "rewards_of_a_user.py").write_text(
+        "def constant(completions, **kwargs): return [1.0 for _ in completions]"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names = ["accuracy_reward", "get_soft_overlong_punishment", "rewards_of_a_user.constant"]
+    model, accuracy, punishment, constant = train.get_reward_funcs(names, "a/reward-model")
+    assert model == "a/reward-model"
+    assert accuracy is accuracy_reward
+    assert punishment.__name__ == "soft_overlong_punishment_reward"
+    assert constant(["", ""]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["accuracy"], "Unknown reward function 'accuracy'"),
+        (["no_such_module.reward"], "No module named 'no_such_module'"),
+        (["testing_utils.no_such_reward"], "has no 'no_such_reward'"),
+        ([], "No reward"),
+    ],
+)
+def test_bad_reward_function_raises(names, message):
+    with pytest.raises(ValueError, match=message):
+        train.get_reward_funcs(names)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("true", True),
+        ("True", True),
+        ("last", True),
+        ("false", None),
+        (None, None),
+        ("run/checkpoint-3", "run/checkpoint-3"),
+    ],
+)
+def test_resume_from_checkpoint_accepts_words_and_paths(value, expected):
+    assert train.parse_resume_from_checkpoint(value) == expected
+
+
+def test_a_plan_goes_from_the_command_line_through_checkpoint_and_export(train_argv, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    run, out = tmp_path / "run", tmp_path / "low_bit"
+    mapping = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
+    options = ["--scheme", json.dumps(mapping), "--high_precision_first", "1"]
+    run_training([*train_argv, *options])
+    record = json.loads((run / "qarl.json").read_text())
+    assert (record["scheme"], record["group_size"], record["high_precision_first"]) == (mapping, None, 1)
+    described = json.loads((run / "run.json").read_text())
+    assert (described["scheme"], described["layers"]) == ("w4a16-w8a8", mapping)
+    assert described["options"]["high_precision_first"] == 1
+    card = (run / "README.md").read_text()
+    assert "the low-bit policy made of them (w4a16-w8a8)" in " ".join(card.split()) and json.dumps(mapping) in card
+    exported = {path.name: load_file(path) for path in (run / "w4a16-w8a8").glob("*.safetensors")}
+
+    run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", str(run / "checkpoint-2")])
+    other = ["--scheme", json.dumps(mapping | {"re:.*self_attn.*": "w4a16"}), "--resume_from_checkpoint", "true"]
+    with pytest.raises((SystemExit, ValueError)):
+        run_training([*train_argv, *other, "--high_precision_first", "1", "--max_steps", "4"])
+
+    capsys.readouterr()
+    command = ["export", "--model_name_or_path", str(run / "checkpoint-2"), "--output_dir", str(out)]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--high_precision_last", "1"])
+    assert "--high_precision_last=1 contradicts the None with which" in capsys.readouterr().err
+    # The same plan in other words contradicts nothing.
+    assert main([*command, *options]) == 0
+    assert "7 linear layers quantized (4 w8a8 per output channel, 3 w4a16 group 32)" in capsys.readouterr().out
+    for name, tensors in exported.items():
+        again = load_file(out / name)
+        assert again.keys() == tensors.keys()
+        assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
+
+
+def test_train_resume_and_export_agree_on_the_scheme(train_argv, tiny_model, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    run, out = tmp_path / "run", tmp_path / "low_bit"
+    options = ["--exclude_modules", "o_proj", "--group_size", "64"]
+    run_training([*train_argv, *options])
+    assert json.loads((run / "qarl.json").read_text())["group_size"] == 64
+    first = load_file(run / "model.safetensors")
+
+    run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert json.loads((run / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
+    masters = load_file(run / "model.safetensors")
+    assert masters.keys() == first.keys()
+
+    # As a launcher that always resumes: what is left is the export.
+    shutil.rmtree(run / "w4a16")
+    capsys.readouterr()
+    run_training([*train_argv, *options, "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert (
+        f"exported to {run / 'w4a16'}" in capsys.readouterr().out and (run / "w4a16" / "model.safetensors").is_file()
+    )
+    again = load_file(run / "model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in masters.items())
+    assert not (run / "checkpoint-4").exists()
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "--model_name_or_path", str(run), "--output_dir", str(out), "--scheme", "fp8"])
+    assert "--scheme='fp8' contradicts the 'w4a16' with which" in capsys.readouterr().err
+    assert main(["export", "--model_name_or_path", str(run), "--output_dir", str(out)]) == 0
+    assert "12 linear layers quantized (12 group 64)" in capsys.readouterr().out
+    low_bit = load_file(out / "model.safetensors")
+    assert low_bit["model.layers.0.mlp.up_proj.weight_scale"].shape == (256, 2)
+    assert "model.layers.0.self_attn.o_proj.weight" in low_bit
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_training_ends_with_an_export_of_the_policy(train_argv, tmp_path, capsys):
+    from trl_qarl.checkpoint.export import is_export
+
+    run_training([*train_argv, "--max_steps", "1", "--bf16", "true"])
+    output, folder = capsys.readouterr().out, tmp_path / "run" / "w4a16"
+    assert is_export(folder) and (folder / "tokenizer.json").is_file()
+    assert re.search(
+        rf"Policy \(w4a16\) exported to {folder} \(\d\.\d MiB\). To serve it: vllm serve {folder}\n", output
+    )
+
+    run_training(
+        [
+            *train_argv,
+            "--max_steps",
+            "1",
+            "--export_dir",
+            str(tmp_path / "policy"),
+            "--scheme",
+            "bf16",
+            "--bf16",
+            "false",
+        ]
+    )
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "float32"
+    assert not (tmp_path / "run" / "bf16").exists()
+
+
+def test_training_of_an_adapter_ends_with_base_and_adapter_and_how_to_serve_them(train_argv, tmp_path, capsys):
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    lora = ["--use_peft", "--lora_r", "20", "--lora_alpha", "40", "--lora_target_modules", "all-linear"]
+    run_training([*train_argv, "--max_steps", "1", "--learning_rate", "1e-3", *lora])
+    output, run = capsys.readouterr().out, tmp_path / "run"
+    folder = run / "w4a16"
+    assert "frozen: " in output and f"Adapter saved to {run}.\n" in output
+    command = f"vllm serve {folder} --enable-lora --max-lora-rank 32 --lora-modules adapter={folder}/adapter\n"
+    assert f"Policy (w4a16) exported to {folder}" in output and command in output.replace(" --dtype float32", "")
+    saved, exported = (load_file(f / "adapter_model.safetensors") for f in (run, folder / "adapter"))
+    assert saved.keys() == exported.keys() and len(saved) == 2 * 2 * 7
+    assert all(saved[name].equal(tensor) and tensor.any() for name, tensor in exported.items())
+    assert not (run / "model.safetensors").exists() and (folder / "model.safetensors").is_file()
+
+
+def test_training_exports_nothing_where_told_so(train_argv, tmp_path, capsys):
+    run_training([*train_argv, "--max_steps", "1", "--export_dir", "none"])
+    assert not (tmp_path / "run" / "w4a16").exists() and "exported" not in capsys.readouterr().out
+
+
+def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_argv, tmp_path, hub, capsys):
+    from trl_qarl.checkpoint.export import is_export
+
+    options = ["--max_steps", "1", "--push_to_hub", "true", "--hub_model_id", "policy", "--hub_strategy", "end"]
+    run_training([*train_argv, *options])
+    output = capsys.readouterr().out
+    assert "Pushed to someone/policy.\n" in output and f"exported to {tmp_path / 'run' / 'w4a16'}" in output
+    assert hub.files("someone/policy")["model.safetensors"] == (tmp_path / "run/w4a16/model.safetensors").read_bytes()
+    assert len(hub.repos["someone/policy"].commits) == 2
+
+    hub.fault = lambda method, path: 500 if "/commit/" in path else None
+    with pytest.raises(SystemExit, match="3"):
+        # Equal files would need no commit.
+        run_training([*train_argv, *options, "--seed", "7", "--output_dir", str(tmp_path / "other")])
+    output, error = capsys.readouterr()
+    assert f"Training completed.\nMaster weights saved to {tmp_path / 'other'}.\n" in output
+    assert "error: Training is complete, but not its push.\nThe push to someone/policy failed" in error
+    assert f"\n  hf upload someone/policy {tmp_path / 'other' / 'w4a16'} . " in error
+    assert is_export(tmp_path / "other" / "w4a16") and (tmp_path / "other" / "model.safetensors").is_file()
+
+    with pytest.raises(SystemExit, match="2"):
+        run_training([*train_argv, *options, "--export_dir", "none"])
+    assert "--export_dir=none with --push_to_hub and --hub_export=low-bit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+def test_dataset_may_be_a_file(tiny_dataset, tmp_path, ending):
+    from datasets import load_dataset
+
+    problems = load_dataset(tiny_dataset, split="train")
+    path = str(tmp_path / f"problems.{ending}")
+    {"parquet": problems.to_parquet, "jsonl": problems.to_json, "csv": problems.to_csv}[ending](path)
+    options = Namespace(dataset_name=path, dataset_config=None, dataset_streaming=False)
+    loaded = train._load_dataset(options, Namespace(datasets=None))
+    assert loaded["train"]["prompt"] == problems["prompt"]
+
+
+def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_argv, capsys):
+    run_training([*train_argv, "--max_steps", "1"])
+    for options, message in (
+        (["--scheme", "fp8", "--resume_from_checkpoint", "last"], r"was trained with .*w4a16.*, this run uses .*fp8"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere' is not a folder"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            run_training([*train_argv, *options])
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-qarl: error:")]
+        assert re.search(message, line)
+
+
+@pytest.mark.slow
+def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path, monkeypatch, capfd):
+    names = [name.removeprefix("--") for name in train_argv[::2]]
+    config = {name: yaml.safe_load(value) for name, value in zip(names, train_argv[1::2], strict=True)}
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({**config, "reward_funcs": ["rewards.digits"], "scheme": "w8a8"})
+    )
+    (tmp_path / "rewards.py").write_text(
+        "def digits(completions, **kwargs):\n    return [float(sum(map(str.isdigit, text))) for text in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    # The package may be a checkout that is on this process's path only.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    # The launcher in this process, which has imported what it parses with; the training in another.
+    status = main(["train", "--config", "config.yaml", "--num_machines", "1"])
+    output = capfd.readouterr()
+    assert status == 0, output.err
+    assert "Training completed." in output.out
+    assert json.loads((tmp_path / "run" / "qarl.json").read_text())["scheme"] == "w8a8"

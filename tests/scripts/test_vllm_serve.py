@@ -1,0 +1,125 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from testing_utils import make_tiny_model
+from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.cli import main
+from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.scripts import vllm_serve
+from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
+
+
+def option(argv, name):
+    return argv[argv.index(name) + 1]
+
+
+def test_a_server_for_an_adapter_is_started_with_its_rank_and_layers(tmp_path, capsys):
+    argv, _ = build_server_command("m", None, max_lora_rank=16, lora_modules=["o_proj", "q_proj"])
+    assert "--enable-lora" in argv and option(argv, "--max-loras") == "1" and option(argv, "--max-lora-rank") == "16"
+    start = argv.index("--lora-target-modules") + 1
+    assert argv[start : start + 2] == ["o_proj", "q_proj"]
+    assert not any("lora" in argument for argument in build_server_command("m", None)[0])
+
+    def printed(*options):
+        parser = vllm_serve.make_parser("trl-qarl vllm-serve")
+        assert vllm_serve.main(*parser.parse_known_args([*options, "--print_command"])) == 0
+        return capsys.readouterr().out
+
+    model = make_tiny_model(tmp_path)
+    command = printed("--model", model, "--max_lora_rank", "8")
+    assert "--lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in command
+    # A low-bit checkpoint as the adapter's base: its own scheme counts.
+    learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prepare_model(learner, "w8a8", scale_dtype=torch.float32)
+    folder = str(export_checkpoint(learner, tmp_path / "low", dtype=torch.float32))
+    assert '"num_bits": 8' in printed("--model", folder, "--max_lora_rank", "8")
+
+
+@pytest.mark.parametrize(
+    ("options", "swap"),
+    [
+        (["--scheme", "w4a16"], {"scheme": "w4a16"}),
+        (
+            ["--scheme", "fp8", "--exclude_modules", "o_proj", "down_proj"],
+            {"scheme": "fp8", "exclude_modules": ["o_proj", "down_proj"]},
+        ),
+        (["--exclude_modules", r".*\.0\..*_proj"], {"scheme": "w4a16", "exclude_modules": r".*\.0\..*_proj"}),
+    ],
+)
+def test_the_engine_is_quantized_as_the_learner_will_be(tmp_path, capsys, options, swap):
+    # 192 = 1.5 * 128: some layers fall back to a smaller group.
+    path = make_tiny_model(tmp_path, "qwen3", hidden_size=192, intermediate_size=320)
+    assert main(["vllm-serve", "--model", path, "--print_command", *options]) == 0
+    command = capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(path)
+    prepare_model(model, **swap)
+    assert json.dumps({"quantization_config": quantization_config(model)}) in command
+
+
+def test_unquantized_needs_no_overrides(tmp_path, capsys):
+    path = make_tiny_model(tmp_path)
+    assert main(["vllm-serve", "--model", path, "--scheme", "bf16", "--print_command", "--seed", "3"]) == 0
+    command = capsys.readouterr().out
+    assert "--hf-overrides" not in command and command.rstrip().endswith("--seed 3")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5"])
+def test_an_address_others_can_reach_warns(tmp_path, capsys, monkeypatch, host):
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    path = make_tiny_model(tmp_path)
+    arguments = ["vllm-serve", "--model", path, "--transfer_dir", str(tmp_path / "transfer")]
+    main([*arguments, "--host", host])
+    assert f"--host {host} lets other machines" in capsys.readouterr().err
+    main(arguments)
+    assert "warning" not in capsys.readouterr().err
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize("transport", ["file", "nccl"])
+@pytest.mark.parametrize("named", [True, False])
+def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch, transport, named):
+    import torch
+
+    started, directory, token_file = [], tmp_path / "shared memory", tmp_path / "my token"
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: transport == "nccl")
+    monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda *arguments: directory)
+    arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16"]
+    arguments += ["--token_file", str(token_file)] if named else []
+    arguments += ["--transfer_dir", str(directory)] if transport == "file" else []
+    for _ in range(2):
+        main(arguments)
+    (_, argv, environment), (_, _, again) = started
+    path = Path(environment[TOKEN_FILE_VARIABLE])
+    assert path == (token_file if named else directory / "token")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert again[TOKEN_FILE_VARIABLE] == str(path)
+    token = read_token_file(path)
+    assert token not in str((argv, environment)) + capsys.readouterr().out
+
+
+def test_a_token_file_that_others_can_read_starts_no_server(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("started"))
+    path = tmp_path / "token"
+    make_token_file(path)
+    path.chmod(0o644)
+    arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16", "--token_file", str(path)]
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--transfer_dir", str(tmp_path / "transfer")])
+    assert "has mode 0644" in capsys.readouterr().err
+
+
+def test_a_wrong_setting_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["vllm-serve", "--model", make_tiny_model(tmp_path), "--group_size", "7"])
+    assert "group_size=7 is not supported" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["vllm-serve", "--model", str(tmp_path / "nowhere")])
+    assert capsys.readouterr().err.startswith("trl-qarl: error:")

@@ -1,0 +1,64 @@
+"""The learner's forward counts positions as a rollout does."""
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from trainings import make
+from trl_qarl.forward import takes_positions
+
+
+def padded_batch(num_pads, num_completion=12):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, 200, (1, 20 + num_completion), generator=generator)
+    ids = torch.nn.functional.pad(ids, (num_pads, 0))
+    mask = torch.ones_like(ids)
+    mask[:, :num_pads] = 0
+    return ids, mask, num_completion
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "bf16"])
+def test_padding_of_the_prompt_does_not_move_the_log_probs(tiny_model, tmp_path, scheme):
+    # PyTorch's own attention sums masked keys in another order, which leaves a rounding of 5e-7.
+    trainer = make(tiny_model, tmp_path, scheme=scheme, bf16=False, model_init_kwargs={"attn_implementation": "eager"})
+    with torch.no_grad():
+        scored, padded = (
+            trainer._get_per_token_logps_and_entropies(trainer.model, *padded_batch(num_pads), batch_size=1)[0]
+            for num_pads in (0, 40)
+        )
+    assert torch.equal(scored, padded)
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+def test_scoring_and_loss_count_positions_from_the_first_token(tiny_model, tmp_path, objective):
+    prompts = Dataset.from_dict({"prompt": ["1 + " * (1 + i % 4) for i in range(16)]})
+    trainer = make(
+        tiny_model, tmp_path, train_dataset=prompts, objective=objective, beta=0.1, max_steps=1, num_generations=2
+    )
+    seen = []
+
+    def note(name):
+        def hook(module, args, kwargs):
+            if kwargs.get("fused_lm_head"):
+                seen.append((name, torch.is_grad_enabled()))
+                for positions, mask in zip(kwargs["position_ids"], kwargs["attention_mask"], strict=True):
+                    first = mask.tolist().index(1)
+                    count = int(mask.sum())
+                    assert positions[first : first + count].tolist() == list(range(count))
+                    padded.append(first)
+
+        return hook
+
+    padded: list[int] = []
+    trainer.model.register_forward_pre_hook(note("policy"), with_kwargs=True)
+    trainer.ref_model.register_forward_pre_hook(note("reference"), with_kwargs=True)
+    trainer.train()
+    assert set(seen) == {("policy", False), ("policy", True), ("reference", False)} and len(set(padded)) > 1
+
+
+def test_a_model_that_counts_positions_itself_is_left_to_it(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert takes_positions(model)
+    model.config.get_text_config = lambda: object()
+    assert not takes_positions(model)

@@ -1,0 +1,228 @@
+"""A run that ended somewhere goes on as if it had not, and what cannot go on is said."""
+
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
+
+from testing_utils import make_problems, spread
+from trainings import arguments, make, rows
+from trl_qarl.checkpoint import marker
+from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.qarl_trainer import QaRLTrainer
+
+
+def test_checkpoint_of_another_scheme_is_refused(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = make(tiny_model, tmp_path, max_steps=2, scheme="w8a8")
+    with pytest.raises(ValueError, match="'w4a16'.*'w8a8'"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_checkpoint_of_another_kind_of_learner_is_refused(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = make(tiny_model, tmp_path, max_steps=2, quantize_learner=False)
+    with pytest.raises(ValueError, match="'quantize_learner': True.*'quantize_learner': False"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    make(tiny_model, tmp_path, max_steps=2, **saving).train()
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / marker.COMPLETE_FILE).unlink()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
+    resumed = make(tiny_model, tmp_path, max_steps=3, **saving)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-3 is incomplete" in caplog.text and resumed.state.global_step == 3
+
+
+class Heard(TrainerCallback):
+    """Which events a training had."""
+
+    def __init__(self):
+        self.events = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            self.events.append(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 0.1875}])
+def test_resuming_a_run_at_its_last_update_trains_nothing(tiny_model, tmp_path, caplog, limit):
+    options = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant", **limit}
+    whole = make(tiny_model, tmp_path, **options)
+    whole.train()
+    last = whole.state.global_step
+    # Within an epoch.
+    assert last == 3 and whole.state.epoch % 1
+    for _ in range(2):
+        heard = Heard()
+        again = make(tiny_model, tmp_path, callbacks=[heard], **options)
+        with caplog.at_level(logging.WARNING):
+            output = again.train(resume_from_checkpoint=True)
+        assert "checkpoint-3 is of update 3, and the run ends at 3: nothing is left to train" in caplog.text
+        assert output.global_step == again.state.global_step == again.state.max_steps == last
+        assert math.isfinite(output.training_loss) and "train_runtime" in output.metrics
+        assert [row for row in again.state.log_history if "loss" in row] == rows(whole)
+        during = set(heard.events) - {"on_init_end"}
+        assert during == {"on_train_begin", "on_log", "on_train_end"}
+        for name, p in whole.model.named_parameters():
+            assert torch.equal(p, again.model.get_parameter(name)), name
+        assert len(list(tmp_path.glob("checkpoint-*"))) == 3
+    longer = make(tiny_model, tmp_path, **(options | {"max_steps": 4}))
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 4
+
+
+def test_resuming_at_the_last_update_loads_the_best_model(tiny_model, tmp_path):
+    scores = iter(range(1000, 0, -1))
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 3,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "reward",
+        "num_train_epochs": 1,
+    }
+
+    def run(resume):
+        args = arguments(tmp_path, **options)
+
+        def worse_and_worse(completions, **kwargs):
+            return [float(next(scores)) for _ in completions]
+
+        trainer = QaRLTrainer(tiny_model, worse_and_worse, args, make_problems(), make_problems())
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    first = run(None)
+    assert first.state.best_global_step == 1
+    again = run(True)
+    assert again.state.global_step == 3
+    for name, p in first.model.named_parameters():
+        assert torch.equal(p, again.model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("written", ["", '{\n  "best_global_step": nu'])
+def test_checkpoint_whose_state_is_torn_is_skipped(tiny_model, tmp_path, caplog, monkeypatch, written):
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    save_to_json = TrainerState.save_to_json
+
+    def die_at_the_third(state, path):
+        if state.global_step < 3:
+            return save_to_json(state, path)
+        Path(path).write_text(written)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainerState, "save_to_json", die_at_the_third)
+        make(tiny_model, tmp_path, **saving).train()
+    resumed = make(tiny_model, tmp_path, **saving)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-3 is incomplete" in caplog.text and resumed.state.global_step == 3
+
+
+def test_checkpoint_that_is_torn_while_it_is_written_again_is_skipped(tiny_model, tmp_path, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    make(tiny_model, tmp_path, max_steps=2, **saving).train()
+    again = make(tiny_model, tmp_path, max_steps=2, **saving)
+    save = again._save
+
+    def die_within(folder, *args):
+        save(folder, *args)
+        path = Path(folder, "model.safetensors")
+        path.write_bytes(path.read_bytes()[:1000])
+        raise KeyboardInterrupt
+
+    again._save = die_within
+    with pytest.raises(KeyboardInterrupt):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    with pytest.raises(ValueError, match="checkpoint-2 is incomplete"):
+        make(tiny_model, tmp_path, max_steps=2, **saving).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = make(tiny_model, tmp_path, max_steps=2, **saving)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-2 is incomplete" in caplog.text and resumed.state.global_step == 2
+    for name, p in again.model.named_parameters():
+        assert torch.equal(p, resumed.model.get_parameter(name)), name
+
+
+def test_older_checkpoints_are_deleted_when_the_new_one_is_complete(tiny_model, tmp_path, monkeypatch):
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "save_total_limit": 1}
+    complete = marker.complete
+
+    def die_at_the_second(folder):
+        if folder.name == "checkpoint-2":
+            raise KeyboardInterrupt
+        complete(folder)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(marker, "complete", die_at_the_second)
+        make(tiny_model, tmp_path, **saving).train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    resumed = make(tiny_model, tmp_path, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
+    assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 1
+
+
+def test_checkpoint_of_an_earlier_version_is_resumed(tiny_model, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    make(tiny_model, tmp_path, max_steps=2, **saving).train()
+    for folder in tmp_path.glob("checkpoint-*"):
+        (folder / marker.COMPLETE_FILE).unlink()
+    resumed = make(tiny_model, tmp_path, max_steps=3, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in rows(resumed)] == [1, 2, 3]
+    assert len(list(tmp_path.glob(f"*/{marker.COMPLETE_FILE}"))) == 1
+
+
+def test_crash_leaves_the_last_checkpoint_usable(tiny_model, tmp_path):
+    calls = []
+
+    def crashing(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("reward server went away")
+        return spread(completions)
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    with pytest.raises(RuntimeError, match="went away"):
+        make(tiny_model, tmp_path, reward=crashing, **saving).train()
+    resumed = make(tiny_model, tmp_path, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+
+
+def test_resuming_without_any_checkpoint_says_so(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="No complete checkpoint"):
+        make(tiny_model, tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_save_model_writes_ordinary_masters_and_the_scheme(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, group_size=64, exclude_modules=["o_proj"])
+    trainer.save_model(str(tmp_path / "masters"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "masters", dtype=torch.float32)
+    assert all(torch.equal(p, trainer.model.get_parameter(name)) for name, p in loaded.named_parameters())
+    assert json.loads((tmp_path / "masters" / "qarl.json").read_text()) == {
+        "scheme": "w4a16",
+        "grids": ["int4-signed"],
+        "quantize_learner": True,
+        "group_size": 64,
+        "exclude_modules": ["o_proj"],
+        "scale_dtype": "bfloat16",
+    }
+    export_checkpoint(trainer.model, tmp_path / "export", trainer.processing_class)

@@ -1,0 +1,212 @@
+"""
+One tester for trainings: a table of schemes, objectives, optimizers, kinds of rollout and adapters, each at least once, and what holds
+for every row. Rollouts are the learner's own; `rollout/test_vllm_plans.py` has those of vLLM, `distributed/test_ddp.py` two processes.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from testing_utils import make_problems, spread
+from trainings import SIGNED, arguments, parameters, rows, without_times
+from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
+from trl_qarl.objectives.presets import Preset
+from trl_qarl.objectives.registry import OBJECTIVES, get_objective
+from trl_qarl.qarl_trainer import QaRLTrainer
+from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.quantization.swap import disable_quantized_forward, prepare_model, quantized_layers
+
+
+class Case(NamedTuple):
+    """
+    A row of the table.
+
+    Args:
+        options (`dict`):
+            Options of the training beside those of [`TRAINING`], four updates on two generation batches.
+        mismatch (`float` or `None`):
+            Largest mean of a batch's mismatch: 0 where learner and sampler agree in every bit, `None` where nothing measures it. Up
+            to rounding otherwise: batches have other shapes.
+        lora (`dict`, *optional*):
+            Options of an adapter.
+        stop (`int`, *optional*, defaults to 1):
+            Update after which a checkpoint is written that another run goes on from: 1 and 3 are inside a batch, 2 is at its end.
+    """
+
+    options: dict[str, Any]
+    mismatch: float | None = 0.05
+    lora: dict[str, Any] | None = None
+    stop: int = 1
+
+
+ENGINE = {"numerics": "engine", "learning_rate": 1e-2}
+EVERY_LAYER = {"target_modules": "all-linear"}
+SOME_LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+MERGED = {"lora_mode": "merged", "learning_rate": 1e-2}
+PLAN = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
+
+CASES = {
+    "w4a16": Case({"beta": 0.1, "optim": "muon"}),
+    "w4a16 in float32": Case({"bf16": False, "beta": 0.1, "objective": "dppo-tv"}, mismatch=1e-6),
+    "w8a16": Case({"scheme": "w8a16", "objective": "grpo-tis", "optim": "adamw_torch"}, stop=2),
+    "w8a8": Case({"scheme": "w8a8", "objective": "positive-only", "optim": "adamw_torch_fused"}),
+    "fp8": Case({"scheme": "fp8", "objective": "on-policy", "steps_per_generation": None}),
+    "w4a8": Case({"scheme": "w4a8", "objective": "dual-clip"}, stop=2),
+    "w3a16": Case({"scheme": "w3a16", "objective": "gspo", "optim": "adafactor"}),
+    "w2a16": Case({"scheme": "w2a16", "objective": "mis-gspo"}),
+    "mxfp4a16": Case({"scheme": "mxfp4a16", "objective": "grpo-tis"}, stop=2),
+    "nvfp4a16": Case({"scheme": "nvfp4a16", "objective": "grpo-tis"}, stop=2),
+    "w4a16-observer": Case({"scheme": "w4a16-observer", "objective": "icepop"}),
+    "w3a16-observer": Case({"scheme": "w3a16-observer", "objective": "kpop"}, stop=2),
+    "w2a16-observer": Case({"scheme": "w2a16-observer", "objective": "geo-mask"}),
+    "bf16": Case({"scheme": "bf16", "objective": "bypass"}, mismatch=None),
+    "several schemes": Case({"scheme": PLAN, "high_precision_last": 1, "objective": "acr", "group_size": 64}),
+    "layers left out": Case({"exclude_modules": ("o_proj", "up_proj"), "objective": "dapo", "beta": 0.1}),
+    # Of a run that is resumed within a batch, nothing has quantized the masters before its first update moves them.
+    "rollout only": Case(
+        {"quantize_learner": False, "objective": "grpo", "beta": 0.1, "bf16": False}, mismatch=1.0, stop=2
+    ),
+    "engine numerics, bf16": Case(ENGINE | {"scheme": "bf16", "objective": "bnpo", "beta": 0.1}, mismatch=0),
+    "engine numerics, w4a16": Case(ENGINE | {"temperature": 0.7}, mismatch=0, stop=2),
+    "engine numerics, w8a8": Case(ENGINE | {"scheme": "w8a8", "objective": "dr_grpo"}, mismatch=0),
+    "engine numerics, fp8": Case(ENGINE | {"scheme": "fp8", "objective": "cispo"}, mismatch=0),
+    "4 and 3 bits in turn": Case(
+        ENGINE | {"scheme": SIGNED[4], "precisions": [4, 3], "beta": 0.1}, mismatch=0, stop=3
+    ),
+    "LoRA": Case({"objective": "sapo", "beta": 0.1}, lora=EVERY_LAYER, stop=2),
+    "LoRA, w8a8": Case({"scheme": "w8a8", "objective": "luspo"}, lora=EVERY_LAYER | {"use_rslora": True}),
+    "LoRA, fp8": Case({"scheme": "fp8", "objective": "vespo"}, lora=EVERY_LAYER | {"use_rslora": True}),
+    "LoRA, engine numerics": Case(ENGINE, mismatch=0, lora=SOME_LAYERS),
+    "merged LoRA": Case(MERGED | {"beta": 0.1}, lora=SOME_LAYERS, stop=2),
+    "merged LoRA, engine numerics": Case(MERGED | ENGINE | {"scheme": "w8a8"}, mismatch=0, lora=SOME_LAYERS),
+}
+
+
+def test_every_scheme_objective_and_kind_of_adapter_has_a_row():
+    options = [case.options for case in CASES.values()]
+    assert {*SCHEMES} <= {o.get("scheme", "w4a16") for o in options if o.get("scheme") is not PLAN}
+    assert {*OBJECTIVES} == {o.get("objective", "tbpo") for o in options}
+    adapters = {(case.lora is not None, case.options.get("lora_mode"), case.mismatch == 0) for case in CASES.values()}
+    assert len(adapters) == 6 and {case.stop for case in CASES.values()} == {1, 2, 3}
+
+
+class SaveAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == self.step
+
+
+def make(case, model, folder, callbacks=None):
+    """The trainer of a row, and the generation batches that it will have made."""
+    peft_config = None
+    if case.lora is not None:
+        peft = pytest.importorskip("peft")
+        peft_config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | case.lora))
+    args = arguments(folder, **case.options)
+    trainer = QaRLTrainer(model, spread, args, make_problems(), callbacks=callbacks, peft_config=peft_config)
+    batches, generate = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
+    return trainer, batches
+
+
+def check_what_was_logged(case, trainer, batches):
+    args, history = trainer.args, rows(trainer)
+    objective = get_objective(args.objective)
+    assert len(history) == 4 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in history)
+    assert len(batches) == (4 if args.objective == "on-policy" else 2)
+    first, last = history[0], history[-1]
+    names = ["reward", "rollout/repetition_share", "rollout/garbled_share"]
+    if case.mismatch is not None:
+        names += [
+            "rollout/error_token_share",
+            "mismatch/k3",
+            "mismatch/abs_logp_mean/positive",
+            "mismatch/abs_logp_mean/q4",
+        ]
+    if args.objective == "tbpo":
+        names += ["entropy", "tbpo/ratio/mean", "tbpo/dropped/total"]
+    assert all(math.isfinite(first[name]) for name in names)
+    assert first["rollout/tokens_per_second"] > 0 and first["rollout/mean_length"] > 0
+    # A row of the log for each batch.
+    means = [row["mismatch/abs_logp_mean"] for row in history if "mismatch/abs_logp_mean" in row]
+    assert len(means) == (0 if case.mismatch is None else len(batches))
+    if case.mismatch == 0:
+        assert {row["mismatch/abs_logp_max"] for row in history if "mismatch/abs_logp_max" in row} == {0.0}
+    elif case.mismatch is not None:
+        assert max(means) < case.mismatch
+        # Learner and sampler have other weights, or sums in another order.
+        assert args.quantize_learner or min(means) > 1e-3
+    bits = {row["quant/bits"] for row in history if "quant/bits" in row}
+    assert bits == {float(number) for number in args.precisions or ()}
+    if isinstance(objective, Preset):
+        is_weighed = objective.corrects_mismatch or args.objective in ("icepop", "kpop", "geo-mask")
+        assert all(("importance_sampling_ratio" in batch) == is_weighed for batch in batches)
+    if args.beta:
+        # The reference is where training started, in the same precision.
+        assert first["kl"] == pytest.approx(0, abs=1e-7 if args.bf16 is False else 1e-4) and last["kl"] > first["kl"]
+        if case.lora is None:
+            quantized = quantized_layers(trainer.ref_model)
+            assert list(quantized) == (list(trainer.swap_report.converted) if args.quantize_learner else [])
+    moves_codes = args.is_quantized and (case.lora is None or args.lora_mode == "merged")
+    assert ("quant/code_flip_rate" in last) == moves_codes
+    if moves_codes:
+        # Each bit is worth some 6 dB, and 2 bits have 5 to 7 here.
+        assert (4 if args.plan.name.startswith("w2") else 10) < first["quant/sqnr"] < 60
+        assert 0 < last["quant/code_flip_rate"] < 1 and last["quant/update_to_step"] > 0
+
+
+def check_what_moved(trainer, before):
+    for name, p in trainer.model.named_parameters():
+        if not p.requires_grad:
+            assert torch.equal(p, before[name]), name
+            continue
+        assert p.dtype is torch.float32 and p.isfinite().all(), name
+        assert p.ndim < 2 or not torch.equal(p, before[name]), name
+
+
+def check_what_was_written(case, trainer, folder):
+    """An export holds what a publication would send, which is what a model made of the saved masters computes with."""
+    exported = {}
+    for path in trainer.export_model(folder / "export").glob("*.safetensors"):
+        exported |= load_file(path)
+    model = trainer.model.eval()
+    if case.lora is None:
+        trainer.save_model(str(folder / "masters"))
+        fresh = AutoModelForCausalLM.from_pretrained(folder / "masters", dtype=torch.float32)
+        plan, excluded = trainer.swap_report.plan, trainer.args.exclude_modules
+        prepare_model(fresh, plan, exclude_modules=excluded, scale_dtype=trainer.policy.dtype)
+        if not trainer.args.quantize_learner:
+            disable_quantized_forward(fresh)
+        tokens = torch.arange(4, 28).view(2, 12)
+        trainer.policy.attach_numerics(fresh)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16):
+            # accelerate has wrapped the trainer's.
+            assert torch.equal(model(tokens).logits.float(), fresh.eval()(tokens).logits.float())
+        model = fresh
+    published = dict(iter_checkpoint_tensors(model, trainer.policy.dtype))
+    assert exported.keys() == published.keys() and len(quantized_layers(model)) == len(trainer.swap_report.converted)
+    for name, tensor in published.items():
+        assert torch.equal(exported[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_training(tiny_model, tmp_path, case):
+    trainer, batches = make(case, tiny_model, tmp_path / "whole", [SaveAt(case.stop)])
+    before = parameters(trainer)
+    trainer.train()
+    check_what_was_logged(case, trainer, batches)
+    check_what_moved(trainer, before)
+    check_what_was_written(case, trainer, tmp_path)
+    resumed, _ = make(case, tiny_model, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{case.stop}"))
+    for name, p in trainer.model.named_parameters():
+        assert torch.equal(p, resumed.model.get_parameter(name)), name
+    # The first code-flip rate after a resume compares with the resumed weights, which is the same comparison.
+    for expected, actual in zip(rows(trainer)[case.stop :], rows(resumed)[case.stop :], strict=True):
+        assert without_times(actual) == without_times(expected)

@@ -1,0 +1,54 @@
+"""Trainings that several files of tests make, and what is read of them."""
+
+from testing_utils import TRAINING, make_problems, spread
+from trl_qarl.qarl_config import QaRLConfig
+from trl_qarl.qarl_trainer import QaRLTrainer
+from trl_qarl.quantization.schemes import SCHEMES
+
+
+SIGNED = {s.grid.num_bits: name for name, s in SCHEMES.items() if s.grid and s.grid.has_signed_scales}
+"""Schemes with signed scales by their bits: each nests in those of more."""
+
+
+def config(output_dir, **kwargs):
+    return QaRLConfig(str(output_dir), use_cpu=True, **kwargs)
+
+
+def arguments(output_dir, **kwargs):
+    defaults = {
+        # The same on every processor.
+        "bf16": True,
+        "negative_epsilon_low": 0.1,
+        "negative_epsilon_high": 0.1,
+        "positive_epsilon_high": 0.1,
+    }
+    if kwargs.get("objective", "tbpo") != "tbpo":
+        for name in ("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"):
+            del defaults[name]
+    return QaRLConfig(str(output_dir), **(TRAINING | defaults | kwargs))
+
+
+def make(model, output_dir, reward=spread, train_dataset=None, callbacks=None, **kwargs):
+    return QaRLTrainer(
+        model, reward, arguments(output_dir, **kwargs), train_dataset or make_problems(), callbacks=callbacks
+    )
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+"""Fields of a tiny configuration whose model has experts."""
+
+
+def parameters(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def rows(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def without_times(row):
+    return {
+        name: value
+        for name, value in row.items()
+        if not name.endswith(("seconds", "_per_second", "_time", "_runtime"))
+    }

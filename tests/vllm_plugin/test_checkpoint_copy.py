@@ -1,0 +1,138 @@
+import pytest
+import torch
+
+from trl_qarl.rollout.deltas import Deltas
+from trl_qarl.vllm_plugin.checkpoint_copy import CheckpointCopy
+from trl_qarl.wire.delta import is_delta
+from trl_qarl.wire.fingerprint import fingerprint
+
+
+LAYER = {
+    "layers.0.q.weight_packed": torch.arange(6000, dtype=torch.int32).view(60, 100) * 104729,
+    "layers.0.q.weight_scale": torch.linspace(-1, 1, 600, dtype=torch.bfloat16).view(60, 10),
+    "layers.0.norm.bias": torch.ones(60),
+}
+
+
+def flip(layer, seed):
+    """Some codes and scales of a layer changed."""
+    generator, changed = torch.Generator().manual_seed(seed), dict(layer)
+    for name in ("layers.0.q.weight_packed", "layers.0.q.weight_scale"):
+        at = torch.rand(layer[name].shape, generator=generator) < 0.02
+        changed[name] = torch.where(at, -layer[name], layer[name])
+    return changed
+
+
+class Engine:
+    """A copy of what was published, which a learner that sends changes asks about."""
+
+    def __init__(self):
+        self.copy, self.published = CheckpointCopy(torch.device("cpu")), {}
+
+    def keep_copy(self):
+        return self.copy.keep(self.published)
+
+    def receive(self, tensors, layer):
+        """Take a publication of `layer`; an error, or a difference, leaves nothing published."""
+        published, self.published, arrived = self.published, {}, {}
+        for name, tensor in self.copy.take(tensors, published, arrived):
+            arrived[name] = fingerprint(tensor)
+        if arrived == {name: fingerprint(tensor) for name, tensor in layer.items()}:
+            self.published = arrived
+        return bool(self.published)
+
+
+def publish(deltas, engine, layer, published):
+    """What is sent of `layer` to an engine of which the learner believes that it has `published`."""
+    deltas.begin(published)
+    return deltas.pack(list(layer.items()))
+
+
+def test_only_changes_of_what_the_engine_has_confirmed_are_sent():
+    engine = Engine()
+    deltas = Deltas(engine)
+    layers = [LAYER]
+    sent = publish(deltas, engine, LAYER, {})
+    assert [name for name, _ in sent] == list(LAYER) and engine.receive(sent, LAYER)
+    for seed in range(3):
+        layers.append(flip(layers[-1], seed))
+        sent = publish(deltas, engine, layers[-1], engine.published)
+        assert [name for name, _ in sent] == ["qarl.delta.layers.0"] and sent[0][1].nbytes < 1500
+        assert engine.receive(sent, layers[-1])
+    # Nothing changed: the block says so in a few bytes.
+    assert publish(deltas, engine, layers[-1], engine.published)[0][1].nbytes < 400
+    # An engine that was started again, one that has lost a publication, and one that took somebody else's get everything.
+    for stranger in (Engine(), engine):
+        stranger.published = {}
+        deltas._transport = stranger
+        assert not any(is_delta(name) for name, _ in publish(deltas, stranger, LAYER, {"a": "b"}))
+    assert not any(is_delta(name) for name, _ in publish(deltas, engine, LAYER, {}))
+
+
+def test_a_matrix_of_another_shape_or_dtype_is_sent_whole():
+    engine = Engine()
+    deltas = Deltas(engine)
+    engine.receive(publish(deltas, engine, LAYER, {}), LAYER)
+    wider = LAYER | {"layers.0.norm.bias": torch.ones(61), "layers.0.q.weight_scale": torch.ones(60, 10)}
+    sent = publish(deltas, engine, wider, engine.published)
+    assert [name for name, _ in sent] == ["layers.0.q.weight_scale", "layers.0.norm.bias", "qarl.delta.layers.0"]
+    assert engine.receive(sent, wider)
+
+
+def test_an_adapter_is_always_sent_whole():
+    engine = Engine()
+    deltas = Deltas(engine)
+    layer = {"layers.0.q.lora_A.weight": torch.ones(4, 4)}
+    for published in ({}, {name: fingerprint(tensor) for name, tensor in layer.items()}):
+        engine.published = published
+        assert [name for name, _ in publish(deltas, engine, layer, published)] == list(layer)
+    engine.receive(list(layer.items()), layer)
+    assert not engine.copy._tensors
+
+
+def make_update():
+    """An engine that holds a layer, the block for the next one, and the next one."""
+    engine = Engine()
+    deltas = Deltas(engine)
+    engine.receive(publish(deltas, engine, LAYER, {}), LAYER)
+    after = flip(LAYER, 0)
+    return engine, deltas, publish(deltas, engine, after, engine.published), after
+
+
+def test_changes_that_come_twice_or_out_of_order_are_refused():
+    engine, deltas, sent, after = make_update()
+    with pytest.raises(RuntimeError, match="changes are for .*, but nothing was confirmed last"):
+        engine.receive(sent * 2, after)
+    engine, deltas, sent, after = make_update()
+    assert engine.receive(sent, after)
+    with pytest.raises(
+        RuntimeError, match=r"qarl.delta.layers.0: layers.0.q.weight_packed: the changes are for int32"
+    ):
+        engine.receive(sent, after)
+    # The second of two updates without the first.
+    engine, deltas, sent, after = make_update()
+    deltas._confirmed = {name: fingerprint(tensor) for name, tensor in after.items()}
+    later = deltas.pack(list(flip(after, 1).items()))
+    with pytest.raises(RuntimeError, match=r"the changes are for int32"):
+        engine.receive(later, flip(after, 1))
+
+
+def test_changes_for_an_engine_that_keeps_nothing_are_refused():
+    _, _, sent, after = make_update()
+    with pytest.raises(RuntimeError, match="nothing was confirmed last"):
+        Engine().receive(sent, after)
+
+
+def test_nothing_is_kept_for_trainers_that_do_not_ask():
+    copy = CheckpointCopy(torch.device("cpu"))
+    list(copy.take(LAYER.items(), {}, {}))
+    assert not copy._tensors
+    assert copy.keep({name: fingerprint(tensor) for name, tensor in LAYER.items()}) == ""
+    list(copy.take(LAYER.items(), {}, {}))
+    size = sum(tensor.nbytes for tensor in copy._tensors.values())
+    assert size == sum(tensor.nbytes for tensor in LAYER.values())
+    # The copy is its own memory, and that of tensors which came before is used again.
+    pointers = {name: tensor.data_ptr() for name, tensor in copy._tensors.items()}
+    assert not set(pointers.values()) & {tensor.data_ptr() for tensor in LAYER.values()}
+    list(copy.take(flip(LAYER, 0).items(), {}, {}))
+    assert pointers == {name: tensor.data_ptr() for name, tensor in copy._tensors.items()}

@@ -1,0 +1,275 @@
+"""Mixtures in a real vLLM engine on a CPU: publication, what the audit sees of it, and which method experts get."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing_utils import Tampering, make_tiny_mixture, set_engine_environment
+from trl_qarl import export_checkpoint, load_engine, prepare_model
+from trl_qarl.numerics import cpu as kernels
+from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
+from trl_qarl.wire.protocol import PublishError
+
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm]
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in range(40)]]
+
+
+def needs_engine(test):
+    reason = kernels.reason_against()
+    return pytest.mark.slow(pytest.mark.skipif(reason is not None, reason=str(reason))(test))
+
+
+@pytest.fixture(scope="module")
+def engine_environment():
+    with pytest.MonkeyPatch.context() as patch:
+        set_engine_environment(patch)
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        yield
+
+
+def make_publisher(directory, arch, scheme):
+    from trl_qarl.rollout.engines import make_engine
+    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.transports import DirectTransport
+
+    path = make_tiny_mixture(directory, arch)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    llm = make_engine(model, torch.bfloat16, on_cpu=True, max_model_len=128, max_num_seqs=8)
+    attach_engine_numerics(model)
+    publisher = Publisher(model, torch.bfloat16, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+    publisher.check_engine()
+    return publisher
+
+
+@pytest.fixture(scope="module")
+def publisher(engine_environment, tmp_path_factory):
+    publisher = make_publisher(tmp_path_factory.mktemp("model"), "qwen3_moe", "w4a16")
+    publisher.publish("0")
+    return publisher
+
+
+def engine_logps(llm) -> list[list[float]]:
+    """Log-prob of each token of the prompts after its first."""
+    from trl_qarl.rollout.scoring import engine_log_probs, log_probs_of_tokens
+
+    return log_probs_of_tokens(engine_log_probs(llm, PROMPTS), PROMPTS)
+
+
+@torch.no_grad()
+def learner_logps(model) -> list[list[float]]:
+    rows = [torch.tensor([prompt]) for prompt in PROMPTS]
+    return [model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0].tolist() for ids in rows]
+
+
+def update_masters(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def routed_experts(publisher, layer=1):
+    block = publisher.transport._worker.model_runner.model.model.layers[layer]
+    return next(module for name, module in block.named_modules() if name.endswith("routed_experts"))
+
+
+@needs_engine
+def test_what_is_sent_are_few_tensors_which_the_engine_computes_with(publisher):
+    llm, model = publisher.transport.llm, publisher.model
+    publisher.forget()
+    # Six of experts, two norms, the router, and of attention two norms and three of each of four linear layers.
+    assert publisher.publish("all")["publish/tensors"] == 2 * (6 + 2 + 1 + 2 + 12) + 3
+    before = engine_logps(llm)
+    assert before == learner_logps(model)
+    publisher.forget()
+    assert publisher.publish("again")["publish/canary_abs_logp"] == 0.0
+    assert engine_logps(llm) == before
+    update_masters(model, 1)
+    assert publisher.publish("changed")["publish/canary_abs_logp"] == 0.0
+    assert before != engine_logps(llm) == learner_logps(model)
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda n, t: [] if n.endswith("1.mlp.experts.down_proj_scale") else [(n, t)],
+            "down_proj_scale: the engine received nothing",
+        ),
+        (
+            lambda n, t: [(n, t[[0, 1, 2, 4, 3, 5, 6, 7]] if n.endswith("1.mlp.experts.gate_up_proj_packed") else t)],
+            "model.layers.1.mlp.experts.gate_up_proj_packed[3]: learner int32",
+        ),
+        (
+            lambda n, t: [(n, t.flip(0) if n.endswith("0.mlp.gate.weight") else t)],
+            "model.layers.0.mlp.gate.weight: learner bfloat16",
+        ),
+    ],
+    ids=["missing", "two experts swapped", "router"],
+)
+def test_what_does_not_arrive_is_named_by_its_expert(publisher, change, message):
+    transport = publisher.transport
+    update_masters(publisher.model, 2)
+    transport._worker.weight_transfer_engine.published = {}
+    publisher.transport = Tampering(transport, change)
+    try:
+        with pytest.raises(PublishError) as error:
+            publisher.publish("damaged")
+        assert message in str(error.value)
+    finally:
+        publisher.transport = transport
+    assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0
+
+
+@needs_engine
+@pytest.mark.parametrize("when", ["loaded", "copied"])
+def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
+    """What arrived is right, what the parameter holds then is not, or what the engine runs with."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layer = routed_experts(publisher)
+
+    def swap(*args):
+        if args[0] is layer:
+            weight = layer.w2_weight_packed.data
+            weight[[3, 4]] = weight[[4, 3]]
+
+    if when == "loaded":
+        # The audit looks at what it is called with.
+        load = layer.quant_method.process_weights_after_loading
+        monkeypatch.setattr(
+            layer.quant_method, "process_weights_after_loading", lambda *args: (swap(*args), load(*args))
+        )
+        message = r"model.layers.1.mlp.experts.down_proj_packed\[3\]: learner int32.*, engine's parameter"
+    else:
+        copy = layerwise._copy_and_restore_kernel_tensors
+        monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", lambda *args: (copy(*args), swap(*args)))
+        message = r"routed_experts.w2_weight_packed\[3\]: int32.* was loaded, but the engine runs with"
+    publisher.forget()
+    with pytest.raises(PublishError, match=message):
+        publisher.publish("swapped")
+    monkeypatch.undo()
+    assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0
+
+
+@needs_engine
+def test_an_expert_that_has_changed_in_the_engine_is_sent_again(publisher, caplog):
+    publisher.publish("before")
+    routed_experts(publisher).w13_weight_packed.data[3, 0, 0] += 1
+    with caplog.at_level("WARNING", "trl_qarl"):
+        publisher.publish("after")
+    [warning] = [r.getMessage() for r in caplog.records if r.name == "trl_qarl.rollout.publisher"]
+    assert warning.endswith("Sent again: model.layers.1")
+    assert engine_logps(publisher.transport.llm) == learner_logps(publisher.model)
+
+
+# Other engines: the one above has ended with the first.
+@needs_engine
+@pytest.mark.parametrize(("arch", "scheme"), [("mixtral", "bf16"), ("qwen2_moe", "w8a8")])
+def test_a_reload_leaves_what_an_engine_has_that_loads_the_export(engine_environment, tmp_path, arch, scheme):
+    publisher = make_publisher(tmp_path, arch, scheme)
+    llm, model = publisher.transport.llm, publisher.model
+    for version in range(2):
+        assert publisher.publish(str(version))["publish/canary_abs_logp"] == 0.0
+        published = engine_logps(llm)
+        assert published == learner_logps(model)
+        update_masters(model, version)
+    publisher.publish("last")
+    published = engine_logps(llm)
+    detach_engine_numerics(model)
+    folder = export_checkpoint(model, tmp_path / "export", publisher.tokenizer, torch.bfloat16)
+    assert engine_logps(load_engine(folder, max_model_len=128, max_num_seqs=8)) == published
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+def test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last(tmp_path, scheme):
+    """vLLM's own kernels (Marlin, CUTLASS, Triton), of which some repack. It has never run."""
+    from trl_qarl.rollout.engines import make_engine
+    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.transports import DirectTransport
+
+    path = make_tiny_mixture(tmp_path, "qwen3_moe", moe_intermediate_size=128)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().cuda()
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    llm = make_engine(model, torch.bfloat16, on_cpu=False, max_model_len=128, gpu_memory_utilization=0.2)
+    publisher = Publisher(model, torch.bfloat16, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+    publisher.check_engine()
+    published = []
+    for version in ("0", "again", "changed"):
+        publisher.forget()
+        assert publisher.publish(version)["publish/canary_abs_logp"] < 0.25
+        published.append(engine_logps(llm))
+        if version == "again":
+            update_masters(model, 1)
+    assert published[0] == published[1] != published[2]
+    routed_experts(publisher).w2_weight_scale.data.view(-1)[0] *= 2
+    publisher.publish("healed")
+    assert engine_logps(llm) == published[2]
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """vLLM's configuration of a checkpoint with INT4 weights, as an engine of a trainer finds it."""
+    from trl_qarl.checkpoint.layout import quantization_config
+    from trl_qarl.vllm_plugin import experts
+
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    monkeypatch.setattr(experts, "is_our_engine", lambda: True)
+    return experts.QaRLCompressedTensorsConfig.from_config(quantization_config(model))
+
+
+def make_layer(**changes):
+    """An experts' layer of vLLM that is not built yet."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    layer = object.__new__(RoutedExperts)
+    parallel = SimpleNamespace(use_ep=changes.pop("use_ep", False))
+    layer.moe_config = SimpleNamespace(has_bias=False, moe_parallel_config=parallel)
+    vars(layer).update(ckpt_gate_proj_name="w1", ckpt_up_proj_name="w3", ckpt_down_proj_name="w2")
+    vars(layer).update(
+        {"activation": MoEActivation.SILU, "swiglu_limit": None, "apply_router_weight_on_input": False} | changes
+    )
+    return layer
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_an_engine_of_a_trainer_has_our_experts_whatever_the_processor(config, monkeypatch, has_amx):
+    """With AMX vLLM would take a kernel that rounds activations to 8 bits."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    method = config.get_quant_method(make_layer(), "model.layers.0.block_sparse_moe.experts")
+    assert type(method).__name__ == "QaRLInt4Experts" and not method.is_monolithic
+
+
+def test_any_other_engine_has_vllms_experts_where_it_has_some(config, monkeypatch):
+    from trl_qarl.vllm_plugin import experts
+
+    monkeypatch.setattr(experts, "is_our_engine", lambda: False)
+    monkeypatch.setattr(experts.CompressedTensorsConfig, "get_quant_method", lambda self, layer, prefix: "vLLM's")
+    for has_amx, name in ((True, "str"), (False, "QaRLInt4Experts")):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        assert type(config.get_quant_method(make_layer(), "model.layers.0.mlp.experts")).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"use_ep": True}, "expert parallelism"),
+        ({"swiglu_limit": 7.0}, "a limit"),
+        ({"apply_router_weight_on_input": True}, "weights of the router"),
+    ],
+)
+def test_experts_that_compute_something_else_are_refused(config, changes, what):
+    with pytest.raises(NotImplementedError, match=f"'model.layers.0.mlp.experts' have {what}"):
+        config.get_quant_method(make_layer(**changes), "model.layers.0.mlp.experts")

@@ -1,0 +1,134 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from trl_qarl.wire.delta import apply_delta, base_digest, elements, pack_delta
+from trl_qarl.wire.fingerprint import fingerprint
+
+
+def make_layer(num_rows=64, share=0.02, dtype=torch.bfloat16):
+    """A packed matrix, its scales, a vector that does not change, and an empty tensor; before and after an update."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-(2**31), 2**31, (num_rows, 48), dtype=torch.int32, generator=generator)
+    scales = torch.randn(num_rows, 6, generator=generator)
+    old = {"q.weight_packed": codes, "q.weight_scale": scales.to(dtype), "norm.weight": torch.ones(9, dtype=dtype)}
+    old["none"] = torch.empty(0, dtype=dtype)
+    flips = torch.rand(codes.shape, generator=generator) < share
+    new = old | {"q.weight_packed": codes ^ (flips.int() << 13)}
+    new["q.weight_scale"] = (scales * (1 + 0.05 * (torch.rand(scales.shape, generator=generator) < share))).to(dtype)
+    return old, new
+
+
+def pack(old, new, base=None):
+    base = base or {name: fingerprint(tensor) for name, tensor in old.items()}
+    return pack_delta([(name, base[name], elements(old[name]), elements(new[name])) for name in old])
+
+
+def apply(block, held, base=None):
+    """What changes make of a copy of `held`."""
+    copies = {name: tensor.clone() for name, tensor in held.items()}
+    base = base or {name: fingerprint(tensor) for name, tensor in held.items()}
+    names = apply_delta(block, {name: elements(tensor) for name, tensor in copies.items()}, base)
+    return names, copies
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn], ids=str
+)
+@pytest.mark.parametrize("share", [0.0, 1e-3, 0.1])
+def test_changes_make_the_new_tensors_of_the_old_ones(dtype, share):
+    old, new = make_layer(5000, share, dtype)
+    block, left_out = pack(old, new)
+    assert left_out == ["none"]
+    names, copies = apply(block, old)
+    assert names == ["q.weight_packed", "q.weight_scale", "norm.weight"]
+    for name in names:
+        assert torch.equal(elements_of(copies[name]), elements_of(new[name])), name
+    # A flip takes a byte for the distance and one for the value, and neither is incompressible.
+    assert len(block) < 400 + 2.5 * sum(int((elements_of(old[n]) != elements_of(new[n])).sum()) for n in names)
+
+
+def elements_of(tensor):
+    return torch.from_numpy(elements(tensor).astype(np.int32))
+
+
+def test_elements_of_every_value_and_distance_survive():
+    """All 65536 values of two bytes, before and after, also NaN and negative zero; distances below, at and above 255."""
+    draw = np.random.default_rng(0)
+    old = np.arange(2**16, dtype=np.uint16).repeat(40)
+    new = old.copy()
+    for distance in (1, 254, 255, 256, 257, 70_000, 2_097_151, 2_097_153):
+        new[distance] = draw.integers(2**16)
+    at = draw.choice(len(old), 2**16, replace=False)
+    new[at] = np.arange(2**16, dtype=np.uint16)
+    narrow_old, narrow_new = old.view(np.uint8).copy(), new.view(np.uint8).copy()
+    block, left_out = pack_delta([("wide", "a", old, new), ("narrow", "b", narrow_old, narrow_new)])
+    assert not left_out
+    held = {"wide": old.copy(), "narrow": narrow_old.copy()}
+    assert apply_delta(block, held, {"wide": "a", "narrow": "b"}) == ["wide", "narrow"]
+    assert np.array_equal(held["wide"], new) and np.array_equal(held["narrow"], narrow_new)
+
+
+def test_a_tensor_of_which_most_changed_is_left_to_be_sent_whole():
+    old, new = make_layer()
+    new["q.weight_scale"] = -old["q.weight_scale"]
+    block, left_out = pack(old, new)
+    assert left_out == ["q.weight_scale", "none"]
+    assert apply(block, old)[0] == ["q.weight_packed", "norm.weight"]
+    # A sum of bytes that nothing is gained by, is none.
+    assert pack_delta([("a", "x", np.zeros(4, np.uint8), np.ones(4, np.uint8))]) == (b"", ["a"])
+
+
+def test_changes_are_for_what_was_confirmed_and_nothing_else():
+    old, new = make_layer()
+    block, _ = pack(old, new)
+    base = {name: fingerprint(tensor) for name, tensor in old.items()}
+    with pytest.raises(
+        ValueError, match=r"q.weight_packed: the changes are for int32\[64, 48\] \w+, but int32\[64, 48\] "
+    ):
+        apply(block, new)
+    with pytest.raises(ValueError, match="but nothing was confirmed last"):
+        apply(block, old, {"norm.weight": base["norm.weight"]})
+    other = old | {"q.weight_packed": old["q.weight_packed"][:5].contiguous()}
+    with pytest.raises(ValueError, match="q.weight_packed has another size"):
+        apply(block, other, base)
+    assert base_digest(base) != base_digest({**base, "none": "x"}) and base_digest({}) == ""
+
+
+def test_no_damage_is_taken_for_the_new_tensors():
+    """Cut off at any place, or with one bit flipped: an error, with everything as it was, or another fingerprint."""
+    old, new = make_layer(16)
+    block, _ = pack(old, new)
+    wanted = {name: fingerprint(new[name]) for name in ("q.weight_packed", "q.weight_scale", "norm.weight")}
+    draw, num_errors, num_harmless = random.Random(0), 0, 0
+    damaged = [block[:length] for length in (0, 3, 7, 20, len(block) // 2, len(block) - 1)] + [block + b"x"]
+    for bit in draw.sample(range(8 * len(block)), min(800, 8 * len(block))):
+        changed = bytearray(block)
+        changed[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(changed))
+    for number, data in enumerate(damaged):
+        copies = {name: tensor.clone() for name, tensor in old.items()}
+        held = {name: elements(tensor) for name, tensor in copies.items()}
+        try:
+            apply_delta(data, held, {name: fingerprint(tensor) for name, tensor in old.items()})
+        except ValueError:
+            num_errors += 1
+            assert all(np.array_equal(elements(old[name]), held[name]) for name in old)
+        else:
+            # A bit of the padding at the end of a stream says nothing; all others show in the fingerprints.
+            assert number >= 7
+            num_harmless += all(fingerprint(copies[name]) == value for name, value in wanted.items())
+    assert num_errors > 400 and num_harmless <= 5 * 7
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"[]", b'{"tensors": []}', b'{"tensors": [["a"]], "streams": []}', b'{"tensors": 1}']
+)
+def test_a_header_that_says_nonsense_is_an_error(header):
+    import zlib
+
+    packed = zlib.compress(header)
+    with pytest.raises(ValueError, match="damaged"):
+        apply_delta(b"QDL1" + len(packed).to_bytes(4, "little") + packed, {}, {})

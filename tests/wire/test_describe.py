@@ -1,0 +1,78 @@
+from testing_utils import make_tiny_config, make_tiny_tokenizer
+from trl_qarl.quantization.schemes import get_scheme, group_name
+from trl_qarl.wire.describe import config_differences, describe_model, describe_tokenizer, model_differences
+
+
+def _config(**changes):
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "group",
+        "group_size": 128,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights | changes, "input_activations": None},
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+def test_config_differences_give_both_values():
+    assert config_differences(_config(), _config()) == []
+    assert config_differences(_config(), _config(group_size=32)) == ["weights.group_size: learner 128, engine 32"]
+    lines = config_differences(_config(), _config() | {"ignore": ["lm_head", "o_proj"]})
+    assert lines == ["exclude list: learner ['lm_head'], engine ['lm_head', 'o_proj']"]
+    assert any(
+        "quant_method: learner 'compressed-tensors', engine None" in line for line in config_differences(_config(), {})
+    )
+
+
+def test_an_engine_for_another_grid_in_the_same_container_is_no_other_engine():
+    """It multiplies whatever codes by whatever scales arrive."""
+
+    def described(name):
+        group = {"targets": ["Linear"], "weights": get_scheme(name).weight_args(128), "input_activations": None}
+        return _config() | {"config_groups": {group_name(0, get_scheme(name)): group}}
+
+    for name in ("w4a16-observer", "w3a16", "w2a16-observer"):
+        assert described(name) != described("w4a16")
+        assert config_differences(described(name), described("w4a16")) == []
+
+
+def test_what_changes_a_forward_is_told_apart_and_names_are_not():
+    ours = describe_model(make_tiny_config("qwen2"))
+    same = make_tiny_config("qwen2", use_cache=False, initializer_range=0.5, attention_dropout=0.5, bos_token_id=7)
+    same.name_or_path, same.quantization_config = "elsewhere", {"quant_method": "compressed-tensors"}
+    assert model_differences("model", ours, describe_model(same)) == []
+    for name, value in {"num_attention_heads": 4, "rms_norm_eps": 1e-3, "hidden_act": "gelu"}.items():
+        other = describe_model(make_tiny_config("qwen2", **{name: value}))
+        assert model_differences("model", ours, other) == [f"model.{name}: learner {ours[name]!r}, engine {value!r}"]
+    theta = describe_model(make_tiny_config("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 100.0}))
+    (line,) = model_differences("model", ours, theta)
+    assert line.startswith("model.rope_parameters: learner") and "100.0" in line
+    # Another version of transformers may write a setting that this one does not know, or leave one that is not set out.
+    newer = ours | {"new_setting": 1, "rope_parameters": ours["rope_parameters"] | {"factor": None}}
+    assert model_differences("model", ours, newer) == []
+
+
+def test_tokenizers_are_told_apart():
+    ours = describe_tokenizer(make_tiny_tokenizer())
+    assert model_differences("tokenizer", ours, describe_tokenizer(make_tiny_tokenizer())) == []
+    other = make_tiny_tokenizer()
+    other.eos_token = "<|unk|>"
+    other.add_tokens(["12"])
+    lines = model_differences("tokenizer", ours, describe_tokenizer(other))
+    assert [line.partition(":")[0] for line in lines] == [
+        "tokenizer.encoding of a fixed text",
+        "tokenizer.eos_token_id",
+        "tokenizer.vocabulary size",
+    ]
+    assert lines[1:] == [
+        "tokenizer.eos_token_id: learner 2, engine 3",
+        "tokenizer.vocabulary size: learner 260, engine 261",
+    ]

@@ -1,0 +1,155 @@
+"""
+`trl-qarl bench publish`: bytes, seconds and memory of a weight sync with a server in another process.
+
+First everything is sent, as after a step that changed every matrix. With learning rates, what changed is sent after real
+training steps too: policy gradients on sampled answers, half of which were good.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from .engines import load_learner, make_prompts, open_server
+
+
+__all__ = ["measure_publish"]
+
+
+def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+    """One row per scheme for a weight sync of everything, and one per learning rate for one of what changed."""
+    import torch
+
+    dtype, rows = getattr(torch, args.dtype), []
+    for scheme in schemes:
+        model = load_learner(path, scheme, dtype)
+        with open_server(model, dtype, make_transport=_transport_of(args)) as (_, publisher, pid):
+            rows += _measure_scheme(path, scheme, model, publisher, pid, args)
+        print(*rows[-1 - len(args.learning_rates) :], sep="\n", flush=True)
+    full = [row for row in rows if row["sent"] == "everything"]
+    for row in full:
+        if full[0]["scheme"] == "bf16":
+            row["bytes / bf16"] = row["matrices MiB"] / full[0]["matrices MiB"]
+            row["seconds / bf16"] = row["seconds"] / full[0]["seconds"]
+    return rows
+
+
+def _measure_scheme(path: str, scheme: str, model, publisher, pid: int, args) -> list[dict[str, Any]]:
+    import psutil
+    import torch
+
+    from ..quantization.swap import quantized_layers
+    from ..rollout.publisher import Publisher
+
+    processes = [psutil.Process(), *psutil.Process(pid).children(recursive=True)]
+
+    def measure(publisher, prepare, repeats: int) -> dict[str, Any]:
+        results, before = [], [_reset_peak(process.pid) for process in processes]
+        for repeat in range(repeats):
+            prepare()
+            results.append(publisher.publish(f"{time.monotonic_ns()}-{repeat}"))
+        growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
+        return _publish_row(model, publisher.dtype, results, growth)
+
+    def everything():
+        for layer in quantized_layers(model).values():
+            layer.invalidate()
+        publisher.forget()
+
+    publisher.publish("warm-up")
+    rows = [{"scheme": scheme, "sent": "everything"} | measure(publisher, everything, args.repeats)]
+    if args.learning_rates:
+        changes = Publisher(model, publisher.dtype, publisher.transport, delta=True)
+        rows_of_copies = measure(changes, lambda: None, 1)
+        rows[0]["copy, trainer MiB"] = rows_of_copies["peak memory, trainer MiB"]
+        rows[0]["copy, engine MiB"] = rows_of_copies["peak memory, engine MiB"]
+    for rate in args.learning_rates:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
+        # The first steps of AdamW are larger than those of a training.
+        _train(path, model, optimizer, publisher.dtype, args.updates)
+        changes.publish(f"settled {rate}")
+        _train(path, model, optimizer, publisher.dtype, args.updates)
+        row = measure(changes, lambda: None, 1)
+        rows.append({"scheme": scheme, "sent": f"changes, {args.updates} updates at {rate:g}"} | row)
+    return rows
+
+
+def _train(path: str, model, optimizer, dtype, updates: int) -> None:
+    """Updates by policy gradients on four answers each, of which two were good."""
+    import torch
+
+    from .engines import autocast
+
+    draw = torch.Generator().manual_seed(updates)
+    prompts = make_prompts(path, 8)
+    for update in range(updates):
+        ids = torch.tensor([prompts[update % len(prompts)][-24:]] * 4, device=model.device)
+        with torch.no_grad(), autocast(model, dtype):
+            for _ in range(4):
+                logits = model(ids).logits[:, -1].float().cpu()
+                ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=draw).to(ids.device)], 1)
+        with autocast(model, dtype):
+            logits = model(ids[:, :-1]).logits[:, -4:].float()
+        log_probs = torch.log_softmax(logits, -1).gather(2, ids[:, -4:, None])[..., 0].mean(1)
+        (log_probs * torch.tensor([-1.0, 1.0, -1.0, 1.0], device=ids.device)).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _transport_of(args):
+    """What makes the way to the server: files, or HTTP with as many megabits per second as there are to be."""
+    from ..rollout.http_transport import HTTPTransport
+    from ..rollout.transports import FileTransport
+
+    if args.megabits is None:
+        return HTTPTransport if args.http else FileTransport
+
+    class Throttled(HTTPTransport):
+        """A line of so many megabits per second, as the client sees it."""
+
+        _piece_bytes = 2**18
+
+        def _post(self, digest, size, offset, piece):
+            start = time.monotonic()
+            answer = super()._post(digest, size, offset, piece)
+            time.sleep(max(0.0, len(piece) * 8e-6 / args.megabits - (time.monotonic() - start)))
+            return answer
+
+    return Throttled
+
+
+def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:
+    from ..checkpoint.layout import iter_checkpoint_tensors
+    from ..quantization.swap import quantized_layers
+
+    layers = quantized_layers(model)
+    sizes = {name: tensor.nbytes for name, tensor in iter_checkpoint_tensors(model, dtype)}
+    embeddings = sum(size for name, size in sizes.items() if "embed" in name or "lm_head" in name)
+    median = {name: statistics.median(result[name] for result in results) for name in results[0]}
+    return {
+        "matrices MiB": (sum(sizes.values()) - embeddings) / 2**20,
+        "embeddings MiB": embeddings / 2**20,
+        "quantized layers": len(layers),
+        "MiB sent": median["publish/megabytes"],
+        "seconds": median["publish/seconds"],
+        "learner's fingerprints": median["publish/audit_seconds"] / median["publish/seconds"],
+        "finding changes s": median.get("publish/delta_seconds"),
+        "peak memory, trainer MiB": growth[0] / 2**20,
+        "peak memory, engine MiB": max(growth[1:], default=0) / 2**20,
+    }
+
+
+def _reset_peak(pid: int) -> int:
+    """Forget a process's peak resident memory and return what it holds now, in bytes (Linux)."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return _status(pid, "VmRSS")
+
+
+def _peak(pid: int) -> int:
+    return _status(pid, "VmHWM")
+
+
+def _status(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

@@ -1,0 +1,208 @@
+"""What `accelerate launch` was told, which a configuration does not see: sharding, parallelism, compilation."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from transformers import Trainer
+from transformers.trainer_utils import HubStrategy
+
+from ..checkpoint.uploads import exports_policy
+from ..quantization.names import base_modules, is_peft_model
+from ..quantization.selection import stacked_experts
+from ..quantization.sharded import shard_low_bit
+from ..quantization.swap import quantized_layers
+from ..quantization.walk import layer_of
+from .options import raise_problems
+
+
+__all__ = ["check_agreement", "check_launch", "check_units", "shard_when_prepared"]
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZERS_WITHOUT_SHARDS = {
+    "bitsandbytes": "its kernels take no sharded parameters. Use 'adamw_torch_8bit' or 'adamw_torch_4bit', which are torchao's",
+    "Adafactor": "its factored moments mix sharded and whole tensors. Use 'adamw_torch_fused' or 'adamw_torch_8bit'",
+    "GaLore": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
+    "APOLLO": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
+    "LOMO": "it steps within backward, before gradients are reduced. Use 'adamw_torch_fused'",
+}
+"""Optimizers that fail on FSDP2's parameters, by package or kind, and what to use instead."""
+
+
+def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
+    """
+    Check what `accelerate launch` was told, and have FSDP2 add up gradients in float32.
+
+    Raises:
+        NotImplementedError: for what is not supported.
+        ValueError: if FSDP or DeepSpeed was asked for and accelerate has left it out, or for options that FSDP2 cannot serve.
+    """
+    state = accelerator.state
+    plugin, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
+    for name, found in (("FSDP", plugin), ("DEEPSPEED", deepspeed)):
+        if found is None and os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise ValueError(
+                f"accelerate was launched with {name}, but it shards on GPUs alone and would train on {accelerator.num_processes} "
+                f"{accelerator.device.type.upper()} processes with whole masters. Launch with `distributed_type: MULTI_CPU`."
+            )
+    if deepspeed is not None:
+        raise NotImplementedError(
+            "DeepSpeed keeps master weights in flat buffers and steps within backward, which is not supported in this "
+            "release. Launch with FSDP2 (`distributed_type: FSDP`, `fsdp_version: 2`) or DDP (`accelerate launch --multi_gpu`)."
+        )
+    parallel = accelerator.parallelism_config
+    if parallel is not None:
+        raise NotImplementedError(
+            f"accelerate was launched with {' '.join(str(parallel).split())}, which splits master weights or sequences "
+            "over processes. That is not supported in this release. Launch with FSDP2 or DDP (`accelerate launch --multi_gpu`)."
+        )
+    backend = state.dynamo_plugin.backend
+    if backend != "NO":
+        raise NotImplementedError(
+            f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
+            "version of its master, which a compiled graph does not see. Launch with `--dynamo_backend no`."
+        )
+    if plugin is not None:
+        _check_fsdp(plugin, args, model)
+
+
+def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
+    if plugin.fsdp_version != 2:
+        raise NotImplementedError(
+            "accelerate was launched with FSDP1, which keeps the masters of a layer in one flat tensor that cuts through rows and "
+            "their scales. Use `fsdp_version: 2` (accelerate config-upgrade; `--fsdp_version 2`)."
+        )
+    raise_problems([*_problems_of_fsdp(plugin, args, model)])
+    policy = plugin.mixed_precision_policy
+    if policy is not None and policy.reduce_dtype not in (None, torch.float32):
+        logger.info("FSDP2 adds up gradients in float32, not in %s.", policy.reduce_dtype)
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
+
+
+def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]:
+    if is_peft_model(model):
+        yield (
+            "LoRA with FSDP2: a frozen low-bit base cannot be split by it. Such a base is small: launch with DDP (`accelerate launch "
+            "--multi_gpu`)"
+        )
+    if args.is_quantized and stacked_experts(model):
+        yield (
+            "a mixture of experts with FSDP2: masters that stack the matrices of all experts have not been tried with it. Launch with DDP "
+            "(`accelerate launch --multi_gpu`), or use scheme='bf16'"
+        )
+    if not isinstance(plugin.reshard_after_forward, bool):
+        yield (
+            f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: FSDP2 shards what it has gathered over fewer processes, "
+            "which it does not do with low-bit weights. Use true or false"
+        )
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        yield (
+            "fsdp_auto_wrap_policy=SIZE_BASED_WRAP gathers parts of layers, and lists of them that have no forward. Use "
+            "TRANSFORMER_BASED_WRAP"
+        )
+    if args.beta != 0.0 and plugin.cpu_ram_efficient_loading:
+        yield (
+            f"beta={args.beta} with fsdp_cpu_ram_efficient_loading=true: one process loads the reference, and TRL does not give the others "
+            "their part of it. Use fsdp_cpu_ram_efficient_loading: false"
+        )
+    if args.sync_ref_model:
+        yield (
+            "sync_ref_model=True with FSDP2: what is written into the reference's gathered weights is lost. Leave it out"
+        )
+    name = str(getattr(args.optim, "value", args.optim))
+    kind = _kind_of_optimizer(args, name)
+    if kind in OPTIMIZERS_WITHOUT_SHARDS:
+        yield f"optim={name!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
+    if not args.quantize_learner:
+        yield (
+            "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
+        )
+    if args.precisions is not None:
+        yield f"precisions={args.precisions} with FSDP2: it has not been tried. Leave it out, or launch with DDP"
+    if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
+        yield (
+            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with FSDP2 and hub_export={args.hub_export!r}: whether a push "
+            "is still under way is known to one process, and the export is gathered by all. Use hub_strategy='end'"
+        )
+    if args.numerics == "engine":
+        yield (
+            "numerics='engine' with FSDP2: the engine's operations take whole weights as they are in one process. Use "
+            "numerics='fast'"
+        )
+
+
+def _kind_of_optimizer(args: Any, name: str) -> str | None:
+    for kind in ("GaLore", "APOLLO", "LOMO"):
+        if kind.lower() in name:
+            return kind
+    if name == "muon":
+        return None
+    optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
+    package = optimizer_class.__module__.partition(".")[0]
+    return optimizer_class.__name__ if optimizer_class.__name__ in OPTIMIZERS_WITHOUT_SHARDS else package
+
+
+def check_agreement(accelerator: Accelerator, record: Mapping[str, Any]) -> None:
+    """
+    Compare what the processes train for, which all have to call: with other schemes they would wait for each other for ever.
+
+    Raises:
+        ValueError: on every process, naming what differs.
+    """
+    if accelerator.num_processes == 1:
+        return
+    records = gather_object([dict(record)])
+    for rank, other in enumerate(records):
+        names = [name for name in {**records[0], **other} if other.get(name) != records[0].get(name)]
+        if names:
+            raise ValueError(
+                f"The processes were configured differently: {names[0]}={records[0].get(names[0])!r} on process 0, "
+                f"{other.get(names[0])!r} on process {rank}. Give all of them the same options and files."
+            )
+
+
+def check_units(model: nn.Module) -> None:
+    """
+    Check that each unit that FSDP2 gathers at once has whole decoder layers.
+
+    Raises:
+        ValueError: naming a unit that is a part of one.
+    """
+    layers = {layer_of(name) for name in quantized_layers(model)}
+    for name, module in base_modules(model):
+        layer = layer_of(f"{name}.weight")
+        if isinstance(module, FSDPModule) and layer in layers and layer != name:
+            raise ValueError(
+                f"FSDP2 was told to wrap {type(module).__name__}, so {name!r} is gathered apart from the rest of its layer. Use "
+                "`fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` and leave out `fsdp_transformer_layer_cls_to_wrap`, or name the "
+                "class of whole layers."
+            )
+
+
+def shard_when_prepared(accelerator: Accelerator) -> None:
+    """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights."""
+    # On the instance: there is nothing else that accelerate calls once a model is sharded.
+    accelerator.prepare = _Sharding(accelerator)  # pyrefly: ignore[bad-assignment]
+
+
+class _Sharding:
+    def __init__(self, accelerator: Accelerator):
+        self.prepare = accelerator.prepare
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = self.prepare(*args, **kwargs)
+        for model in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
+            if isinstance(model, FSDPModule):
+                check_units(model)
+                count = shard_low_bit(model)
+                logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
+        return prepared

@@ -1,0 +1,154 @@
+"""
+What a training takes of each GPU's memory, from the shapes of a model alone.
+
+With `P` parameters, of which `M` are in linear layers other than the head, on `N` GPUs, of which each holds `1/s` of the state
+(`s = 1` with DDP, `s = N` with FSDP2):
+
+| part | bytes |
+|---|---|
+| masters, gradients | `4 P / s` each |
+| optimizer | `muon` `(4 M + 8 (P - M)) / s`, AdamW `8 P / s`, in 8 bits `2 P / s` |
+| low-bit weights | codes and scales, `/ s` |
+| gathered (FSDP2) | low-bit weights of two decoder layers, gradients of one in 16 bits; embedding and head, and the head's gradient, in 16 bits |
+| activations | `b L T H` for the inputs of `L` layers, which gradient checkpointing keeps, `b` 4 with autocast and 2 with FSDP2; `2 T (8 H + 5 I)` for the layer that is computed again |
+| logits | `12 T V`: in 16 bits, in float32, their log-softmax, and a gradient in 16 bits |
+| weight sync | one chunk, [`~trl_qarl.rollout.publisher.largest_chunk`] |
+| engine | the share of the GPU that a colocated vLLM is given |
+
+`T` is the number of tokens of a micro-batch, `H`, `I` and `V` are the sizes of hidden state, MLP and vocabulary. Activations and logits are
+rough: kernels, attention and the allocator add to them. What the state takes is exact.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..quantization.plan import QuantPlan
+from ..quantization.swap import prepare_model, quantized_layers
+from ..quantization.walk import layer_of
+from ..rollout.publisher import largest_chunk
+
+
+__all__ = ["LAUNCHES", "OPTIMIZERS", "Run", "launch_configuration", "parts_of_memory"]
+
+LAUNCHES = ("ddp", "fsdp2")
+"""From the simplest on."""
+
+OPTIMIZERS = ("muon", "adamw_torch", "adamw_torch_8bit")
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    What of a run memory depends on, beside the model.
+
+    Args:
+        num_gpus (`int`): GPUs of the learner.
+        optim (`str`): one of [`OPTIMIZERS`].
+        num_tokens (`int`): tokens of a micro-batch, prompts and completions.
+        engine_bytes (`int`): what a colocated engine is given of each GPU.
+    """
+
+    num_gpus: int
+    optim: str = "muon"
+    num_tokens: int = 4096
+    engine_bytes: int = 0
+
+
+def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
+    """
+    Return the bytes of each part on each GPU, by launch.
+
+    Args:
+        model (`nn.Module`):
+            A language model of transformers, on the meta device; its layers are quantized in place.
+        plan ([`~trl_qarl.quantization.plan.QuantPlan`]):
+            Schemes of its layers.
+        run ([`Run`]):
+            The run.
+        exclude_modules (`str` or `Sequence[str]`, *optional*):
+            Layers to leave alone.
+
+    Raises:
+        ValueError: for a model or plan that [`prepare_model`] refuses, or an unknown optimizer.
+    """
+    if run.optim not in OPTIMIZERS:
+        raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
+    chunk = largest_chunk(model, torch.bfloat16)
+    report = prepare_model(model, plan, exclude_modules=exclude_modules, scale_dtype=torch.bfloat16)
+    return {launch: _parts(model, report.low_bit_bytes, chunk, run, launch) for launch in LAUNCHES}
+
+
+def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: str) -> dict[str, int]:
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
+    matrices = sum(weight.numel() for key, weight in linears.items() if key not in embeddings)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    state = {"muon": 4 * matrices + 8 * (total - matrices), "adamw_torch": 8 * total, "adamw_torch_8bit": 2 * total}
+    is_sharded = launch == "fsdp2"
+    shards = run.num_gpus if is_sharded else 1
+    parts = {
+        "masters": 4 * total // shards,
+        "gradients": 4 * total // shards,
+        "optimizer": state[run.optim] // shards,
+        "low-bit weights": low_bit_bytes // shards,
+    }
+    if is_sharded:
+        parts["gathered"] = _gathered(model, low_bit_bytes)
+    tokens, hidden, width = run.num_tokens, config.hidden_size, 2 if is_sharded else 4
+    inner = getattr(config, "intermediate_size", 4 * hidden)
+    parts["activations"] = tokens * (width * config.num_hidden_layers * hidden + 2 * (8 * hidden + 5 * inner))
+    parts["logits"] = 12 * tokens * config.vocab_size
+    parts["weight sync"] = chunk
+    parts["engine"] = run.engine_bytes
+    return parts
+
+
+def _gathered(model: nn.Module, low_bit_bytes: int) -> int:
+    quantized = {
+        id(w.parameter) for layer in quantized_layers(model).values() for w in layer.quantized_weights.values()
+    }
+    num_quantized = sum(p.numel() for p in model.parameters() if id(p) in quantized)
+    layers: dict[str, list[int]] = {}
+    outside = 0
+    for name, parameter in model.named_parameters():
+        layer, number = layer_of(name), parameter.numel()
+        if not layer.rpartition(".")[2].isdigit():
+            outside += number
+            continue
+        bytes_of_weight = number * low_bit_bytes / num_quantized if id(parameter) in quantized else 2 * number
+        sizes = layers.setdefault(layer, [0, 0])
+        sizes[0], sizes[1] = sizes[0] + int(bytes_of_weight), sizes[1] + 2 * number
+    largest = max(layers.values(), default=[0, 0])
+    head = model.get_output_embeddings()
+    return 2 * largest[0] + largest[1] + 2 * outside + (2 * head.weight.numel() if head is not None else 0)
+
+
+def launch_configuration(launch: str, num_gpus: int) -> Mapping[str, Any]:
+    """Return what `accelerate launch --config_file` reads for a launch on one machine."""
+    common = {
+        "compute_environment": "LOCAL_MACHINE",
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": num_gpus,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "use_cpu": False,
+    }
+    if launch == "ddp":
+        return {"distributed_type": "MULTI_GPU" if num_gpus > 1 else "NO", **common}
+    sharding = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_offload_params": False,
+        "fsdp_activation_checkpointing": False,
+    }
+    return {"distributed_type": "FSDP", "fsdp_config": sharding, **common}

@@ -1,0 +1,85 @@
+"""
+Names that a model's tensors have in a checkpoint, where they differ from those in the model: in a mixture of experts.
+
+transformers stacks matrices of experts that lie apart in a checkpoint, and renames what is around them (Mixtral's
+`mlp` is `block_sparse_moe` there). It has one conversion for each model, which is asked here with marks in place of tensors.
+"""
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
+from .names import base_model, base_modules, base_state_dict
+
+
+__all__ = ["CheckpointNames", "checkpoint_names"]
+
+_ROW_BLOCKS = {GATE_UP: 2, DOWN: 1}
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """
+    Names in a checkpoint.
+
+    Args:
+        tensors (`dict[str, str]`):
+            The name of each tensor that is kept as it is, by that in the model.
+        experts (`dict[str, list[str]]`):
+            The names of the matrices, without `".weight"`, whose rows a parameter of experts stacks, in their order.
+    """
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, list[str]] = field(default_factory=dict)
+
+    def of_tensor(self, name: str) -> str:
+        """Return the name of a tensor, or of a module with a tensor `weight`."""
+        of_module = self.tensors.get(f"{name}.weight")
+        return of_module.removesuffix(".weight") if of_module else self.tensors.get(name, name)
+
+
+_known: WeakKeyDictionary[nn.Module, CheckpointNames] = WeakKeyDictionary()
+
+
+def checkpoint_names(model: nn.Module) -> CheckpointNames:
+    """
+    Return the names that `model`, without its adapters, has in a checkpoint; none of a model without experts that can be quantized, or
+    whose checkpoints do not have their matrices one by one.
+    """
+    model = base_model(model)
+    if model not in _known:
+        _known[model] = _find(model)
+    return _known[model]
+
+
+def _find(model: nn.Module) -> CheckpointNames:
+    stacked = {
+        f"{name}.{leaf}": (module.num_experts, blocks)
+        for name, module in base_modules(model)
+        if isinstance(module, QuantizedExperts) or problem_of_experts(module) is None
+        for leaf, blocks in _ROW_BLOCKS.items()
+    }
+    if not stacked or not isinstance(model, PreTrainedModel):
+        return CheckpointNames()
+    found = CheckpointNames()
+    for name, tensor in base_state_dict(model).items():
+        if name in stacked:
+            num_experts, blocks = stacked[name]
+            # One row stands for all rows of a matrix, its number for its place among them.
+            mark = torch.arange(num_experts * blocks).view(num_experts, blocks, 1)
+        else:
+            mark = torch.empty(tensor.shape, device="meta")
+        reverted = revert_weight_conversion(model, {name: mark})
+        if len(reverted) != (mark.numel() if name in stacked else 1):
+            return CheckpointNames()
+        if name in stacked:
+            places = {int(matrix): of.removesuffix(".weight") for of, matrix in reverted.items()}
+            found.experts[name] = [places[place] for place in sorted(places)]
+        else:
+            [found.tensors[name]] = reverted
+    return found

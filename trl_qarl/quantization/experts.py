@@ -1,0 +1,209 @@
+"""
+The experts of a mixture on the low-bit form of their matrices, straight through to the masters that transformers stacks.
+
+transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, whose first `I` rows are an
+expert's gate and the others its up projection, and `down_proj`, `(E, H, I)`. A row has scales of its own, so each parameter is
+quantized as one matrix of `E * N` rows, of which an expert's tensors are views. An expert without tokens gets a gradient of zeros.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from typing_extensions import override
+
+from .experts_product import experts_product
+from .gemm import low_bit_linear
+from .schemes import E2M1, QuantScheme, get_scheme
+from .tensors import LowBitTensor, straight_through_linear
+from .weight import QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
+
+
+__all__ = ["QuantizedExperts", "experts_format", "has_stacked_matrices", "problem_of_experts"]
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+
+
+class QuantizedExperts(QuantizedLayer):
+    """
+    The experts of a layer with a quantized forward and a straight-through gradient to their masters.
+
+    Made by [`~QuantizedExperts.from_experts`]. It computes by itself, whatever experts' implementation the model's configuration
+    names. What [`~trl_qarl.quantization.linear.QuantizedLinear`] says of its cache holds for both parameters.
+
+    Attributes:
+        num_experts (`int`): number of experts, and the index that stands for a slot to skip.
+        act_fn (`nn.Module`): applied to the gate.
+        experts_class (`type`): class of the module it was made from.
+    """
+
+    num_experts: int
+    act_fn: nn.Module
+    experts_class: type[nn.Module]
+
+    @classmethod
+    def from_experts(
+        cls, experts: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
+    ) -> "QuantizedExperts":
+        """
+        Make a `QuantizedExperts` to be put into the place of `experts`. The two share parameters and hooks, now and later.
+
+        Args:
+            experts (`nn.Module`):
+                One of transformers' modules of experts.
+            scheme ([`QuantScheme`]):
+                Scheme with quantized weights.
+            scale_dtype (`torch.dtype`, *optional*):
+                Dtype in which the engine runs the model. Defaults to the weights' dtype.
+
+        Raises:
+            TypeError: if the experts are laid out in another way.
+            ValueError: if the scheme has no quantized weight, if the experts have no weights or were made in inference mode, or if
+                no group size of the scheme divides both sizes.
+        """
+        if problem := problem_of_experts(experts):
+            raise TypeError(f"{type(experts).__name__} cannot be quantized: {problem}.")
+        masters = {name: getattr(experts, name) for name in (GATE_UP, DOWN)}
+        check_can_be_quantized(experts, list(masters.values()), scheme)
+        scheme, group_size = experts_format(experts, scheme)
+        layer = sharing_state(cls, experts)
+        layer.quantized_weights = {
+            name: QuantizedWeight(layer, name, scheme, group_size, scale_dtype or master.dtype)
+            for name, master in masters.items()
+        }
+        layer.product = low_bit_linear
+        layer.use_quantized_forward = True
+        layer.kernel_name = None
+        layer.experts_class = type(experts)
+        return layer
+
+    @override
+    def restored(self) -> nn.Module:
+        """
+        Make the module to be put into this one's place, as [`~QuantizedExperts.from_experts`] does the other way.
+
+        Raises:
+            ValueError: if the experts are frozen, as that module has no product of low-bit weights.
+        """
+        if self.is_frozen:
+            raise ValueError(
+                "The experts are frozen: their masters are gone, and nothing else computes with low-bit weights."
+            )
+        return sharing_state(self.experts_class, self, without=_OWN_ATTRIBUTES)
+
+    @override
+    def convert(self) -> "QuantizedExperts":
+        """Freeze the experts, and return them: transformers' own module has no product of low-bit weights."""
+        self.freeze()
+        return self
+
+    # A tracer would follow the number of tokens of each expert.
+    @torch.compiler.disable
+    @override
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, as
+        [`~trl_qarl.quantization.experts_product.experts_product`] does; under autocast in its dtype, as linear layers.
+        """
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        is_quantized = self.use_quantized_forward or self.is_frozen
+        operands = self._low_bit_operands if is_quantized else self._dense_operands
+        gate_up, down = map(operands, self.quantized_weights.values())
+        kernels: set[str] = set()
+
+        def linear(rows: torch.Tensor, operand: Any) -> torch.Tensor:
+            if not is_quantized:
+                return F.linear(rows, operand.to(rows.dtype))
+
+            def product(rows, low_bit, bias):
+                y, seen, kernel = self.product(rows, low_bit, bias)
+                kernels.add(kernel)
+                return y, seen
+
+            low_bit, master = operand
+            return straight_through_linear(rows, low_bit, None, master, product)
+
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        y = experts_product(tokens, top_k_index, top_k_weights, gate_up, down, linear, self.act_fn)
+        # Experts with few tokens may run another one.
+        self.kernel_name = " and ".join(sorted(kernels)) or self.kernel_name
+        return y.view_as(hidden_states)
+
+    def _low_bit_operands(self, weight: QuantizedWeight) -> Sequence[tuple[LowBitTensor, torch.Tensor | None]]:
+        """Low-bit matrix of each expert, and the master that its gradient goes to."""
+        low_bit = weight.low_bit_weight().row_blocks(self.num_experts)
+        takes_gradient = torch.is_grad_enabled() and not weight.is_frozen
+        master = weight.source.gradient(weight.parameter) if takes_gradient else None
+        # Of `master[expert]` each gradient would be as large as the whole.
+        masters = [None] * self.num_experts if master is None else master.unbind()
+        return list(zip(low_bit, masters, strict=True))
+
+    def _dense_operands(self, weight: QuantizedWeight) -> Sequence[torch.Tensor]:
+        return weight.master().unbind()
+
+    @override
+    def extra_repr(self) -> str:
+        sizes = f"num_experts={self.num_experts}"
+        return f"{sizes}{super().extra_repr()}"
+
+
+_OWN_ATTRIBUTES = frozenset(["quantized_weights", "product", "use_quantized_forward", "kernel_name", "experts_class"])
+
+
+def has_stacked_matrices(name: str, module: nn.Module) -> bool:
+    """Return whether a module, of that name in the model, keeps the matrices of several experts in one parameter."""
+    is_experts = "experts" in name.split(".") or hasattr(module, "num_experts")
+    return is_experts and any(p.ndim == 3 for p in module.parameters(recurse=False))
+
+
+def problem_of_experts(module: nn.Module) -> str | None:
+    """Return why experts with stacked matrices cannot be quantized, or `None`: whether their layout is the one described above."""
+    if not hasattr(module, "is_concatenated"):
+        return "its class has no interface of transformers for the computation of experts"
+    if getattr(module, "is_transposed", False):
+        return "matrices are stored transposed, so a group of input features is no part of a row"
+    if not module.is_concatenated:
+        return "rows of gate and up projection alternate"
+    if getattr(module, "has_bias", False):
+        return "experts have biases"
+    if not getattr(module, "has_gate", True):
+        return "experts have no gate"
+    if getattr(type(module)._apply_gate, "__name__", "") != "_default_apply_gate":
+        return "its class has an activation of its own (`_apply_gate`)"
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+    if shapes.keys() != {GATE_UP, DOWN} or any(len(shape) != 3 for shape in shapes.values()):
+        return f"its parameters are {shapes}, not {GATE_UP} (E, 2 I, H) and {DOWN} (E, H, I)"
+    (experts, rows, hidden), down = shapes[GATE_UP], shapes[DOWN]
+    if down != (experts, hidden, rows // 2) or module.num_experts != experts:
+        return f"its parameters are {shapes}, which do not fit {module.num_experts} experts"
+    return None
+
+
+def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
+    """
+    Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for the experts of a layer.
+
+    Raises:
+        ValueError: if no group size divides both, naming the sizes, and for FP4.
+    """
+    if scheme.grid == E2M1:
+        raise ValueError(
+            f"scheme {scheme.name!r} of experts: no reader of such a checkpoint has been tried. Use another scheme for them, such as "
+            "'w4a16' ('re:.*experts'), or leave them out with `exclude_modules`."
+        )
+    hidden, intermediate = module.gate_up_proj.shape[-1], module.down_proj.shape[-1]
+    try:
+        sizes = {scheme.group_size_for(size) for size in (hidden, intermediate)}
+    except ValueError as error:
+        raise ValueError(
+            f"experts of hidden size {hidden} and intermediate size {intermediate}, of which both must fit: {error}"
+        ) from None
+    if len(sizes) == 1:
+        return scheme, sizes.pop()
+    smallest = min(size for size in sizes if size is not None)
+    return get_scheme(scheme, smallest), smallest

@@ -1,0 +1,85 @@
+"""
+The product of a mixture's experts, which learner and engines share.
+
+For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
+
+    gate, up = x @ gate_up[e].T         rounded to the dtype of `x`, as a linear layer of an engine does
+    y_e = (silu(gate) * up) @ down[e].T
+    out = w_1 y_1 + ... + w_k y_k       float32, in this order, each product and sum rounded by itself; rounded once to the dtype
+
+Each expert multiplies the tokens routed to it in one product, so with a product whose rows do not depend on each other no token's
+result depends on what else is computed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .gemm import low_bit_linear
+
+
+__all__ = ["experts_product"]
+
+
+def _row_invariant(rows: torch.Tensor, weight: Any) -> torch.Tensor:
+    return low_bit_linear(rows, weight, None, row_invariant=weight.scheme.activation is None)[0]
+
+
+def experts_product(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Sequence[Any],
+    down: Sequence[Any],
+    linear: Callable[[torch.Tensor, Any], torch.Tensor] = _row_invariant,
+    activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+) -> torch.Tensor:
+    """
+    Multiply each token by the experts it is routed to, and add up what they give; with gradients where `linear` has them.
+
+    Args:
+        x (`torch.Tensor`):
+            Tokens `(T, H)` in the compute dtype.
+        ids (`torch.Tensor`):
+            Experts `(T, k)` of each token, integers; the number of experts stands for a slot to skip.
+        weights (`torch.Tensor`):
+            Their weights `(T, k)`, float32; with other dtypes they are converted.
+        gate_up (`Sequence`):
+            What `linear` takes for each expert: its gate's rows, then its up projection's, `(2 I, H)`. By default those of
+            [`LowBitTensor.row_blocks`](`~trl_qarl.quantization.tensors.LowBitTensor.row_blocks`) of one low-bit tensor.
+        down (`Sequence`):
+            The same for the down projection, `(H, I)`.
+        linear (`Callable`, *optional*):
+            Takes rows `(M, K)` and an expert's weight and returns `(M, N)` in the dtype of the rows. Defaults to the low-bit
+            product that gives a row the same bits among any others.
+        activation (`Callable`, *optional*, defaults to `silu`):
+            Applied to the gate.
+
+    Returns:
+        `(T, H)` in the dtype of `x`; zeros for a token without experts.
+    """
+    num_tokens, topk = ids.shape
+    slots = ids.reshape(-1).long()
+    order = torch.argsort(slots, stable=True)
+    counts = torch.bincount(slots, minlength=len(gate_up) + 1)[: len(gate_up)].tolist()
+    order = order[: sum(counts)]
+    rows = x.index_select(0, order // topk).split(counts)
+    results = []
+    for expert, tokens in enumerate(rows):
+        if counts[expert]:
+            gate, up = linear(tokens, gate_up[expert]).chunk(2, dim=-1)
+            results.append(linear(activation(gate) * up, down[expert]))
+    if not results:
+        return torch.zeros_like(x)
+    of_slots = x.new_zeros(slots.shape[0], x.shape[1]).index_copy(0, order, torch.cat(results))
+    return _weighted_sum(of_slots.view(num_tokens, topk, -1), weights.float()).to(x.dtype)
+
+
+def _weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`(T, H)` float32 of `y`, `(T, k, H)`, and `weights`, `(T, k)` float32."""
+    total = y[:, 0].float() * weights[:, :1]
+    for slot in range(1, y.shape[1]):
+        total = total + y[:, slot].float() * weights[:, slot : slot + 1]
+    return total

@@ -1,0 +1,77 @@
+"""
+The divisors of NVFP4's scales: one for all layers that vLLM holds as one matrix, chosen when a model is prepared, and kept.
+
+vLLM takes the largest of such a matrix for all of it, so with several it would multiply by other weights than were trained. They are
+powers of two with room for weights that grow ([`~trl_qarl.quantization.quantize.choose_global_scale`]), so they need not follow them.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from .plan import FUSED
+from .quantize import choose_global_scale
+from .schemes import NVFP4
+from .weight import QuantizedLayer, QuantizedWeight
+
+
+__all__ = ["check_global_scales", "global_scales", "share_global_scales"]
+
+
+def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
+    """
+    Give each group of NVFP4 layers its divisor: that of `known`, by names of layers, else the one of its largest weight.
+
+    Raises:
+        ValueError: if `known` lacks a layer.
+    """
+    for name, weights in _groups(layers).items():
+        if known is not None:
+            missing = [layer for layer in layers if layer not in known and _group_of(layer) == name]
+            if missing:
+                raise ValueError(
+                    f"global_scales has no entry {missing[0]!r}. It has to name every layer of 'nvfp4a16'."
+                )
+            scale = next(known[layer] for layer in layers if _group_of(layer) == name)
+        else:
+            masters = [weight.master().detach() for weight in weights if not weight.is_frozen]
+            if not masters or any(master.is_meta for master in masters):
+                continue
+            scale = min(map(choose_global_scale, masters))
+        for weight in weights:
+            weight.global_scale = scale
+            weight.forget()
+
+
+def global_scales(layers: Mapping[str, QuantizedLayer]) -> dict[str, float]:
+    """Divisors of the NVFP4 layers, by their names."""
+    scales = {
+        name: weight.global_scale for name, layer in layers.items() for weight in layer.quantized_weights.values()
+    }
+    return {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def check_global_scales(scales: Mapping[str, float | None]) -> None:
+    """Raises `ValueError` where NVFP4 layers that vLLM holds as one matrix have several divisors, given by the layers' names."""
+    of_group: dict[str, dict[str, float | None]] = defaultdict(dict)
+    for name, scale in scales.items():
+        of_group[_group_of(name)][name] = scale
+    for group in of_group.values():
+        if len(set(group.values())) > 1:
+            raise ValueError(
+                f"The global scales {group} differ, and vLLM would take one for all, as it holds these layers in one matrix. Prepare the "
+                "model as a whole (`prepare_model`)."
+            )
+
+
+def _groups(layers: Mapping[str, QuantizedLayer]) -> dict[str, list[QuantizedWeight]]:
+    groups = defaultdict(list)
+    for name, layer in layers.items():
+        if layer.scheme.container == NVFP4:
+            groups[_group_of(name)] += layer.quantized_weights.values()
+    return groups
+
+
+def _group_of(name: str) -> str:
+    """Name of the matrix in vLLM that holds a layer."""
+    parent, _, leaf = name.rpartition(".")
+    return next((f"{parent}.{'+'.join(leaves)}" for leaves in FUSED if leaf in leaves), name)

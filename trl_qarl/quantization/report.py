@@ -1,0 +1,117 @@
+"""What was quantized, how, and what was left alone."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .experts import QuantizedExperts
+from .plan import QuantPlan
+from .schemes import QuantScheme
+from .weight import QuantizedLayer, QuantizedWeight
+
+
+__all__ = ["SwapReport", "low_bit_bytes", "report_layers"]
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """
+    What [`~trl_qarl.quantization.swap.prepare_model`] did.
+
+    Args:
+        plan ([`~trl_qarl.quantization.plan.QuantPlan`]):
+            The plan applied.
+        converted (`dict[str, int | None]`):
+            Name of each converted layer and its group size (`None`: one scale per output channel).
+        skipped (`dict[str, str]`):
+            Name of each linear layer, or module of experts, left alone and the reason.
+        master_bytes (`int`):
+            Bytes of the converted layers' master weights.
+        bf16_bytes (`int`):
+            Bytes of the same weights in 16-bit precision.
+        low_bit_bytes (`int`):
+            Bytes of the same weights in low-bit form, scales included.
+        dropped_bytes (`int`, *optional*, defaults to `0`):
+            Bytes of the master weights that [`~trl_qarl.quantization.swap.freeze_model`] has dropped since.
+        schemes (`dict[str, QuantScheme]`, *optional*):
+            Name of each converted layer and its scheme.
+        num_experts (`dict[str, int]`, *optional*):
+            Name of each converted module of experts, and how many it has.
+    """
+
+    plan: QuantPlan
+    converted: dict[str, int | None]
+    skipped: dict[str, str]
+    master_bytes: int
+    bf16_bytes: int
+    low_bit_bytes: int
+    dropped_bytes: int = 0
+    schemes: dict[str, QuantScheme] = field(default_factory=dict)
+    num_experts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> str:
+        """How many layers were quantized, in words."""
+        experts = f" and {sum(self.num_experts.values())} experts in {len(self.num_experts)} layers"
+        return f"{len(self.converted) - len(self.num_experts)} linear layers{experts if self.num_experts else ''}"
+
+    def __str__(self) -> str:
+        if not self.plan.is_quantized:
+            return f"scheme {self.plan.name}: every layer stays in high precision"
+        # Of one scheme alone the beginning of the line says which.
+        is_mixed = len({scheme.name for scheme in self.schemes.values()}) > 1
+        groups = Counter(
+            (f"{self.schemes[name].name} " if is_mixed else "", size) for name, size in self.converted.items()
+        )
+        parts = [
+            f"{count} {name}per output channel" if size is None else f"{count} {name}group {size}"
+            for (name, size), count in groups.items()
+        ]
+        lines = [
+            f"scheme {self.plan.name}: {self.layers} quantized "
+            f"({', '.join(parts)}), "
+            f"{self.low_bit_bytes / 2**20:.1f} MiB low-bit against {self.bf16_bytes / 2**20:.1f} MiB in bf16"
+        ]
+        if self.dropped_bytes:
+            lines.append(f"frozen: {self.dropped_bytes / 2**20:.1f} MiB of master weights dropped")
+        for reason, count in Counter(self.skipped.values()).items():
+            names = [name for name, why in self.skipped.items() if why == reason]
+            lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")
+        for size in sorted(
+            {scheme.group_size or 0 for name, scheme in self.schemes.items() if self._is_smaller(name)}
+        ):
+            lines.append(f"group_size={size} does not divide every layer; the smaller sizes are above")
+        return "\n".join(lines)
+
+    def _is_smaller(self, name: str) -> bool:
+        return self.converted[name] != self.schemes[name].group_size
+
+
+def report_layers(
+    plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped: Mapping[str, str], has_masters: bool
+) -> SwapReport:
+    """Return the report of quantized layers, by their names, and of why others are not; with the bytes of masters, or without."""
+    weights = [weight for layer in layers.values() for weight in layer.quantized_weights.values()]
+    return SwapReport(
+        plan=plan,
+        converted={name: layer.group_size for name, layer in layers.items()},
+        skipped=dict(skipped),
+        master_bytes=sum(weight.parameter.nbytes for weight in weights) if has_masters else 0,
+        bf16_bytes=sum(2 * weight.parameter.numel() for weight in weights),
+        low_bit_bytes=sum(map(low_bit_bytes, weights)),
+        schemes={name: layer.scheme for name, layer in layers.items()},
+        num_experts={name: layer.num_experts for name, layer in layers.items() if isinstance(layer, QuantizedExperts)},
+    )
+
+
+def low_bit_bytes(weight: QuantizedWeight) -> int:
+    """Return the bytes of codes and scales, which need not be computed for it."""
+    *rows, columns = weight.parameter.shape
+    scales = columns // (weight.group_size or columns) * math.prod(rows)
+    scale_dtype = (
+        weight.scale_dtype if weight.scheme.scale_dtype is None else getattr(torch, weight.scheme.scale_dtype)
+    )
+    return weight.parameter.numel() * weight.scheme.container.num_bits // 8 + scales * scale_dtype.itemsize

@@ -1,0 +1,250 @@
+"""
+Low-bit weights of masters that FSDP2 has sharded: each process quantizes its own rows, and codes and scales are gathered.
+
+A row holds whole groups, so the codes of all processes together are those of one process, bit for bit, and they are 0.13 of the
+bytes of float32 masters for 4 bits. They are made of the master itself also where `mixed_precision` has FSDP gather everything else
+in 16 bits.
+
+Outside a forward a sharded layer's weight is a `DTensor`; what the layer calls its master and its low-bit weight are the rows that
+this process holds ([`ShardedSource`]), and [`whole_low_bit`] and [`whole`] gather: every process has to call them. In a forward
+the weight is the gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the masters.
+
+FSDP2's extension point is `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a *local* tensor
+(https://github.com/pytorch/pytorch/pull/122908). [`MasterShard`] has these two and is an ordinary tensor otherwise, so optimizers,
+clipping and checkpoints see nothing else than without it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from .schemes import NVFP4
+from .tensors import LowBitTensor
+from .weight import MasterSource, QuantizedLayer, QuantizedWeight, weight_version
+
+
+__all__ = [
+    "MasterShard",
+    "ShardedSource",
+    "held_rows",
+    "is_sharded",
+    "shard_low_bit",
+    "whole",
+    "whole_low_bit",
+    "writes_to",
+]
+
+_ALIGNMENT = 64
+# Its new name, since torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class MasterShard(torch.Tensor):
+    """
+    The rows of a master that this process holds, `(rows, K)`: a plain tensor but for what FSDP2 asks of it around an all-gather.
+
+    Attributes:
+        weight ([`QuantizedWeight`]):
+            What it is a part of.
+        padded_rows (`int`):
+            Rows of the largest shard, which every process sends.
+    """
+
+    # What an operation returns is no shard.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
+
+    weight: QuantizedWeight
+    padded_rows: int
+
+    # FSDP passes five arguments to a method that takes them, and then asks for the padded size of the master (torch 2.13).
+    def fsdp_pre_all_gather(self, mesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return what this process sends, and what it has to know to read it."""
+        low_bit = self.weight.low_bit_weight()
+        parts = [_with_rows(tensor, self.padded_rows) for tensor in (low_bit.qdata, low_bit.scale)]
+        if mesh.size() > 1:
+            return tuple(parts), None
+        # With one process FSDP takes the first tensor alone (torch 2.13, https://github.com/pytorch/pytorch/pull/197999).
+        views, buffer = [], []
+        for tensor in parts:
+            raw = tensor.reshape(-1).view(torch.uint8)
+            views.append((sum(map(len, buffer)), len(raw), tensor.dtype, tensor.shape))
+            buffer += [raw, raw.new_zeros(-len(raw) % _ALIGNMENT)]
+        return (torch.cat(buffer),), views
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        """Return the low-bit weight and the tensors that hold it; with `out`, the one returned before, they are filled again."""
+        if out is not None:
+            return None
+        held = tuple(outputs)
+        if metadata is not None:
+            outputs = [held[0][start:][:size].view(dtype).view(shape) for start, size, dtype, shape in metadata]
+        num_rows = len(self.weight.parameter)
+        qdata, scale = (tensor[:num_rows] for tensor in outputs)
+        scheme, global_scale = self.weight.scheme, self.weight.global_scale
+        return LowBitTensor(qdata, scale, scheme, param_dtype, is_gathered=True, global_scale=global_scale), held
+
+    @override
+    def to(self, device, *args, **kwargs):
+        """Return itself for another device, where masters are kept in the host's memory: codes and scales go there, not masters."""
+        return _OnDevice(self, torch.device(device)) if torch.device(device).type != self.device.type else self
+
+
+class _OnDevice:
+    """A [`MasterShard`] that is kept in the host's memory, as FSDP2 asks it on `device`."""
+
+    def __init__(self, shard: MasterShard, device: torch.device):
+        self.shard, self.device = shard, device
+
+    def size(self) -> torch.Size:
+        return self.shard.size()
+
+    def fsdp_pre_all_gather(self, mesh):
+        parts, metadata = self.shard.fsdp_pre_all_gather(mesh)
+        return tuple(part.to(self.device, non_blocking=True) for part in parts), metadata
+
+
+class ShardedSource(MasterSource):
+    """The rows of a sharded master that this process holds."""
+
+    @override
+    def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
+        version = weight_version(_shard(weight))
+        return None if version is None else (*version, *writes_to(weight))
+
+    @override
+    def value(self, weight: torch.Tensor) -> torch.Tensor:
+        _shard(weight)
+        return weight.to_local()
+
+    @override
+    def rows(self, weight: torch.Tensor) -> range:
+        return held_rows(weight)
+
+
+def shard_low_bit(model: nn.Module) -> int:
+    """
+    Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of `model`, which it has sharded.
+
+    To be called after everything that puts other tensors into the place of parameters, such as `.to`; it can be called again.
+
+    Returns:
+        The number of weights.
+
+    Raises:
+        NotImplementedError: for experts in one tensor, and if FSDP2 was told to shard what it has gathered over fewer processes.
+        RuntimeError: if FSDP2 does not manage the weight of a quantized layer.
+    """
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    # FSDP knows a layer that was swapped later by its former module, which shares the table of parameters.
+    weights = {(id(layer._parameters), name): w for layer in layers for name, w in layer.quantized_weights.items()}
+    num_weights = len(weights)
+    for group, parameter in _fsdp_parameters(model):
+        info = parameter._module_info
+        weight = weights.pop((id(info.module._parameters), info.param_name), None)
+        if weight is None:
+            continue
+        if len(parameter._orig_size) != 2:
+            raise NotImplementedError(
+                f"Quantized experts, {tuple(parameter._orig_size)}, cannot be gathered as codes in this release. Launch with DDP, or leave "
+                "them in high precision (`allow_high_precision_experts=True`)."
+            )
+        if group._use_post_forward_mesh:
+            raise NotImplementedError(
+                "FSDP2 was told to shard what it has gathered over fewer processes (`reshard_after_forward` is a number), which it "
+                "does not do with low-bit weights. Use True or False."
+            )
+        if weight.scheme.container == NVFP4 and weight.global_scale is None:
+            raise RuntimeError(
+                "A weight of 'nvfp4a16' has no global scale. Call `prepare_model` while its masters are whole."
+            )
+        local = parameter.sharded_param._local_tensor
+        shard = local if isinstance(local, MasterShard) else local.as_subclass(MasterShard)
+        shard.weight, shard.padded_rows = weight, parameter.padded_sharded_param_size[0]
+        parameter.sharded_param._local_tensor = shard
+        parameter._init_extensions()
+        weight.source = ShardedSource()
+        weight.forget()
+    if weights:
+        raise RuntimeError(
+            f"FSDP2 does not manage {len(weights)} of the {num_weights} quantized weights of {type(model).__name__}."
+        )
+    return num_weights
+
+
+def is_sharded(weights: torch.Tensor | nn.Module) -> bool:
+    """Return whether this process holds only a part of a tensor, or of some parameter of a model."""
+    tensors = weights.parameters() if isinstance(weights, nn.Module) else [weights]
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def held_rows(parameter: torch.Tensor) -> range:
+    """Return the rows of `parameter` that this process holds: FSDP2 gives every process as many, up to the last that get any."""
+    if not isinstance(parameter, DTensor):
+        return range(len(parameter))
+    mesh = parameter.device_mesh
+    start = mesh.get_local_rank() * -(-len(parameter) // mesh.size())
+    return range(start, start + len(parameter._local_tensor))
+
+
+def writes_to(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return numbers of which one changes when the parameter, or this process' part of it, is written to or replaced."""
+    # An operation on a `DTensor` raises its own version alone, one on its local tensor that tensor's alone.
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return parameter._version, local._version, local.data_ptr()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor, where it is sharded gathered from the processes, which all have to call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def whole_low_bit(weight: QuantizedWeight) -> LowBitTensor:
+    """Return all of a low-bit weight, where it is sharded gathered from the processes, which all have to call."""
+    parameter = weight.parameter
+    if not isinstance(parameter, DTensor):
+        return weight.low_bit_weight()
+    shard, mesh = _shard(parameter), parameter.device_mesh
+    parts, metadata = shard.fsdp_pre_all_gather(mesh)
+    outputs = []
+    for part in parts:
+        raw = part.contiguous().view(torch.uint8)
+        gathered = raw.new_empty((mesh.size() * len(raw), *raw.shape[1:]))
+        _all_gather(gathered, raw, group=mesh.get_group())
+        outputs.append(gathered.view(part.dtype))
+    return shard.fsdp_post_all_gather(outputs, metadata, parameter.dtype)[0]
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """FSDP2's groups of parameters that it gathers together, and their parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from ((group, parameter) for parameter in group.fsdp_params)
+
+
+def _shard(weight: torch.Tensor) -> MasterShard:
+    shard = weight._local_tensor if isinstance(weight, DTensor) else weight
+    if not isinstance(shard, MasterShard):
+        raise RuntimeError(
+            f"The master is {type(shard).__name__} {tuple(shard.shape)} where a shard is expected: something has put another tensor into "
+            "its place, or has gathered it in FSDP2's stead. Call `shard_low_bit(model)` after whatever does that."
+        )
+    return shard
+
+
+def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes and scales has zeros, or copies."""
+    if len(tensor) == count:
+        return tensor
+    padded = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    raw = padded.view(torch.uint8).zero_()
+    if len(tensor):
+        raw[: len(tensor)] = tensor.view(torch.uint8)
+    return padded

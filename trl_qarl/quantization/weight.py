@@ -1,0 +1,341 @@
+"""
+What a layer knows about one weight that it quantizes, and what is common to layers that have such weights.
+
+A linear layer has one [`QuantizedWeight`], the experts of a mixture have two. Its *source* says which weight is quantized and
+where gradients go: [`MasterSource`], the layer's own parameter, unless another was set.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdRef
+from typing_extensions import override
+
+from .quantize import count_code_flips
+from .schemes import QuantScheme
+from .tensors import LowBitTensor
+
+
+__all__ = ["MasterSource", "Product", "QuantizedLayer", "QuantizedWeight", "weight_version"]
+
+Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torch.Tensor, tuple[Any, ...], str]]
+"""Takes rows `(M, K)`, weight and bias and returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does."""
+
+
+class MasterSource:
+    """
+    The weight that is quantized: the layer's own. Other sources build it from that one and from more.
+
+    Each method is given the layer's parameter, which is read once per use: a parametrization computes a new tensor each time.
+    """
+
+    holds_adapter = False
+    """Whether an adapter is part of the weight that is quantized."""
+
+    def active(self) -> Hashable:
+        """Return which of its weights the source gives now; the low-bit form of each is kept."""
+        return ()
+
+    def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
+        """Equal for two calls if the value is; `None`, equal to nothing, where that cannot be told."""
+        return weight_version(weight)
+
+    def value(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the high-precision weight that is quantized, with gradients."""
+        return weight
+
+    def rows(self, weight: torch.Tensor) -> range:
+        """Return which rows of all of the weight the value has."""
+        return range(weight.shape[:-1].numel())
+
+    def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor to which the gradient of the value can be given in its place; `None` if nothing takes one."""
+        return weight
+
+    def is_trained(self, weight: torch.Tensor) -> bool:
+        """Return whether an optimizer can change the value."""
+        return weight.requires_grad
+
+    def release(self) -> None:
+        """Give back what the source holds besides the layer's weight, when the layer is no longer quantized."""
+
+
+class QuantizedWeight:
+    """
+    One weight of a layer, and its low-bit form: computed once per version of the master and kept.
+
+    Args:
+        layer (`nn.Module`):
+            The layer.
+        name (`str`):
+            Its parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices whose rows are quantized as those of one,
+            or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`.
+        scheme ([`QuantScheme`]):
+            The scheme.
+        group_size (`int` or `None`):
+            Group size in use.
+        scale_dtype (`torch.dtype`):
+            Dtype in which the engine runs the model, to which scales are rounded.
+
+    Attributes:
+        source ([`MasterSource`]): gives the weight that is quantized.
+        num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization, 0-d int64.
+        global_scale (`float` or `None`): what NVFP4's scales are divided by, chosen at the first use unless it was given.
+    """
+
+    def __init__(
+        self, layer: nn.Module, name: str, scheme: QuantScheme, group_size: int | None, scale_dtype: torch.dtype
+    ):
+        self.layer, self.name = layer, name
+        self.scheme, self.group_size, self.scale_dtype = scheme, group_size, scale_dtype
+        self.source = MasterSource()
+        self.num_flipped_codes: torch.Tensor | None = None
+        self.global_scale: float | None = None
+        self._kept: dict[Hashable, tuple[LowBitTensor, tuple[Any, ...] | None]] = {}
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The layer's parameter: the master, or the low-bit weight of a frozen layer."""
+        return getattr(self.layer, self.name)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the master is gone."""
+        parameter = self.parameter
+        return isinstance(parameter, LowBitTensor) and not parameter.is_gathered
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer can change the low-bit weight."""
+        return not self.is_frozen and self.source.is_trained(self.parameter)
+
+    def master(self) -> torch.Tensor:
+        """Return the high-precision weight that is quantized, of the parameter's shape, with gradients."""
+        return self.source.value(self.parameter)
+
+    def low_bit_weight(self) -> LowBitTensor:
+        """
+        Return the low-bit weight `(N, K)` or `(E * N, K)` of the current master. The same object is returned until its value
+        changes.
+
+        Raises:
+            ValueError: if the master was made in inference mode, where PyTorch does not count updates.
+        """
+        weight = self.parameter
+        if isinstance(weight, LowBitTensor):
+            return weight
+        active, version = self.source.active(), self.source.version(weight)
+        kept, kept_version = self._kept.get(active, (None, None))
+        if version is not None and version == kept_version:
+            return kept
+        # Tensors made in inference mode could not be saved for backward later.
+        with torch.inference_mode(False), torch.no_grad():
+            low_bit = self.quantize(self.source.value(weight).detach())
+            if kept is not None:
+                self.num_flipped_codes = count_code_flips(kept.qdata, low_bit.qdata, self.scheme.container)
+                if self.num_flipped_codes == 0 and torch.equal(kept, low_bit):
+                    low_bit = kept
+        self._kept[active] = low_bit, version
+        return low_bit
+
+    def quantize(self, weight: torch.Tensor) -> LowBitTensor:
+        """Return the low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
+        low_bit = LowBitTensor.from_hp(weight.flatten(0, -2), self.scheme, self.scale_dtype, self.global_scale)
+        self.global_scale = low_bit.global_scale
+        return low_bit
+
+    def matrices(self) -> Iterator[tuple[torch.Tensor, LowBitTensor]]:
+        """Yield master and low-bit form, `(N, K)` each, of the matrix, or of each that the parameter stacks."""
+        master, low_bit = self.master(), self.low_bit_weight()
+        stacked = master if master.ndim == 3 else master.unsqueeze(0)
+        yield from zip(stacked.unbind(), low_bit.row_blocks(len(stacked)), strict=True)
+
+    def freeze(self) -> None:
+        """Replace the master by its low-bit weight, in place: the layer computes what it did and cannot be trained."""
+        self.hold(self.low_bit_weight())
+
+    def hold(self, low_bit: LowBitTensor) -> None:
+        """Put `low_bit`, which cannot be trained, into the master's place."""
+        self.forget()
+        self.num_flipped_codes = None
+        self.scheme, self.group_size = low_bit.scheme, low_bit.group_size
+        self.global_scale = low_bit.global_scale
+        setattr(self.layer, self.name, nn.Parameter(low_bit, requires_grad=False))
+
+    def invalidate(self) -> None:
+        """Have the next use quantize the master again, and count the codes that changed."""
+        self._kept = {active: (low_bit, None) for active, (low_bit, _) in self._kept.items()}
+
+    def kept(self) -> list[LowBitTensor]:
+        """Return the low-bit weights that are kept beside the parameter."""
+        return [low_bit for low_bit, _ in self._kept.values()]
+
+    def forget(self) -> None:
+        """Drop what is kept."""
+        self._kept = {}
+
+    def __getstate__(self):
+        return {**self.__dict__, "_kept": {}, "num_flipped_codes": None}
+
+
+class QuantizedLayer(nn.Module):
+    """
+    A layer with quantized weights, all of one scheme: [`~trl_qarl.quantization.linear.QuantizedLinear`] or
+    [`~trl_qarl.quantization.experts.QuantizedExperts`].
+
+    What is kept of its weights is not part of the `state_dict`, nor of a pickle or copy of the module.
+
+    Attributes:
+        quantized_weights (`dict[str, QuantizedWeight]`): the weights, by the names of their parameters.
+        product ([`Product`]): multiplies by a low-bit weight.
+        use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of the layer it was
+            made from, while the low-bit weight can still be had for publication and export.
+        kernel_name (`str` or `None`): name of the kernel of the last forward.
+    """
+
+    quantized_weights: dict[str, QuantizedWeight]
+    product: Product
+    use_quantized_forward: bool
+    kernel_name: str | None
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """The scheme."""
+        return self._first.scheme
+
+    @property
+    def group_size(self) -> int | None:
+        """Group size in use."""
+        return self._first.group_size
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype in which the engine runs the model, to which scales are rounded."""
+        return self._first.scale_dtype
+
+    @property
+    def _first(self) -> QuantizedWeight:
+        return next(iter(self.quantized_weights.values()))
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the masters are gone."""
+        return self._first.is_frozen
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer can change the low-bit weights."""
+        return any(weight.is_trained for weight in self.quantized_weights.values())
+
+    @property
+    def holds_adapter(self) -> bool:
+        """Whether an adapter is part of a weight that is quantized."""
+        return any(weight.source.holds_adapter for weight in self.quantized_weights.values())
+
+    def restored(self) -> nn.Module:
+        """Make the module to be put into this layer's place, with its masters; it is no longer quantized."""
+        raise NotImplementedError
+
+    def convert(self) -> nn.Module:
+        """Freeze the layer, and make the module to be put into its place that computes the same."""
+        raise NotImplementedError
+
+    def freeze(self) -> None:
+        """Replace the masters by their low-bit weights, in place: the layer computes what it did and cannot be trained."""
+        for weight in self.quantized_weights.values():
+            weight.freeze()
+
+    def invalidate(self) -> None:
+        """Have the next use quantize the masters again."""
+        for weight in self.quantized_weights.values():
+            weight.invalidate()
+
+    def forget(self) -> None:
+        """Drop the low-bit weights that are kept."""
+        for weight in self.quantized_weights.values():
+            weight.forget()
+
+    @override
+    def extra_repr(self) -> str:
+        group = "" if self.group_size is None else f", group_size={self.group_size}"
+        plain = "" if self.use_quantized_forward else ", use_quantized_forward=False"
+        return f"{super().extra_repr()}, scheme={self.scheme.name}{group}, kernel={self.kernel_name}{plain}"
+
+    @override
+    def _apply(self, *args, **kwargs):
+        module = super()._apply(*args, **kwargs)
+        self.forget()
+        return module
+
+    @override
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self.forget()
+
+
+def sharing_state(cls: type, module: nn.Module, without: frozenset[str] = frozenset()) -> Any:
+    """Return a `cls` with the attributes of `module`; the tables of parameters and hooks are the same objects."""
+    new = cls.__new__(cls)
+    vars(new).update({name: value for name, value in vars(module).items() if name not in without})
+    return new
+
+
+def check_can_be_quantized(module: nn.Module, weights: list[torch.Tensor], scheme: QuantScheme) -> None:
+    """Raises `ValueError` for a layer that `scheme` cannot be applied to, whatever its sizes."""
+    if "forward" in vars(module):
+        raise ValueError(
+            "The layer has a `forward` of its own on the instance (accelerate's `device_map` hooks set one), which "
+            "would bypass the quantized forward. Load the model on one device: `device_map=None`."
+        )
+    if not scheme.is_quantized:
+        raise ValueError(f"Scheme {scheme.name!r} leaves weights in high precision; there is nothing to convert.")
+    for weight in weights:
+        if weight.numel() == 0:
+            raise ValueError(f"The layer has no weights to quantize: shape {tuple(weight.shape)}.")
+        if weight.is_inference():
+            raise ValueError(MADE_IN_INFERENCE_MODE)
+
+
+MADE_IN_INFERENCE_MODE = (
+    "The weight was made inside `torch.inference_mode()`, where PyTorch does not count updates, so a changed weight could "
+    "not be told from the one that was quantized. Make or load the model outside of it; `torch.no_grad()` does as well."
+)
+
+# Fused and 8-bit optimizers write to parameters without raising their version, so each step of any optimizer counts.
+_num_optimizer_steps = 0
+
+
+# A tracer cannot follow weak references.
+@torch.compiler.disable
+def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
+    """
+    Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not kept.
+
+    Addresses are no identity: a new tensor may lie where an old one was. As long as a weak reference to a storage exists, no
+    other storage compares equal to it.
+    """
+    if weight.is_inference():
+        if isinstance(weight, nn.Parameter):
+            raise ValueError(MADE_IN_INFERENCE_MODE)
+        return None
+    return (
+        WeakIdRef(weight),
+        StorageWeakRef(weight.untyped_storage()),
+        weight.storage_offset(),
+        weight.stride(),
+        weight._version,
+        weight.dtype,
+        _num_optimizer_steps,
+    )
+
+
+def _count_optimizer_step(*args, **kwargs):
+    global _num_optimizer_steps
+    _num_optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)

@@ -1,0 +1,124 @@
+"""Requests to a server that are answered in time, with a status that was expected and by whom they were meant for, or fail."""
+
+import ipaddress
+import re
+from collections.abc import Collection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import requests
+from requests.adapters import HTTPAdapter
+from typing_extensions import override
+
+
+__all__ = ["CheckedSession", "LocalSession", "ServerLost", "error_text", "is_local"]
+
+_CONNECT_SECONDS = 10
+
+
+class ServerLost(ConnectionError):
+    """
+    A request failed: the server cannot be reached, does not answer in time, or no longer knows this trainer.
+
+    Args:
+        message (`str`):
+            What failed.
+        status (`int`, *optional*):
+            The status of the answer, if there was one.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+
+class LocalSession(requests.Session):
+    """Session that leaves the environment's proxies out for addresses of this machine, which no proxy can reach."""
+
+    @override
+    def request(self, method, url, **kwargs):
+        self.trust_env = not is_local(urlsplit(url).hostname)
+        return super().request(method, url, **kwargs)
+
+
+class CheckedSession(LocalSession):
+    """
+    Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in time.
+
+    Args:
+        request_timeout (`float`), generation_timeout (`float`):
+            Seconds to wait for an answer, and for completions.
+        ca_certs (`str` or `Path`, *optional*):
+            File with the certificates that vouch for the server's. Defaults to those that `requests` comes with.
+
+    Raises:
+        ValueError: for a server whose certificate is not to be trusted.
+    """
+
+    def __init__(self, request_timeout: float, generation_timeout: float, ca_certs: str | Path | None = None):
+        super().__init__()
+        self.ca_certs = None if ca_certs is None else str(ca_certs)
+        self.request_timeout = request_timeout
+        self.generation_timeout = generation_timeout
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, HTTPAdapter(pool_maxsize=64))
+
+    @override
+    def request(self, method, url, *, expected: Collection[int] = (200,), **kwargs):
+        path = urlsplit(url).path
+        generates = method == "POST" and path.endswith(_GENERATING_PATHS)
+        seconds = self.generation_timeout if generates else self.request_timeout
+        kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
+        if self.ca_certs is not None:
+            # Here, as one from the environment would come before the session's.
+            kwargs.setdefault("verify", self.ca_certs)
+        try:
+            response = super().request(method, url, **kwargs)
+        except requests.ReadTimeout as error:
+            option = "vllm_generation_timeout" if generates else "vllm_request_timeout"
+            waited = kwargs["timeout"][1] if isinstance(kwargs["timeout"], tuple) else kwargs["timeout"]
+            raise ServerLost(
+                f"The vLLM server did not answer {url} within {waited:g} s. If it only needs longer, raise `{option}`."
+            ) from error
+        except requests.exceptions.SSLError as error:
+            if "CERTIFICATE_VERIFY_FAILED" not in str(error):
+                raise ServerLost(f"The vLLM server did not answer {url}: {error}") from error
+            raise ValueError(
+                f"The certificate of the server at {url} is not to be trusted: {_tls_reason(error)}. If it is your own, set "
+                "`vllm_ssl_ca_certs` to a file with it, or with that of who signed it."
+            ) from error
+        except requests.RequestException as error:
+            # Without the three layers of names around it.
+            reason = getattr(error.args[0], "reason", error) if error.args else error
+            raise ServerLost(f"The vLLM server did not answer {url}: {reason}") from error
+        if response.status_code not in expected:
+            raise ServerLost(
+                f"{url} failed with status {response.status_code}: {error_text(response)}", response.status_code
+            )
+        return response
+
+
+def _tls_reason(error: Exception) -> str:
+    match = re.search(r"certificate verify failed: ([^(]*)", str(error))
+    return match[1].strip() if match else str(error)
+
+
+_GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+
+
+def is_local(host: str | None) -> bool:
+    """Return whether what is sent to `host`, a name or an address, stays on this machine."""
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def error_text(response: requests.Response) -> str:
+    """Return what an answer says that went wrong."""
+    try:
+        error = response.json().get("error", response.text)
+    except ValueError:
+        return response.text.strip()[:2000]
+    return error.get("message", str(error)) if isinstance(error, dict) else str(error)

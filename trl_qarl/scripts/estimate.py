@@ -1,0 +1,73 @@
+"""`trl-qarl estimate`: what full fine-tuning of a model takes of each GPU, and which launch fits."""
+
+from argparse import ArgumentParser, Namespace
+
+from ..quantization.plan import plan_of
+from .errors import configuration_errors
+from .plan_options import add_plan_options
+
+
+__all__ = ["main", "make_parser"]
+
+_GB = 10**9
+
+
+def make_parser(prog: str | None = None) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=prog,
+        description="Add up what full fine-tuning of a model takes of each GPU, from its configuration alone, for DDP and FSDP2.",
+        epilog="Exit code: 0 if a launch fits, 1 if none does, 2 for options that make no sense.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of the learner")
+    parser.add_argument("--gpu_memory", type=float, required=True, metavar="GB", help="memory of each, in GB")
+    add_plan_options(parser, default="w4a16")
+    parser.add_argument("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch, prompts and completions")
+    parser.add_argument(
+        "--vllm_gpu_memory_utilization",
+        type=float,
+        default=0.3,
+        help="share of each GPU that a colocated vLLM is given; 0 with a server elsewhere",
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
+    parser.add_argument(
+        "--write", metavar="FILE", help="write the first launch that fits for `accelerate launch --config_file`"
+    )
+    return parser
+
+
+def main(args: Namespace) -> int:
+    """Print the parts by launch. Return 0 if one of them fits, else 1."""
+    with configuration_errors():
+        if args.gpus < 1 or args.gpu_memory <= 0 or args.tokens < 1 or not 0 <= args.vllm_gpu_memory_utilization < 1:
+            raise ValueError(
+                "--gpus, --gpu_memory and --tokens are positive, --vllm_gpu_memory_utilization is from 0 to 1."
+            )
+        from ..doctor.memory import Run, launch_configuration, parts_of_memory
+        from .doctor import _shapes
+
+        run = Run(args.gpus, args.optim, args.tokens, int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB))
+        found = parts_of_memory(_shapes(args), plan_of(vars(args)), run, args.exclude_modules)
+    fitting = None
+    for launch, parts in found.items():
+        total = sum(parts.values()) / _GB
+        fits = total <= args.gpu_memory
+        fitting = fitting or (launch if fits else None)
+        listed = ", ".join(f"{name} {size / _GB:.1f}" for name, size in parts.items() if size)
+        print(
+            f"{launch}: {total:.1f} of {args.gpu_memory:g} GB on each of {args.gpus} GPUs, {'fits' if fits else 'too much'} ({listed})"
+        )
+    if fitting is None:
+        print(
+            "Nothing fits: use more GPUs with fsdp2, --optim adamw_torch_8bit, fewer --tokens, or a vLLM server elsewhere."
+        )
+        return 1
+    print(f"Launch with {fitting}.")
+    if args.write:
+        import yaml
+
+        with open(args.write, "w") as file:
+            yaml.safe_dump(dict(launch_configuration(fitting, args.gpus)), file, sort_keys=False)
+        print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
+    return 0

@@ -43,7 +43,7 @@ class Case(NamedTuple):
     stop: int = 1
 
 
-ENGINE = {"numerics": "engine", "learning_rate": 1e-2}
+ENGINE = {"numerics": "engine", "learning_rate": 3e-3}
 EVERY_LAYER = {"target_modules": "all-linear"}
 SOME_LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 MERGED = {"lora_mode": "merged", "learning_rate": 1e-2}
@@ -118,7 +118,9 @@ def make(case, model, folder, callbacks=None):
 def check_what_was_logged(case, trainer, batches):
     args, history = trainer.args, rows(trainer)
     objective = get_objective(args.objective)
-    assert len(history) == 4 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in history)
+    assert len(history) == 4 and all(math.isfinite(row["loss"] + row["grad_norm"]) for row in history)
+    # An objective may clip or drop everything in a second update of a batch, never in the first.
+    assert all(row["grad_norm"] > 0 for row in history if "reward" in row)
     assert len(batches) == (4 if args.objective == "on-policy" else 2)
     first, last = history[0], history[-1]
     names = ["reward", "rollout/repetition_share", "rollout/garbled_share"]

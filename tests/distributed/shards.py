@@ -146,8 +146,7 @@ def launched(**options):
 def assert_sharded(model):
     assert isinstance(model, FSDPModule)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    held, world = sum(p.to_local().numel() for p in model.parameters()), dist.get_world_size()
-    assert abs(held / sum(p.numel() for p in model.parameters()) * world - 1) < 0.1
+    assert all(len(p.to_local()) <= -(-len(p) // dist.get_world_size()) for p in model.parameters())
 
 
 class Masters(TrainerCallback):
@@ -167,6 +166,10 @@ def make_model(folder, arch="qwen2", **overrides):
         return AutoModelForCausalLM.from_pretrained(f"{folder}/{arch}", dtype=torch.float32, **overrides)
 
 
+def weights_of(model):
+    return [weight for layer in quantized_layers(model).values() for weight in layer.quantized_weights.values()]
+
+
 def training_equals_one_process(folder):
     """Gradients, masters and codes after three steps, bit for bit, without clipping, whose norm is added up in another order."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -176,6 +179,7 @@ def training_equals_one_process(folder):
         {"arch": "qwen2", "scheme": "w4a8", "activation_checkpointing": True},
         {"arch": "qwen2", "scheme": "w8a8", "reentrant": True, "cpu_ram_efficient_loading": True},
         {"arch": "qwen2", "scheme": "w8a16", "reentrant": False, "fused": True},
+        {"arch": "qwen3_moe", "scheme": "fp8", "reentrant": False},
     ]
     for case in cases:
         case = dict(case)
@@ -217,10 +221,8 @@ def training_equals_one_process(folder):
                     each.zero_grad()
             for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
                 assert torch.equal(whole(ours.detach()), theirs), (name, case)
-            for layer, expected in zip(
-                quantized_layers(model).values(), quantized_layers(reference).values(), strict=True
-            ):
-                assert same(whole_low_bit(layer.quantized_weights["weight"]), expected.low_bit_weight()), case
+            for weight, expected in zip(weights_of(model), weights_of(reference), strict=True):
+                assert same(whole_low_bit(weight), expected.low_bit_weight()), (weight.name, case)
 
 
 def one_process_gathers_codes_and_scales(folder):
@@ -305,7 +307,7 @@ def files_of(folder):
     return {path.name: _content(path) for path in Path(folder).iterdir() if path.suffix in (".json", ".safetensors")}
 
 
-def train(folder, name, *, resume=None, launch=None, callbacks=None, **options):
+def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=None, **options):
     """A training of four updates, with FSDP2 where `launch` has options for it."""
     given = {
         "per_device_train_batch_size": 2,
@@ -320,7 +322,7 @@ def train(folder, name, *, resume=None, launch=None, callbacks=None, **options):
     prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
     with nullcontext() if launch is None else launched(**launch):
         trainer = make_trainer(
-            f"{folder}/qwen2",
+            f"{folder}/{arch}",
             f"{folder}/{name}",
             train_dataset=prompts,
             callbacks=callbacks,
@@ -333,32 +335,46 @@ def train(folder, name, *, resume=None, launch=None, callbacks=None, **options):
         yield trainer
 
 
+def assert_trained_the_same(trainer, ddp):
+    """Metrics, masters and export of two trainers; returns the rows of the log."""
+    assert not is_sharded(ddp.model)
+    rows = ddp.state.log_history
+    for ours, theirs in zip(trainer.state.log_history, rows, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
+                continue
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+    for (name, ours), theirs in zip(trainer.model.named_parameters(), ddp.model.parameters(), strict=True):
+        assert torch.equal(whole(ours.detach()), theirs), name
+    export = trainer.export_model()
+    dist.barrier()
+    expected = files_of(ddp.export_model(f"{export}-alone{dist.get_rank()}"))
+    found = files_of(export)
+    assert found.keys() == expected.keys() and "model.safetensors" in found
+    assert [name for name in found if found[name] != expected[name]] == []
+    return rows
+
+
+def a_mixture_trains_what_it_trains_with_whole_masters(folder):
+    """Of five experts one process holds three."""
+    options = {"arch": "qwen3_moe", "max_steps": 2, "mismatch_probe_steps": 0}
+    [ddp] = train(folder, "mixture-ddp", **options)
+    for trainer in train(folder, "mixture", launch={}, **options):
+        assert_trained_the_same(trainer, ddp)
+        experts = trainer.model.model.layers[0].mlp.experts
+        assert len(experts.gate_up_proj) == 5 and len(experts.gate_up_proj.to_local()) == (3, 2)[dist.get_rank()]
+
+
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
     """With all telemetry; its export and what it publishes are those of one process, byte for byte."""
     [ddp] = train(folder, "ddp")
-    assert not is_sharded(ddp.model)
-    rows, masters = ddp.state.log_history, [p.detach().clone() for p in ddp.model.parameters()]
     for trainer in train(folder, "fsdp", launch={}):
-        for ours, theirs in zip(trainer.state.log_history, rows, strict=True):
-            assert ours.keys() == theirs.keys()
-            for name, value in theirs.items():
-                if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
-                    continue
-                assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+        rows = assert_trained_the_same(trainer, ddp)
         assert {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"} <= {
             n for row in rows for n in row
         }
         assert any(row.get("quant/code_flip_rate") for row in rows) and any("probe" in n for row in rows for n in row)
-        for ours, theirs in zip(trainer.model.parameters(), masters, strict=True):
-            assert torch.equal(whole(ours.detach()), theirs)
-
-        export = trainer.export_model()
-        dist.barrier()
-        expected = files_of(ddp.export_model(f"{folder}/alone{dist.get_rank()}"))
-        found = files_of(export)
-        assert found.keys() == expected.keys() and "model.safetensors" in found
-        assert [name for name in found if found[name] != expected[name]] == []
-
         tokenizer = trainer.processing_class
         expected = dict(iter_checkpoint_tensors(ddp.model, trainer.policy.dtype))
         if dist.get_rank():
@@ -420,8 +436,8 @@ def a_reference_is_low_bit_and_sharded_too(folder):
     [ddp] = train(folder, "reference-ddp", **options)
     for trainer in train(folder, "reference", launch={"cpu_ram_efficient_loading": False}, **options):
         assert is_sharded(trainer.ref_model) and trainer.ref_model is not trainer.model
-        weights = [layer.quantized_weights["weight"] for layer in quantized_layers(trainer.ref_model).values()]
-        expected = [layer.low_bit_weight() for layer in quantized_layers(ddp.ref_model).values()]
+        weights = weights_of(trainer.ref_model)
+        expected = [weight.low_bit_weight() for weight in weights_of(ddp.ref_model)]
         trainer.ref_model.reshard()
         assert len(weights) == 14, (len(weights), trainer.ref_model)
         assert all(map(same, map(whole_low_bit, weights), expected))
@@ -484,6 +500,7 @@ CLAIMS = [
     writes_are_seen_without_a_step,
     training_equals_one_process,
     a_trainer_trains_what_it_trains_with_whole_masters,
+    a_mixture_trains_what_it_trains_with_whole_masters,
     a_server_is_filled_and_filled_again,
     a_reference_is_low_bit_and_sharded_too,
     a_run_goes_on_from_its_checkpoint,

@@ -17,7 +17,6 @@ from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.uploads import exports_policy
 from ..quantization.names import base_modules, is_peft_model
-from ..quantization.selection import stacked_experts
 from ..quantization.sharded import shard_low_bit
 from ..quantization.swap import quantized_layers
 from ..quantization.walk import layer_of
@@ -93,11 +92,6 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "LoRA with FSDP2: a frozen low-bit base cannot be split by it. Such a base is small: launch with DDP (`accelerate launch "
             "--multi_gpu`)"
-        )
-    if args.is_quantized and stacked_experts(model):
-        yield (
-            "a mixture of experts with FSDP2: masters that stack the matrices of all experts have not been tried with it. Launch with DDP "
-            "(`accelerate launch --multi_gpu`), or use scheme='bf16'"
         )
     if not isinstance(plugin.reshard_after_forward, bool):
         yield (

@@ -47,13 +47,14 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class MasterShard(torch.Tensor):
     """
-    The rows of a master that this process holds, `(rows, K)`: a plain tensor but for what FSDP2 asks of it around an all-gather.
+    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`: a plain tensor but for what FSDP2 asks
+    of it around an all-gather.
 
     Attributes:
         weight ([`QuantizedWeight`]):
             What it is a part of.
         padded_rows (`int`):
-            Rows of the largest shard, which every process sends.
+            Rows of the largest shard, those of all its experts together, which every process sends.
     """
 
     # What an operation returns is no shard.
@@ -84,10 +85,9 @@ class MasterShard(torch.Tensor):
         held = tuple(outputs)
         if metadata is not None:
             outputs = [held[0][start:][:size].view(dtype).view(shape) for start, size, dtype, shape in metadata]
-        num_rows = len(self.weight.parameter)
-        qdata, scale = (tensor[:num_rows] for tensor in outputs)
-        scheme, global_scale = self.weight.scheme, self.weight.global_scale
-        return LowBitTensor(qdata, scale, scheme, param_dtype, is_gathered=True, global_scale=global_scale), held
+        shape = self.weight.parameter.shape
+        qdata, scale = (tensor[: shape[:-1].numel()] for tensor in outputs)
+        return LowBitTensor(qdata, scale, self.weight.scheme, param_dtype, shape, self.weight.global_scale), held
 
     @override
     def to(self, device, *args, **kwargs):
@@ -124,7 +124,8 @@ class ShardedSource(MasterSource):
 
     @override
     def rows(self, weight: torch.Tensor) -> range:
-        return held_rows(weight)
+        held, num_rows = held_rows(weight), weight.shape[1:-1].numel()
+        return range(held.start * num_rows, held.stop * num_rows)
 
 
 def shard_low_bit(model: nn.Module) -> int:
@@ -137,7 +138,7 @@ def shard_low_bit(model: nn.Module) -> int:
         The number of weights.
 
     Raises:
-        NotImplementedError: for experts in one tensor, and if FSDP2 was told to shard what it has gathered over fewer processes.
+        NotImplementedError: if FSDP2 was told to shard what it has gathered over fewer processes.
         RuntimeError: if FSDP2 does not manage the weight of a quantized layer.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
@@ -149,11 +150,6 @@ def shard_low_bit(model: nn.Module) -> int:
         weight = weights.pop((id(info.module._parameters), info.param_name), None)
         if weight is None:
             continue
-        if len(parameter._orig_size) != 2:
-            raise NotImplementedError(
-                f"Quantized experts, {tuple(parameter._orig_size)}, cannot be gathered as codes in this release. Launch with DDP, or leave "
-                "them in high precision (`allow_high_precision_experts=True`)."
-            )
         if group._use_post_forward_mesh:
             raise NotImplementedError(
                 "FSDP2 was told to shard what it has gathered over fewer processes (`reshard_after_forward` is a number), which it "
@@ -165,7 +161,7 @@ def shard_low_bit(model: nn.Module) -> int:
             )
         local = parameter.sharded_param._local_tensor
         shard = local if isinstance(local, MasterShard) else local.as_subclass(MasterShard)
-        shard.weight, shard.padded_rows = weight, parameter.padded_sharded_param_size[0]
+        shard.weight, shard.padded_rows = weight, parameter.padded_sharded_param_size[:-1].numel()
         parameter.sharded_param._local_tensor = shard
         parameter._init_extensions()
         weight.source = ShardedSource()

@@ -9,6 +9,7 @@ left is the engine's. Those of an engine in this process are timed too, so that 
 """
 
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -95,8 +96,9 @@ def _parts_timed(transport, with_engine: bool) -> Iterator[dict[str, float]]:
 
     functions = [(publisher, "fingerprint", "fingerprints"), (delta, "_deflate", "compress")]
     if with_engine:
-        from ..vllm_plugin import checkpoint_copy, weight_transfer
-
+        engine = transport._worker.weight_transfer_engine
+        # The trainer's side imports nothing of what runs in vLLM.
+        weight_transfer, checkpoint_copy = (sys.modules[type(part).__module__] for part in (engine, engine.copy))
         functions += [(checkpoint_copy, "apply_delta", "apply")]
         functions += [
             (weight_transfer, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")

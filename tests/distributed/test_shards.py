@@ -16,6 +16,7 @@ CLAIMS = [
     "training_equals_one_process",
     "a_trainer_trains_what_it_trains_with_whole_masters",
     "a_mixture_trains_what_it_trains_with_whole_masters",
+    "an_adapter_trains_what_it_trains_beside_a_whole_base",
     "a_server_is_filled_and_filled_again",
     "a_reference_is_low_bit_and_sharded_too",
     "a_run_goes_on_from_its_checkpoint",

@@ -146,6 +146,24 @@ def test_changes_that_come_twice_or_out_of_order_are_refused():
         engine.receive(later, flip(after, 1))
 
 
+def test_the_changes_of_another_session_are_refused_and_each_trainer_begins_with_everything():
+    """Two trainers have the engine in turn, from the same start; one of them comes back, and a block of it comes late."""
+    engine = Engine()
+    ours, theirs = Deltas(engine), Deltas(engine)
+    engine.receive(publish(ours, engine, LAYER, {}), LAYER)
+    confirmed, after = dict(engine.published), flip(LAYER, 0)
+    late = publish(ours, engine, after, confirmed)
+    their_layer = flip(LAYER, 7)
+    sent = publish(theirs, engine, their_layer, {})
+    assert not any(is_delta(name) for name, _ in sent) and engine.receive(sent, their_layer)
+    # We believe that the engine has what it has confirmed to us.
+    sent = publish(ours, engine, after, confirmed)
+    assert not any(is_delta(name) for name, _ in sent)
+    with pytest.raises(RuntimeError, match="the changes are for int32"):
+        engine.receive(late, after)
+    assert engine.receive(sent, after)
+
+
 def test_changes_for_an_engine_that_keeps_nothing_are_refused():
     _, _, sent, after = make_update()
     with pytest.raises(RuntimeError, match="nothing was confirmed last"):

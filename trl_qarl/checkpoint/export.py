@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ..quantization.checkpoint_names import checkpoint_names
 from ..quantization.names import base_model, is_adapted
 from ..quantization.selection import stacked_experts
-from ..quantization.sharded import is_sharded
+from ..quantization.sharded import is_sharded, whole
 from ..quantization.swap import quantized_layers
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .layout import (
@@ -38,7 +38,7 @@ from .layout import (
 from .serving import ADAPTER_FOLDER
 
 
-__all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is_export"]
+__all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is_export", "written_as_a_whole"]
 
 # Tells an export, which may be written over, from masters, whatever the scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
@@ -122,22 +122,25 @@ def export_checkpoint(
         config.quantization_config = quantization_config(model)
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
+    adapter = {} if adapted is None else {n: whole(t) for n, t in adapted.state_dict().items() if ".lora_" in n}
     if is_sharded(model) and dist.get_rank():
         for _ in iter_checkpoint_tensors(model, dtype):
             # The first process keeps them.
             pass
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
-    with _written_as_a_whole(output_dir) as folder:
+    with written_as_a_whole(output_dir) as folder:
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
+        for path in folder.glob("*.safetensors"):
+            _sort_metadata(path)
         if adapted is not None:
             # TRL may have added a copy of where training started.
-            adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"])
+            adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
         about = {"facts": TrainingFacts(), "title": output_dir.name, "name_or_path": model.name_or_path}
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
@@ -150,8 +153,20 @@ def export_checkpoint(
     return output_dir
 
 
+def _sort_metadata(path: Path) -> None:
+    """Have the same weights be the same bytes: safetensors writes metadata in any order."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(data) <= size:
+            file.seek(8)
+            file.write(data.ljust(size))
+
+
 @contextmanager
-def _written_as_a_whole(folder: Path) -> Iterator[Path]:
+def written_as_a_whole(folder: Path) -> Iterator[Path]:
     """A folder inside `folder`, whose files move there at the end: what fails on the way leaves an earlier export as it is."""
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)

@@ -303,9 +303,9 @@ def _copy(func, types, args, kwargs):
 
 @LowBitTensor.implements(torch.ops.aten.as_strided.default)
 def _as_strided(func, types, args, kwargs):
-    # FSDP2 gives what it has gathered the shape and strides of the master, which it has already.
+    # FSDP2 gives what it has gathered the shape and strides of what it has sharded, a master or bytes; here it has its own.
     self, size, stride = args[:3]
-    if tuple(size) != tuple(self.shape) or tuple(stride) != tuple(self.stride()):
+    if not self.is_gathered:
         raise NotImplementedError(
             f"A low-bit tensor {tuple(self.shape)} has no view of shape {tuple(size)}, strides {tuple(stride)}."
         )

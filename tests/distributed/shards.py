@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_trainer
 from trl_qarl import qarl_trainer
+from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.checkpoint.export import _content
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.checks.launch import shard_when_prepared
@@ -42,6 +43,7 @@ from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.sharded import is_sharded, shard_low_bit, whole, whole_low_bit, writes_to
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
+from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
@@ -146,8 +148,7 @@ def launched(**options):
 def assert_sharded(model):
     assert isinstance(model, FSDPModule)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    held, world = sum(p.to_local().numel() for p in model.parameters()), dist.get_world_size()
-    assert abs(held / sum(p.numel() for p in model.parameters()) * world - 1) < 0.1
+    assert all(len(p.to_local()) <= -(-len(p) // dist.get_world_size()) for p in model.parameters())
 
 
 class Masters(TrainerCallback):
@@ -167,6 +168,10 @@ def make_model(folder, arch="qwen2", **overrides):
         return AutoModelForCausalLM.from_pretrained(f"{folder}/{arch}", dtype=torch.float32, **overrides)
 
 
+def weights_of(model):
+    return [weight for layer in quantized_layers(model).values() for weight in layer.quantized_weights.values()]
+
+
 def training_equals_one_process(folder):
     """Gradients, masters and codes after three steps, bit for bit, without clipping, whose norm is added up in another order."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -176,6 +181,7 @@ def training_equals_one_process(folder):
         {"arch": "qwen2", "scheme": "w4a8", "activation_checkpointing": True},
         {"arch": "qwen2", "scheme": "w8a8", "reentrant": True, "cpu_ram_efficient_loading": True},
         {"arch": "qwen2", "scheme": "w8a16", "reentrant": False, "fused": True},
+        {"arch": "qwen3_moe", "scheme": "fp8", "reentrant": False},
     ]
     for case in cases:
         case = dict(case)
@@ -217,10 +223,8 @@ def training_equals_one_process(folder):
                     each.zero_grad()
             for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
                 assert torch.equal(whole(ours.detach()), theirs), (name, case)
-            for layer, expected in zip(
-                quantized_layers(model).values(), quantized_layers(reference).values(), strict=True
-            ):
-                assert same(whole_low_bit(layer.quantized_weights["weight"]), expected.low_bit_weight()), case
+            for weight, expected in zip(weights_of(model), weights_of(reference), strict=True):
+                assert same(whole_low_bit(weight), expected.low_bit_weight()), (weight.name, case)
 
 
 def one_process_gathers_codes_and_scales(folder):
@@ -302,10 +306,10 @@ class Engine(FileTransport):
 
 def files_of(folder):
     """Of safetensors all bytes but the order of names in the header, which is another in each process."""
-    return {path.name: _content(path) for path in Path(folder).iterdir() if path.suffix in (".json", ".safetensors")}
+    return {path.name: _content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
 
 
-def train(folder, name, *, resume=None, launch=None, callbacks=None, **options):
+def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=None, **options):
     """A training of four updates, with FSDP2 where `launch` has options for it."""
     given = {
         "per_device_train_batch_size": 2,
@@ -320,7 +324,7 @@ def train(folder, name, *, resume=None, launch=None, callbacks=None, **options):
     prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
     with nullcontext() if launch is None else launched(**launch):
         trainer = make_trainer(
-            f"{folder}/qwen2",
+            f"{folder}/{arch}",
             f"{folder}/{name}",
             train_dataset=prompts,
             callbacks=callbacks,
@@ -333,32 +337,76 @@ def train(folder, name, *, resume=None, launch=None, callbacks=None, **options):
         yield trainer
 
 
+def assert_trained_the_same(trainer, ddp):
+    """Metrics, masters and export of two trainers; returns the rows of the log."""
+    assert not is_sharded(ddp.model)
+    rows = ddp.state.log_history
+    for ours, theirs in zip(trainer.state.log_history, rows, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
+                continue
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+    for (name, ours), theirs in zip(trainer.model.named_parameters(), ddp.model.parameters(), strict=True):
+        # Of a frozen low-bit weight, bytes are sharded.
+        assert isinstance(theirs, LowBitTensor) or torch.equal(whole(ours.detach()), theirs), name
+    for ours, theirs in zip(weights_of(trainer.model), weights_of(ddp.model), strict=True):
+        assert same(whole_low_bit(ours), theirs.low_bit_weight())
+    export = trainer.export_model()
+    dist.barrier()
+    expected = files_of(ddp.export_model(f"{export}-alone{dist.get_rank()}"))
+    found = files_of(export)
+    assert found.keys() == expected.keys() and "model.safetensors" in found
+    assert [name for name in found if found[name] != expected[name]] == []
+    sent = dict(iter_adapter_tensors(trainer.model, trainer.policy.dtype))
+    expected = dict(iter_adapter_tensors(ddp.model, trainer.policy.dtype))
+    assert sent.keys() == expected.keys() and all(torch.equal(sent[name], expected[name]) for name in sent)
+    return rows
+
+
+def a_mixture_trains_what_it_trains_with_whole_masters(folder):
+    """Of five experts one process holds three."""
+    options = {"arch": "qwen3_moe", "max_steps": 2, "mismatch_probe_steps": 0}
+    [ddp] = train(folder, "mixture-ddp", **options)
+    for trainer in train(folder, "mixture", launch={}, **options):
+        assert_trained_the_same(trainer, ddp)
+        experts = trainer.model.model.layers[0].mlp.experts
+        assert len(experts.gate_up_proj) == 5 and len(experts.gate_up_proj.to_local()) == (3, 2)[dist.get_rank()]
+
+
+LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
+    """Beside the base, of which codes are sharded, and inside it, where masters are."""
+    launch = {"cpu_ram_efficient_loading": False}
+    for mode in ("adapter", "merged"):
+        options = {"lora": LORA, "lora_mode": mode, "optim": "adamw_torch", "learning_rate": 1e-2, "beta": 0.1}
+        options |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "mismatch_probe_steps": 0}
+        [ddp] = train(folder, f"{mode}-ddp", **options)
+        for trainer in train(folder, mode, launch=launch, **options):
+            rows = assert_trained_the_same(trainer, ddp)
+            rates = [row["quant/code_flip_rate"] for row in rows if "quant/code_flip_rate" in row]
+            assert max(rates) > 0 if mode == "merged" else not rates
+            assert max(row["kl"] for row in rows if "kl" in row) > 0
+            [weight, *_] = weights_of(trainer.model)
+            assert weight.is_frozen == (mode == "adapter") == (weight.parameter.dtype is torch.uint8)
+        masters = [whole(p.detach()) for p in trainer.model.parameters()]
+        checkpoint = f"{folder}/{mode}/checkpoint-1"
+        for trainer in train(folder, f"{mode}-resumed", resume=checkpoint, launch=launch, **options):
+            for (name, ours), theirs in zip(trainer.model.named_parameters(), masters, strict=True):
+                assert torch.equal(whole(ours.detach()), theirs), name
+
+
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
     """With all telemetry; its export and what it publishes are those of one process, byte for byte."""
     [ddp] = train(folder, "ddp")
-    assert not is_sharded(ddp.model)
-    rows, masters = ddp.state.log_history, [p.detach().clone() for p in ddp.model.parameters()]
     for trainer in train(folder, "fsdp", launch={}):
-        for ours, theirs in zip(trainer.state.log_history, rows, strict=True):
-            assert ours.keys() == theirs.keys()
-            for name, value in theirs.items():
-                if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
-                    continue
-                assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+        rows = assert_trained_the_same(trainer, ddp)
         assert {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"} <= {
             n for row in rows for n in row
         }
         assert any(row.get("quant/code_flip_rate") for row in rows) and any("probe" in n for row in rows for n in row)
-        for ours, theirs in zip(trainer.model.parameters(), masters, strict=True):
-            assert torch.equal(whole(ours.detach()), theirs)
-
-        export = trainer.export_model()
-        dist.barrier()
-        expected = files_of(ddp.export_model(f"{folder}/alone{dist.get_rank()}"))
-        found = files_of(export)
-        assert found.keys() == expected.keys() and "model.safetensors" in found
-        assert [name for name in found if found[name] != expected[name]] == []
-
         tokenizer = trainer.processing_class
         expected = dict(iter_checkpoint_tensors(ddp.model, trainer.policy.dtype))
         if dist.get_rank():
@@ -420,8 +468,8 @@ def a_reference_is_low_bit_and_sharded_too(folder):
     [ddp] = train(folder, "reference-ddp", **options)
     for trainer in train(folder, "reference", launch={"cpu_ram_efficient_loading": False}, **options):
         assert is_sharded(trainer.ref_model) and trainer.ref_model is not trainer.model
-        weights = [layer.quantized_weights["weight"] for layer in quantized_layers(trainer.ref_model).values()]
-        expected = [layer.low_bit_weight() for layer in quantized_layers(ddp.ref_model).values()]
+        weights = weights_of(trainer.ref_model)
+        expected = [weight.low_bit_weight() for weight in weights_of(ddp.ref_model)]
         trainer.ref_model.reshard()
         assert len(weights) == 14, (len(weights), trainer.ref_model)
         assert all(map(same, map(whole_low_bit, weights), expected))
@@ -471,9 +519,11 @@ def processes_that_disagree_are_told_so(folder):
     scheme = ("w4a16", "fp8")[dist.get_rank()]
     with pytest.raises(ValueError, match="scheme='w4a16' on process 0, 'fp8' on process 1"):
         next(train(folder, "disagree", launch={}, scheme=scheme))
-    lora = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    with pytest.raises(ValueError, match="LoRA with FSDP2"):
-        next(train(folder, "lora", launch={}, lora=lora))
+    with pytest.raises(ValueError, match="LoRA with fsdp_cpu_ram_efficient_loading=true"):
+        next(train(folder, "lora", launch={"cpu_ram_efficient_loading": True}, lora=LORA))
+    launch = {"cpu_ram_efficient_loading": False, "reshard_after_forward": False}
+    with pytest.raises(ValueError, match="lora_mode='merged' with fsdp_reshard_after_forward=false"):
+        next(train(folder, "merged", launch=launch, lora=LORA, lora_mode="merged"))
     with pytest.raises(ValueError, match="'model.layers.0.mlp' is gathered apart"):
         next(train(folder, "split", launch={"transformer_cls_to_wrap": "Qwen2MLP"}))
 
@@ -484,6 +534,8 @@ CLAIMS = [
     writes_are_seen_without_a_step,
     training_equals_one_process,
     a_trainer_trains_what_it_trains_with_whole_masters,
+    a_mixture_trains_what_it_trains_with_whole_masters,
+    an_adapter_trains_what_it_trains_beside_a_whole_base,
     a_server_is_filled_and_filled_again,
     a_reference_is_low_bit_and_sharded_too,
     a_run_goes_on_from_its_checkpoint,

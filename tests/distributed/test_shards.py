@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import make_tiny_model
+from testing_utils import make_tiny_mixture, make_tiny_model
 
 
 CLAIMS = [
@@ -15,6 +15,8 @@ CLAIMS = [
     "writes_are_seen_without_a_step",
     "training_equals_one_process",
     "a_trainer_trains_what_it_trains_with_whole_masters",
+    "a_mixture_trains_what_it_trains_with_whole_masters",
+    "an_adapter_trains_what_it_trains_beside_a_whole_base",
     "a_server_is_filled_and_filled_again",
     "a_reference_is_low_bit_and_sharded_too",
     "a_run_goes_on_from_its_checkpoint",
@@ -30,6 +32,7 @@ def said(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     for arch in ("qwen2", "gemma"):
         make_tiny_model(folder, arch)
+    make_tiny_mixture(folder, num_experts=5)
     launch = [sys.executable, str(Path(__file__).with_name("shards.py")), str(folder)]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}

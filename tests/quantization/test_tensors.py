@@ -12,7 +12,7 @@ from torch import nn
 from trl_qarl.quantization.gemm import int4_kernel_operands, low_bit_linear
 from trl_qarl.quantization.quantize import dequantize, quantize_activation, quantize_weight
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
-from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.quantization.tensors import LowBitTensor, straight_through_linear
 
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
@@ -214,3 +214,20 @@ def test_two_low_bit_tensors_that_differ_are_told_apart_by_their_values():
         torch.testing.assert_close(changed, weight)
     with pytest.raises(NotImplementedError):
         torch.flatten(weight)
+
+
+def test_gathered_experts_take_gradients_one_by_one_and_keep_nothing():
+    whole = make("w4a8", scale_dtype=torch.float32)
+    gathered = LowBitTensor(whole.qdata, whole.scale, whole.scheme, whole.dtype, torch.Size((3, 32, 256)))
+    experts, x = nn.Parameter(gathered), torch.randn(4, 256)
+    blocks = experts.row_blocks(3)
+    second = LowBitTensor(whole.qdata[32:64], whole.scale[32:64], whole.scheme, whole.dtype)
+    master = nn.Parameter(torch.zeros(32, 256))
+    ours = straight_through_linear(x, blocks[1], None, experts.unbind()[1])
+    theirs = straight_through_linear(x, second, None, master)
+    (ours.sum() + theirs.sum()).backward()
+    assert torch.equal(ours, theirs) and torch.equal(experts.grad[1], master.grad) and master.grad.any()
+    assert experts.grad.shape == (3, 32, 256) and not experts.grad[[0, 2]].any()
+    # What kernels make of codes would stay when FSDP2 frees them.
+    assert not any(block.held()[2:] for block in (experts, *blocks))
+    assert LowBitTensor(whole.qdata[:0], whole.scale[:0], whole.scheme, whole.dtype).row_blocks(0) == ()

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..checkpoint.serving import engine_rank
 from ..quantization.names import is_peft_model
+from ..quantization.sharded import whole
 from .tensors import adapter_config, adapter_tensors
 
 
@@ -22,7 +23,7 @@ __all__ = [
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """
     A and B of the adapter beside the layers of `model`, if it has one, as the engine holds them: B multiplied by the
-    scaling and then rounded.
+    scaling and then rounded. Where FSDP2 has sharded them, every process has to go through all.
 
     Args:
         model (`nn.Module`):
@@ -34,7 +35,7 @@ def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple
         return
     scaling = _scaling(adapter_config(model))
     for name, tensor in adapter_tensors(model).items():
-        name = name.removeprefix("base_model.model.")
+        name, tensor = name.removeprefix("base_model.model."), whole(tensor)
         yield name, (tensor * scaling if name.endswith(".lora_B.weight") else tensor).to(dtype)
 
 

@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ..quantization.checkpoint_names import checkpoint_names
 from ..quantization.names import base_model, is_adapted
 from ..quantization.selection import stacked_experts
-from ..quantization.sharded import is_sharded
+from ..quantization.sharded import is_sharded, whole
 from ..quantization.swap import quantized_layers
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .gguf import GGUF_FILE, export_gguf
@@ -130,6 +130,7 @@ def export_checkpoint(
         config.quantization_config = quantization_config(model)
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
+    adapter = {} if adapted is None else {n: whole(t) for n, t in adapted.state_dict().items() if ".lora_" in n}
     if is_sharded(model) and dist.get_rank():
         for _ in iter_checkpoint_tensors(model, dtype):
             # The first process keeps them.
@@ -147,7 +148,7 @@ def export_checkpoint(
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
         if adapted is not None:
             # TRL may have added a copy of where training started.
-            adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"])
+            adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
         about = {"facts": TrainingFacts(), "title": output_dir.name, "name_or_path": model.name_or_path}
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):

@@ -16,9 +16,8 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.uploads import exports_policy
-from ..quantization.names import base_modules, is_peft_model
-from ..quantization.selection import stacked_experts
-from ..quantization.sharded import shard_low_bit
+from ..quantization.names import base_model, base_modules, is_peft_model
+from ..quantization.sharded import as_bytes, shard_low_bit
 from ..quantization.swap import quantized_layers
 from ..quantization.walk import layer_of
 from .options import raise_problems
@@ -90,15 +89,7 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
 
 def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]:
     if is_peft_model(model):
-        yield (
-            "LoRA with FSDP2: a frozen low-bit base cannot be split by it. Such a base is small: launch with DDP (`accelerate launch "
-            "--multi_gpu`)"
-        )
-    if args.is_quantized and stacked_experts(model):
-        yield (
-            "a mixture of experts with FSDP2: masters that stack the matrices of all experts have not been tried with it. Launch with DDP "
-            "(`accelerate launch --multi_gpu`), or use scheme='bf16'"
-        )
+        yield from _problems_of_adapter(plugin, args, model)
     if not isinstance(plugin.reshard_after_forward, bool):
         yield (
             f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: FSDP2 shards what it has gathered over fewer processes, "
@@ -137,6 +128,21 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "numerics='engine' with FSDP2: the engine's operations take whole weights as they are in one process. Use "
             "numerics='fast'"
+        )
+
+
+def _problems_of_adapter(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]:
+    if getattr(base_model(model), "is_loaded_in_4bit", False):
+        yield "a base of bitsandbytes with FSDP2: its 4-bit weights are not sharded here. Leave out `quantization_config`"
+    if plugin.cpu_ram_efficient_loading:
+        yield (
+            "LoRA with fsdp_cpu_ram_efficient_loading=true: one process loads the base, and every process quantizes its own. Use "
+            "fsdp_cpu_ram_efficient_loading: false"
+        )
+    if args.lora_mode == "merged" and not plugin.reshard_after_forward:
+        yield (
+            "lora_mode='merged' with fsdp_reshard_after_forward=false: what is gathered would stay while the adapter is switched off. Use "
+            "true"
         )
 
 
@@ -199,6 +205,9 @@ class _Sharding:
         self.prepare = accelerator.prepare
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for model in args:
+            if isinstance(model, nn.Module):
+                as_bytes(model)
         prepared = self.prepare(*args, **kwargs)
         for model in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
             if isinstance(model, FSDPModule):

@@ -5,6 +5,8 @@ A row holds whole groups, so the codes of all processes together are those of on
 bytes of float32 masters for 4 bits. They are made of the master itself also where `mixed_precision` has FSDP gather everything else
 in 16 bits.
 
+A low-bit weight without a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and gathered likewise.
+
 Outside a forward a sharded layer's weight is a `DTensor`; what the layer calls its master and its low-bit weight are the rows that
 this process holds ([`ShardedSource`]), and [`whole_low_bit`] and [`whole`] gather: every process has to call them. In a forward
 the weight is the gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the masters.
@@ -30,8 +32,10 @@ from .weight import MasterSource, QuantizedLayer, QuantizedWeight, weight_versio
 
 
 __all__ = [
+    "FrozenRows",
     "MasterShard",
     "ShardedSource",
+    "as_bytes",
     "held_rows",
     "is_sharded",
     "shard_low_bit",
@@ -47,13 +51,16 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class MasterShard(torch.Tensor):
     """
-    The rows of a master that this process holds, `(rows, K)`: a plain tensor but for what FSDP2 asks of it around an all-gather.
+    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`: a plain tensor but for what FSDP2 asks
+    of it around an all-gather.
+
+    Of a low-bit weight without a master it has the bytes.
 
     Attributes:
         weight ([`QuantizedWeight`]):
             What it is a part of.
         padded_rows (`int`):
-            Rows of the largest shard, which every process sends.
+            Rows of the largest shard, those of all its experts together, which every process sends.
     """
 
     # What an operation returns is no shard.
@@ -84,10 +91,9 @@ class MasterShard(torch.Tensor):
         held = tuple(outputs)
         if metadata is not None:
             outputs = [held[0][start:][:size].view(dtype).view(shape) for start, size, dtype, shape in metadata]
-        num_rows = len(self.weight.parameter)
-        qdata, scale = (tensor[:num_rows] for tensor in outputs)
-        scheme, global_scale = self.weight.scheme, self.weight.global_scale
-        return LowBitTensor(qdata, scale, scheme, param_dtype, is_gathered=True, global_scale=global_scale), held
+        shape = self.weight.source.shape(self.weight.parameter)
+        qdata, scale = (tensor[: shape[:-1].numel()] for tensor in outputs)
+        return LowBitTensor(qdata, scale, self.weight.scheme, param_dtype, shape, self.weight.global_scale), held
 
     @override
     def to(self, device, *args, **kwargs):
@@ -124,7 +130,43 @@ class ShardedSource(MasterSource):
 
     @override
     def rows(self, weight: torch.Tensor) -> range:
-        return held_rows(weight)
+        held, num_rows = held_rows(weight), weight.shape[1:-1].numel()
+        return range(held.start * num_rows, held.stop * num_rows)
+
+
+class FrozenRows(MasterSource):
+    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its scales."""
+
+    is_frozen = True
+
+    def __init__(self, low_bit: LowBitTensor):
+        parts = low_bit.qdata, low_bit.scale
+        self._parts = [(part.dtype, part[0].nbytes) for part in parts]
+        self._of_all = low_bit.scheme, low_bit.orig_dtype, None, low_bit.global_scale
+        self._width = low_bit.shape[-1]
+
+    @override
+    def shape(self, weight: torch.Tensor) -> torch.Size:
+        return torch.Size((len(weight), self._width))
+
+    @override
+    def low_bit(self, weight: torch.Tensor) -> LowBitTensor:
+        """The rows that this process holds."""
+        rows = weight.to_local() if isinstance(weight, DTensor) else weight
+        parts = rows.split([width for _, width in self._parts], 1)
+        qdata, scale = (part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, self._parts, strict=True))
+        return LowBitTensor(qdata, scale, *self._of_all)
+
+
+def as_bytes(model: nn.Module) -> None:
+    """Put rows of bytes into the place of every frozen low-bit weight of `model`, as FSDP2 shards plain tensors alone."""
+    for layer in model.modules():
+        for weight in layer.quantized_weights.values() if isinstance(layer, QuantizedLayer) else ():
+            low_bit = weight.parameter
+            if isinstance(low_bit, LowBitTensor) and weight.is_frozen:
+                parts = [part.contiguous().view(torch.uint8).flatten(1) for part in (low_bit.qdata, low_bit.scale)]
+                setattr(layer, weight.name, nn.Parameter(torch.cat(parts, 1), requires_grad=False))
+                weight.source = FrozenRows(low_bit)
 
 
 def shard_low_bit(model: nn.Module) -> int:
@@ -137,7 +179,7 @@ def shard_low_bit(model: nn.Module) -> int:
         The number of weights.
 
     Raises:
-        NotImplementedError: for experts in one tensor, and if FSDP2 was told to shard what it has gathered over fewer processes.
+        NotImplementedError: if FSDP2 was told to shard what it has gathered over fewer processes.
         RuntimeError: if FSDP2 does not manage the weight of a quantized layer.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
@@ -149,11 +191,6 @@ def shard_low_bit(model: nn.Module) -> int:
         weight = weights.pop((id(info.module._parameters), info.param_name), None)
         if weight is None:
             continue
-        if len(parameter._orig_size) != 2:
-            raise NotImplementedError(
-                f"Quantized experts, {tuple(parameter._orig_size)}, cannot be gathered as codes in this release. Launch with DDP, or leave "
-                "them in high precision (`allow_high_precision_experts=True`)."
-            )
         if group._use_post_forward_mesh:
             raise NotImplementedError(
                 "FSDP2 was told to shard what it has gathered over fewer processes (`reshard_after_forward` is a number), which it "
@@ -165,10 +202,11 @@ def shard_low_bit(model: nn.Module) -> int:
             )
         local = parameter.sharded_param._local_tensor
         shard = local if isinstance(local, MasterShard) else local.as_subclass(MasterShard)
-        shard.weight, shard.padded_rows = weight, parameter.padded_sharded_param_size[0]
+        shard.weight, shard.padded_rows = weight, parameter.padded_sharded_param_size[:-1].numel()
         parameter.sharded_param._local_tensor = shard
         parameter._init_extensions()
-        weight.source = ShardedSource()
+        if type(weight.source) is MasterSource:
+            weight.source = ShardedSource()
         weight.forget()
     if weights:
         raise RuntimeError(

@@ -50,15 +50,15 @@ class LowBitTensor(TorchAOBaseTensor):
             The scheme they follow.
         orig_dtype (`torch.dtype`):
             Dtype of the master weight, the one this tensor shows and [`~LowBitTensor.dequantize`] gives by default.
-        is_gathered (`bool`, *optional*, defaults to `False`):
-            Whether FSDP2 has gathered codes and scales of a master that is trained: it frees them after use and fills them
-            again, so nothing that is made of them is kept.
+        gathered_shape (`tuple[int, ...]`, *optional*):
+            Shape of the sharded master whose codes and scales FSDP2 has gathered, `(N, K)` or that of stacked experts, which this
+            tensor shows. FSDP2 frees them after use and fills them again, so nothing that is made of them is kept.
         global_scale (`float`, *optional*):
             What NVFP4's scales are divided by.
     """
 
     tensor_data_names = ["qdata", "scale"]
-    tensor_attribute_names = ["scheme", "orig_dtype", "is_gathered", "global_scale"]
+    tensor_attribute_names = ["scheme", "orig_dtype", "gathered_shape", "global_scale"]
 
     def __new__(
         cls,
@@ -66,10 +66,10 @@ class LowBitTensor(TorchAOBaseTensor):
         scale: torch.Tensor,
         scheme: QuantScheme,
         orig_dtype: torch.dtype,
-        is_gathered: bool = False,
+        gathered_shape: tuple[int, ...] | None = None,
         global_scale: float | None = None,
     ):
-        shape = (qdata.shape[0], format_of(scheme.container).in_features(qdata))
+        shape = gathered_shape or (qdata.shape[0], format_of(scheme.container).in_features(qdata))
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=orig_dtype, device=qdata.device)
 
     def __init__(
@@ -78,14 +78,14 @@ class LowBitTensor(TorchAOBaseTensor):
         scale: torch.Tensor,
         scheme: QuantScheme,
         orig_dtype: torch.dtype,
-        is_gathered: bool = False,
+        gathered_shape: tuple[int, ...] | None = None,
         global_scale: float | None = None,
     ):
         self.qdata = qdata
         self.scale = scale
         self.scheme = scheme
         self.orig_dtype = orig_dtype
-        self.is_gathered = is_gathered
+        self.gathered_shape = gathered_shape
         self.global_scale = global_scale
         self._operands: dict[Callable[[Any], Any], Any] = {}
 
@@ -114,7 +114,12 @@ class LowBitTensor(TorchAOBaseTensor):
     @property
     def group_size(self) -> int | None:
         """Input features that share a scale; `None` for one scale per output channel."""
-        return None if self.scheme.group_size is None else self.shape[1] // self.scale.shape[1]
+        return None if self.scheme.group_size is None else self.shape[-1] // self.scale.shape[1]
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether FSDP2 has gathered codes and scales."""
+        return self.gathered_shape is not None
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +156,7 @@ class LowBitTensor(TorchAOBaseTensor):
         Return equal blocks of the rows as views, such as the matrices of experts. The same objects are returned at each call, as
         kernels keep operands with them.
         """
-        return (self,) if num_blocks == 1 else self.cached(_RowBlocks(num_blocks))
+        return (self,) if num_blocks == 1 and self.dim() == 2 else self.cached(_RowBlocks(num_blocks))
 
     def held(self) -> list[Any]:
         """Codes, scales and everything that [`~LowBitTensor.cached`] keeps: what this tensor costs in memory."""
@@ -170,7 +175,7 @@ class LowBitTensor(TorchAOBaseTensor):
     ) -> "LowBitTensor":
         """Return the inverse of [`~LowBitTensor.checkpoint_tensors`]."""
         qdata, scale, *global_scale = format_of(scheme.container).from_checkpoint(tensors)
-        return cls(qdata, scale, scheme, orig_dtype, False, *global_scale)
+        return cls(qdata, scale, scheme, orig_dtype, None, *global_scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_operands": {}}
@@ -185,9 +190,12 @@ class _RowBlocks(NamedTuple):
     num_blocks: int
 
     def __call__(self, weight: LowBitTensor) -> tuple[LowBitTensor, ...]:
-        codes, scales = (tensor.chunk(self.num_blocks) for tensor in (weight.qdata, weight.scale))
+        # Of a shard without rows there are no blocks.
+        num_rows = len(weight.qdata) // max(self.num_blocks, 1)
+        codes, scales = (tensor.split(num_rows) if num_rows else () for tensor in (weight.qdata, weight.scale))
+        shape = (num_rows, weight.shape[-1]) if weight.is_gathered else None
         return tuple(
-            LowBitTensor(*block, weight.scheme, weight.orig_dtype, global_scale=weight.global_scale)
+            LowBitTensor(*block, weight.scheme, weight.orig_dtype, shape, weight.global_scale)
             for block in zip(codes, scales, strict=True)
         )
 
@@ -295,13 +303,24 @@ def _copy(func, types, args, kwargs):
 
 @LowBitTensor.implements(torch.ops.aten.as_strided.default)
 def _as_strided(func, types, args, kwargs):
-    # FSDP2 gives what it has gathered the shape and strides of the master, which it has already.
+    # FSDP2 gives what it has gathered the shape and strides of what it has sharded, a master or bytes; here it has its own.
     self, size, stride = args[:3]
-    if tuple(size) != tuple(self.shape) or tuple(stride) != (self.shape[1], 1):
+    if not self.is_gathered:
         raise NotImplementedError(
             f"A low-bit tensor {tuple(self.shape)} has no view of shape {tuple(size)}, strides {tuple(stride)}."
         )
     return self.detach()
+
+
+@LowBitTensor.implements(torch.ops.aten.unbind.int)
+def _unbind(func, types, args, kwargs):
+    # Of gathered experts, so that each takes a gradient of its own.
+    self = args[0]
+    if self.dim() != 3 or any(args[1:]):
+        raise NotImplementedError(
+            f"A low-bit tensor {tuple(self.shape)} is no stack of matrices along its first dimension."
+        )
+    return self.row_blocks(len(self))
 
 
 @LowBitTensor.implements(torch.ops.aten.zeros_like.default)

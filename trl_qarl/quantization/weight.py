@@ -33,12 +33,19 @@ class MasterSource:
     Each method is given the layer's parameter, which is read once per use: a parametrization computes a new tensor each time.
     """
 
+    is_frozen = False
+    """Whether there is no master: the parameter holds codes and scales in another form than a low-bit tensor."""
+
     holds_adapter = False
     """Whether an adapter is part of the weight that is quantized."""
 
     def active(self) -> Hashable:
         """Return which of its weights the source gives now; the low-bit form of each is kept."""
         return ()
+
+    def low_bit(self, weight: torch.Tensor) -> LowBitTensor:
+        """Return the low-bit weight of a frozen source."""
+        raise NotImplementedError
 
     def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
         """Equal for two calls if the value is; `None`, equal to nothing, where that cannot be told."""
@@ -47,6 +54,10 @@ class MasterSource:
     def value(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the high-precision weight that is quantized, with gradients."""
         return weight
+
+    def shape(self, weight: torch.Tensor) -> torch.Size:
+        """Return the shape of all of the weight."""
+        return weight.shape
 
     def rows(self, weight: torch.Tensor) -> range:
         """Return which rows of all of the weight the value has."""
@@ -106,7 +117,7 @@ class QuantizedWeight:
     def is_frozen(self) -> bool:
         """Whether the master is gone."""
         parameter = self.parameter
-        return isinstance(parameter, LowBitTensor) and not parameter.is_gathered
+        return self.source.is_frozen or (isinstance(parameter, LowBitTensor) and not parameter.is_gathered)
 
     @property
     def is_trained(self) -> bool:
@@ -128,6 +139,8 @@ class QuantizedWeight:
         weight = self.parameter
         if isinstance(weight, LowBitTensor):
             return weight
+        if self.source.is_frozen:
+            return self.source.low_bit(weight)
         active, version = self.source.active(), self.source.version(weight)
         kept, kept_version = self._kept.get(active, (None, None))
         if version is not None and version == kept_version:

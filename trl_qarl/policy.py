@@ -22,8 +22,9 @@ from .adapters.base import base_fingerprint, keep_adapter_precise, load_policy, 
 from .adapters.engine import lora_arguments
 from .adapters.tensors import describe_adapter, is_adapter_folder
 from .checkpoint.cards import described_settings
-from .checkpoint.export import export_checkpoint
+from .checkpoint.export import checkpoint_state_dict, export_checkpoint
 from .checkpoint.record import check_record, scheme_record
+from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters
 from .checks.launch import check_agreement, check_launch, shard_when_prepared
@@ -32,7 +33,7 @@ from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
 from .quantization.global_scales import global_scales
-from .quantization.names import is_peft_model
+from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import precision_at, set_precision
 from .quantization.sharded import is_sharded, shard_low_bit
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model, quantized_layers
@@ -114,6 +115,13 @@ class Policy:
                 f"precisions={args.precisions} is not supported with FSDP: what gathers low-bit weights has one precision. Remove it, or "
                 "train in one process or with DDP."
             )
+        if args.publish_dir is not None and (will_be_sharded or (self.has_adapter and args.lora_mode == "adapter")):
+            reason = (
+                "with FSDP no process has all of the policy"
+                if will_be_sharded
+                else "the base of an adapter never changes"
+            )
+            raise ValueError(f"publish_dir={args.publish_dir!r} is not supported here: {reason}. Remove it.")
         check_dropout(model, args)
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         self._quantize()
@@ -207,10 +215,20 @@ class Policy:
         Write the low-bit policy as [`export_checkpoint`] does, at the bits of its schemes, and return the folder. Where masters are
         sharded every process has to call, and what fails on one is raised by all.
         """
+        with self._at_own_bits():
+            return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
+
+    def relay(self, relay: Relay, version: int, export: Callable[[Path], Any]) -> None:
+        """Add the low-bit policy to what object storage carries, at the bits of its schemes; `export` writes all of it to a folder."""
+        with self._at_own_bits():
+            relay.write(version, checkpoint_state_dict(base_model(self.model), self.dtype), export)
+
+    @contextmanager
+    def _at_own_bits(self):
         bits = self.bits
         self.set_precision(None)
         try:
-            return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
+            yield
         finally:
             self.set_precision(bits)
 

@@ -181,6 +181,9 @@ class QaRLConfig(GRPOConfig):
         vllm_delta_sync (`bool`, *optional*):
             Whether a weight sync to a server sends, of each tensor, only what changed since the last one. Trainer and server
             each keep a copy of the low-bit policy in host memory. By default over HTTP alone, where it is faster; never with NCCL.
+        publish_dir (`str`, *optional*):
+            Folder to which the low-bit policy of each rollout is also written, as files that object storage can carry: the first
+            whole, then what changed. `trl-qarl export --from_patches` makes an export of any of them.
         hub_export (`str`, *optional*, defaults to `"low-bit"`):
             What is pushed to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the repository's
             name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy and, in a second
@@ -230,6 +233,7 @@ class QaRLConfig(GRPOConfig):
     vllm_ssl_ca_certs: str | None = None
     vllm_allow_plain_http: bool = False
     vllm_delta_sync: bool | None = None
+    publish_dir: str | None = None
     hub_export: str = field(default="low-bit", metadata={"choices": list(HUB_EXPORTS)})
     weight_decay: float = 0.01
 

@@ -245,6 +245,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         """Publishes what has changed, before, and measures how many completions loop or are garbled."""
         if self.use_vllm:
             self._publish_what_changed()
+        self._relay_policy()
         output = super()._generate(prompts)
         _, completion_ids, _, completions, *_ = output
         self.recorder.observe_completions(completion_ids, completions)
@@ -395,7 +396,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         try:
             checkpoint = self.find_checkpoint(resume_from_checkpoint)
             self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
-            return super().train(resume_from_checkpoint=checkpoint, **kwargs)
+            with self._open_relay(checkpoint):
+                output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
+                self._relay_policy()
+            return output
         finally:
             if self.use_vllm:
                 self._last_loaded_step = -1

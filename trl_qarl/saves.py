@@ -3,11 +3,14 @@
 import logging
 import os
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import override
 
@@ -15,6 +18,7 @@ from .checkpoint import batch as generation_batch
 from .checkpoint import marker, record
 from .checkpoint.load import load_renamed
 from .checkpoint.pushes import PushesPolicy
+from .checkpoint.relay import Relay
 from .quantization.sharded import is_sharded
 from .rollout.failures import all_or_none
 
@@ -34,6 +38,7 @@ class SavesRuns(PushesPolicy):
     _buffered_inputs: Any
     _is_saving = False
     _last_checkpoint: Path | None = None
+    _relay: Relay | None = None
 
     def _save_before_leaving(self) -> None:
         """
@@ -184,6 +189,32 @@ class SavesRuns(PushesPolicy):
         batch = generation_batch.load_batch(checkpoint, rank, self._batch_shape(), device)
         if batch is not None:
             self._step, self._buffered_inputs = batch
+
+    @contextmanager
+    def _open_relay(self, checkpoint: str | None) -> Iterator[None]:
+        """Hold the folder of `publish_dir` for a training that goes on from `checkpoint`, if any."""
+        args = self.args
+        with all_or_none(self.accelerator):
+            if args.publish_dir is not None and self.is_world_process_zero():
+                resumed_at = None
+                if checkpoint is not None:
+                    state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+                    resumed_at = state.global_step
+                self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
+        try:
+            yield
+        finally:
+            if self._relay is not None:
+                self._relay.close()
+            self._relay = None
+
+    def _relay_policy(self) -> None:
+        """Adds the policy to the folder of `publish_dir`, where it has changed; elsewhere the main process is waited for."""
+        if self.args.publish_dir is None:
+            return
+        with all_or_none(self.accelerator):
+            if self._relay is not None:
+                self.policy.relay(self._relay, self.state.global_step, self.export_model)
 
     def _batch_shape(self) -> dict[str, int]:
         return generation_batch.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)

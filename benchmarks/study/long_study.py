@@ -5,7 +5,8 @@ One cell of the study of long completions in docs/study_grids.md, in a few minut
     python benchmarks/study/chain_sums.py --output_dir MODEL
     python benchmarks/study/long_study.py --model MODEL --output_dir DIR --quantize_learner true --objective tbpo --seed 0
 
-Rollouts are made in the process, by the quantized modules. `DIR/scores.json` has what the policy solves at the end.
+Rollouts are made in the process, by the quantized modules. `DIR/scores.json` has what the policy solves at the end, and `DIR/routes.jsonl`
+of a mixture (`chain_sums.py --mixture`) which experts were used, and where sampler and learner chose others.
 """
 
 import json
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import chain_sums
 import long_starts
+import routes
 
 
 # Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.
@@ -82,6 +84,9 @@ def train(args: Namespace) -> None:
     if args.error_share:
         inject_errors(trainer.model, args.error_share, args.seed, known=args.errors_known)
     if args.max_steps:
+        if hasattr(trainer.model.config, "num_experts"):
+            (args.output_dir / routes.ROUTES_FILE).unlink(missing_ok=True)
+            routes.RouteRecorder(trainer, args.output_dir / routes.ROUTES_FILE)
         trainer.train()
         # So that a report does not take runs with and without errors for the same.
         record = args.output_dir / "run.json"

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,11 @@ from typing import Any
 from trl_qarl.study.runs import read_run
 from trl_qarl.study.statistics import STUDENT_95, compare_groups
 from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
+
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import routes
 
 
 # GSPO's authors report that about 15 % of their tokens, which are whole sequences, are clipped.
@@ -63,6 +69,13 @@ MISMATCH = (
     ("mismatch/k1/positive", "signed, right answers", 1, 2),
     ("tail/high", "learner over e times the sampler, % of tokens", 100, 2),
     ("tail/low", "learner under 1/e, % of tokens", 100, 2),
+)
+# Of mixtures, from `routes.jsonl`.
+ROUTES = (
+    ("mismatch/abs_logp_mean", "mismatch, nats", 1, 2),
+    ("routes/flipped", "flipped routes, %", 100, 2),
+    ("routes/flipped_tokens", "tokens with a flipped route, %", 100, 2),
+    ("routes/effective_experts", "experts in use, of 8", 1, 3),
 )
 UPDATES_PER_BATCH = 8
 Cell = dict[str, Any]
@@ -108,11 +121,23 @@ def collect(directory: Path) -> list[Cell]:
         run = read_run(path)
         steps = int(run.config["max_steps"])
         series = {metric: run.values(metric) for metric in METRICS} | count_tails(run.distributions)
+        series |= read_routes(path / routes.ROUTES_FILE)
         course = {metric: average_batches(values, steps) for metric, values in series.items() if values}
         settings = json.loads((path / "cell.json").read_text())["cell"]
         scores = {name: 100 * score["correct"] / score["total"] for name, score in run.evaluation.items()}
         cells.append({"study": directory.name, **settings, "scores": scores, "course": course})
     return cells
+
+
+def read_routes(path: Path) -> dict[str, dict[int, float]]:
+    """Flipped routes and the balance of the experts by update; nothing of a dense model."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    measures = {
+        "routes/flipped": lambda row: row["flipped"],
+        "routes/flipped_tokens": lambda row: row["flipped_tokens"],
+        "routes/effective_experts": lambda row: routes.effective_experts(row["load"]),
+    }
+    return {name: {row["step"]: measure(row) for row in rows} for name, measure in measures.items()}
 
 
 def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
@@ -157,6 +182,7 @@ def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
         found[study, "ends"] = ends_table(groups)
         found[study, "behaviour"] = quarters_table(groups, BEHAVIOUR)
         found[study, "mismatch"] = quarters_table(groups, MISMATCH)
+        found[study, "routes"] = quarters_table(groups, ROUTES)
         found[study, "differences"] = differences_table(groups)
         found[study, "changes"] = changes_table(groups)
     return {name: "\n".join(lines) for name, lines in found.items()}

@@ -46,7 +46,9 @@ def long_study(chain_sums):
 
 @pytest.fixture(scope="module")
 def long_tables():
+    path = sys.path.copy()
     yield from load_example("long_tables")
+    sys.path[:] = path
 
 
 @pytest.mark.parametrize("task", ["addition", "counting"])
@@ -149,6 +151,32 @@ def test_a_cell_of_the_long_study_runs(
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     # Only a learner of the same low-bit weights agrees with the rollout.
     assert (rows[0]["mismatch/abs_logp_mean"] < 0.05) == (quantize_learner == "true")
+
+
+@pytest.mark.parametrize("quantize_learner", ["true", "false"])
+def test_a_cell_of_a_mixture_counts_routes_that_flip(chain_sums, long_study, tmp_path, monkeypatch, quantize_learner):
+    torch.manual_seed(0)
+    chain_sums.make_mixture().save_pretrained(tmp_path)
+    chain_sums.make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 6)
+    monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
+    options = ["--max_steps", "1", "--num_scored", "4", "--scheme", "w3a16-g32", "--objective", "tbpo"]
+    options += [
+        "--quantize_learner",
+        quantize_learner,
+        "--model",
+        str(tmp_path),
+        "--output_dir",
+        str(tmp_path / "cell"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["long_study.py", *options])
+    long_study.main()
+    (row,) = map(json.loads, (tmp_path / "cell" / "routes.jsonl").read_text().splitlines())
+    assert row["step"] == 1 and row["flipped"] <= row["flipped_tokens"]
+    assert row["flipped"] < 0.1 if quantize_learner == "true" else row["flipped"] > 0.3
+    assert [len(shares) for shares in row["load"]] == [8] * 3
+    # Each token has two experts, so none has more than half of the choices.
+    assert all(sum(shares) == pytest.approx(1, abs=1e-3) and max(shares) <= 0.5 for shares in row["load"])
 
 
 def test_injected_errors_keep_the_log_probs_of_the_policy(chain_sums, long_study):

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config
+from testing_utils import make_mixture, make_tiny_config
 from trl_qarl.checkpoint.export import export_checkpoint
-from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model
+from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_renamed
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers, report_frozen
 
@@ -90,3 +90,33 @@ def test_other_checkpoints_are_refused(tmp_path, change, message):
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         load_frozen_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(("arch", "renamed"), [("mixtral", "block_sparse_moe.gate.weight"), ("qwen3_moe", None)])
+def test_what_the_trainer_does_not_find_in_a_checkpoint_of_a_mixture_is_loaded(tmp_path, arch, renamed):
+    saved, model = make_mixture(arch), make_mixture(arch, seed=1)
+    saved.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    # As transformers' Trainer does.
+    lost = set(model.load_state_dict(stored, strict=False).missing_keys)
+    layer = "model.layers.1.mlp"
+    assert {f"{layer}.experts.gate_up_proj", f"{layer}.experts.down_proj"} <= lost
+    assert (f"{layer}.gate.weight" in lost) == bool(renamed) == (f"model.layers.1.{renamed}" in stored)
+    prepare_model(model, "w4a16")
+    experts = model.model.layers[1].mlp.experts
+    before = experts.quantized_weights["down_proj"].low_bit_weight().qdata.clone()
+    load_renamed(model, tmp_path)
+    assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in model.state_dict().items())
+    # The low-bit form is that of what was loaded.
+    assert not torch.equal(experts.quantized_weights["down_proj"].low_bit_weight().qdata, before)
+
+
+def test_experts_under_names_that_are_not_known_are_not_left_as_they_are(tmp_path):
+    saved, model = make_mixture(), make_mixture(seed=1)
+    saved.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name.replace(".experts.3.", ".experts.x."): t for name, t in stored.items()}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"does not hold 'model.layers.0.mlp.experts.gate_up_proj' under a name"):
+        load_renamed(model, tmp_path)

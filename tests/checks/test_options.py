@@ -177,6 +177,7 @@ def test_problems_of_every_kind_come_in_one_message(tmp_path):
         ({"vllm_delta_sync": True}, "vllm_mode='colocate': an engine in this process is handed the tensors"),
         ({"vllm_delta_sync": True, "use_vllm": False}, "vllm_delta_sync=True is for weights that travel to a server"),
         ({"vllm_delta_sync": True}, "vllm_mode='colocate': an engine in this process is handed the tensors"),
+        ({"publish_dir": __file__}, "publish_dir='.*test_options.py' is a file"),
         ({"vllm_transport": "http"}, "vllm_transport='http' is for weights that travel to a server.*Remove it"),
         ({"vllm_transport": "ftp", "vllm_mode": "server"}, "vllm_transport='ftp' is unknown. Choose one of"),
         (

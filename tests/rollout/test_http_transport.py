@@ -29,8 +29,11 @@ SECRET = "7" * 64
 TENSORS = [("a.weight", torch.arange(100_000, dtype=torch.int32)), ("b.weight", torch.ones(7, dtype=torch.bfloat16))]
 
 
-def write_certificate(folder, days=1) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that has signed itself, and its key; expired with a negative number of days."""
+def write_certificate(folder, days=1, since=-9) -> tuple[Path, Path]:
+    """
+    A certificate for 127.0.0.1 that has signed itself, and its key; expired with a negative number of days, and with a positive
+    `since` made by a clock that is so many days ahead.
+    """
     x509 = pytest.importorskip("cryptography.x509")
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -39,9 +42,8 @@ def write_certificate(folder, days=1) -> tuple[Path, Path]:
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a server of a test")])
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now - datetime.timedelta(days=9)).not_valid_after(
-        now + datetime.timedelta(days)
-    )
+    builder = builder.not_valid_before(now + datetime.timedelta(since))
+    builder = builder.not_valid_after(now + datetime.timedelta(days))
     address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     certificate = builder.add_extension(address, critical=False).sign(key, hashes.SHA256())
     paths = folder / "certificate.pem", folder / "key.pem"
@@ -145,9 +147,16 @@ def test_weights_reach_a_server_over_tls(serve, tmp_path, monkeypatch):
     client.close_session()
 
 
-@pytest.mark.parametrize(("days", "named", "message"), [(1, False, "self.signed certificate"), (-1, True, "expired")])
-def test_a_certificate_that_is_unknown_or_expired_is_refused_at_once(serve, tmp_path, days, named, message):
-    certificate, key = write_certificate(tmp_path, days)
+@pytest.mark.parametrize(
+    ("dates", "named", "message"),
+    [
+        ({}, False, "self.signed certificate"),
+        ({"days": -1}, True, "expired"),
+        ({"days": 9, "since": 1}, True, "not yet valid"),
+    ],
+)
+def test_a_certificate_that_is_unknown_or_of_another_time_is_refused_at_once(serve, tmp_path, dates, named, message):
+    certificate, key = write_certificate(tmp_path, **dates)
     server = serve(ssl_certfile=str(certificate), ssl_keyfile=str(key))
     session = CheckedSession(5, 5, certificate if named else None)
     deadline = 100
@@ -162,6 +171,17 @@ def test_a_certificate_that_is_unknown_or_expired_is_refused_at_once(serve, tmp_
             assert re.search(message, str(error)) and "vllm_ssl_ca_certs" in str(error)
             return
     pytest.fail("the certificate was taken")
+
+
+def test_a_clock_that_is_wrong_or_jumps_changes_nothing(serve, tmp_path, monkeypatch):
+    """Of both sides, which are one process here."""
+    server = serve()
+    client = connect(server)
+    hours = iter(range(10**9))
+    monkeypatch.setattr("time.time", lambda: 4e9 if next(hours) % 2 else 0.0)
+    assert is_sent(arrived(server, tmp_path, monkeypatch, HTTPTransport(client)))
+    assert next(hours) > 1
+    client.close_session()
 
 
 def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_path, monkeypatch):

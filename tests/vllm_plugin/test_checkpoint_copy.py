@@ -1,10 +1,13 @@
 import pytest
 import torch
 
+from testing_utils import make_mixture
+from trl_qarl.checkpoint.layout import iter_checkpoint_layers
+from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.rollout.deltas import Deltas
 from trl_qarl.vllm_plugin.checkpoint_copy import CheckpointCopy
 from trl_qarl.wire.delta import is_delta
-from trl_qarl.wire.fingerprint import fingerprint
+from trl_qarl.wire.fingerprint import differing_entries, fingerprint
 
 
 LAYER = {
@@ -69,6 +72,32 @@ def test_only_changes_of_what_the_engine_has_confirmed_are_sent():
     assert not any(is_delta(name) for name, _ in publish(deltas, engine, LAYER, {}))
 
 
+@pytest.mark.parametrize(("arch", "block"), [("qwen3_moe", "mlp"), ("mixtral", "block_sparse_moe")])
+def test_one_expert_that_changed_is_sent_as_changes_of_its_layers_stacks(arch, block):
+    model = make_mixture(arch)
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+
+    def last_layer():
+        layers = map(dict, iter_checkpoint_layers(model, torch.bfloat16, stacks_experts=True))
+        return next(layer for layer in layers if "model.layers.1.input_layernorm.weight" in layer)
+
+    layer, engine = last_layer(), Engine()
+    deltas = Deltas(engine)
+    assert sum(f".{block}.experts." in name for name in layer) == 6
+    assert engine.receive(publish(deltas, engine, layer, {}), layer)
+    before = dict(engine.published)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[5, :4] += 0.01
+    layer = last_layer()
+    [(name, changes)] = publish(deltas, engine, layer, before)
+    assert is_delta(name) and changes.nbytes < 1500 and engine.receive([(name, changes)], layer)
+    differing = [
+        entry for name, value in before.items() for entry, *_ in differing_entries(name, value, engine.published[name])
+    ]
+    down = f"model.layers.1.{block}.experts.{'w2' if arch == 'mixtral' else 'down_proj'}"
+    assert sorted(differing) == [f"{down}_packed[5]", f"{down}_scale[5]"]
+
+
 def test_a_matrix_of_another_shape_or_dtype_is_sent_whole():
     engine = Engine()
     deltas = Deltas(engine)
@@ -115,6 +144,24 @@ def test_changes_that_come_twice_or_out_of_order_are_refused():
     later = deltas.pack(list(flip(after, 1).items()))
     with pytest.raises(RuntimeError, match=r"the changes are for int32"):
         engine.receive(later, flip(after, 1))
+
+
+def test_the_changes_of_another_session_are_refused_and_each_trainer_begins_with_everything():
+    """Two trainers have the engine in turn, from the same start; one of them comes back, and a block of it comes late."""
+    engine = Engine()
+    ours, theirs = Deltas(engine), Deltas(engine)
+    engine.receive(publish(ours, engine, LAYER, {}), LAYER)
+    confirmed, after = dict(engine.published), flip(LAYER, 0)
+    late = publish(ours, engine, after, confirmed)
+    their_layer = flip(LAYER, 7)
+    sent = publish(theirs, engine, their_layer, {})
+    assert not any(is_delta(name) for name, _ in sent) and engine.receive(sent, their_layer)
+    # We believe that the engine has what it has confirmed to us.
+    sent = publish(ours, engine, after, confirmed)
+    assert not any(is_delta(name) for name, _ in sent)
+    with pytest.raises(RuntimeError, match="the changes are for int32"):
+        engine.receive(late, after)
+    assert engine.receive(sent, after)
 
 
 def test_changes_for_an_engine_that_keeps_nothing_are_refused():

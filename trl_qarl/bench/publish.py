@@ -1,16 +1,24 @@
 """
-`trl-qarl bench publish`: bytes, seconds and memory of a weight sync with a server in another process.
+`trl-qarl bench publish`: bytes, seconds and memory of a weight sync with a server in another process, or an engine in this one.
 
 First everything is sent, as after a step that changed every matrix. With learning rates, what changed is sent after real
 training steps too: policy gradients on sampled answers, half of which were good.
+
+Seconds are those of the whole and of its parts: the functions of the trainer's side are timed where they are called, and what is
+left is the engine's. Those of an engine in this process are timed too, so that what is left is its reload.
 """
 
 import statistics
+import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from .engines import load_learner, make_prompts, open_server
+from .engines import load_learner, make_prompts, open_engine, open_server
 
 
 __all__ = ["measure_publish"]
@@ -23,8 +31,12 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     dtype, rows = getattr(torch, args.dtype), []
     for scheme in schemes:
         model = load_learner(path, scheme, dtype)
-        with open_server(model, dtype, make_transport=_transport_of(args)) as (_, publisher, pid):
-            rows += _measure_scheme(path, scheme, model, publisher, pid, args)
+        if args.in_process:
+            with open_engine(model, dtype, max_num_seqs=1) as (_, publisher):
+                rows += _measure_scheme(path, scheme, model, publisher, None, args)
+        else:
+            with open_server(model, dtype, make_transport=_transport_of(args)) as (_, publisher, pid):
+                rows += _measure_scheme(path, scheme, model, publisher, pid, args)
         print(*rows[-1 - len(args.learning_rates) :], sep="\n", flush=True)
     full = [row for row in rows if row["sent"] == "everything"]
     for row in full:
@@ -34,20 +46,22 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
     return rows
 
 
-def _measure_scheme(path: str, scheme: str, model, publisher, pid: int, args) -> list[dict[str, Any]]:
+def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, args) -> list[dict[str, Any]]:
     import psutil
     import torch
 
     from ..quantization.swap import quantized_layers
     from ..rollout.publisher import Publisher
 
-    processes = [psutil.Process(), *psutil.Process(pid).children(recursive=True)]
+    processes = [psutil.Process(), *(psutil.Process(pid).children(recursive=True) if pid else ())]
 
     def measure(publisher, prepare, repeats: int) -> dict[str, Any]:
         results, before = [], [_reset_peak(process.pid) for process in processes]
         for repeat in range(repeats):
             prepare()
-            results.append(publisher.publish(f"{time.monotonic_ns()}-{repeat}"))
+            with _parts_timed(publisher.transport, pid is None) as seconds:
+                result = publisher.publish(f"{time.monotonic_ns()}-{repeat}")
+            results.append(result | _parts(result, seconds, "engine" if pid else "reload"))
         growth = [_peak(process.pid) - start for process, start in zip(processes, before, strict=True)]
         return _publish_row(model, publisher.dtype, results, growth)
 
@@ -72,6 +86,66 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int, args) ->
         row = measure(changes, lambda: None, 1)
         rows.append({"scheme": scheme, "sent": f"changes, {args.updates} updates at {rate:g}"} | row)
     return rows
+
+
+@contextmanager
+def _parts_timed(transport, with_engine: bool) -> Iterator[dict[str, float]]:
+    """Adds up the seconds spent in what a weight sync consists of, by the names of parts, while it is open."""
+    from ..rollout import http_transport, publisher
+    from ..wire import delta
+
+    functions = [(publisher, "fingerprint", "fingerprints"), (delta, "_deflate", "compress")]
+    if with_engine:
+        engine = transport._worker.weight_transfer_engine
+        # The trainer's side imports nothing of what runs in vLLM.
+        weight_transfer, checkpoint_copy = (sys.modules[type(part).__module__] for part in (engine, engine.copy))
+        functions += [(checkpoint_copy, "apply_delta", "apply")]
+        functions += [
+            (weight_transfer, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")
+        ]
+    elif isinstance(transport, http_transport.HTTPTransport):
+        functions += [(http_transport, "save", "send"), (transport, "_upload", "send")]
+    else:
+        functions += [(transport, "_write", "send")]
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(function: Callable, part: str) -> Callable:
+        def call(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[part] += time.perf_counter() - start
+
+        return call
+
+    layers = publisher.iter_checkpoint_layers
+
+    def timed_layers(*args, **kwargs):
+        following = timed(layers(*args, **kwargs).__next__, "quantize")
+        while True:
+            try:
+                layer = following()
+            except StopIteration:
+                return
+            yield layer
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(publisher, "iter_checkpoint_layers", timed_layers))
+        for owner, name, part in functions:
+            stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), part)))
+        yield seconds
+
+
+_PARTS = ("quantize", "fingerprints", "difference", "compress", "send", "apply", "engine's fingerprints")
+
+
+def _parts(result: dict[str, float], seconds: dict[str, float], rest: str) -> dict[str, float]:
+    """Seconds of each part under the names of columns; whoever does what is left is `rest`."""
+    if "publish/delta_seconds" in result:
+        seconds["difference"] = result["publish/delta_seconds"] - seconds["compress"]
+    seconds[rest] = result["publish/seconds"] - sum(seconds.values())
+    return {f"{name} s": seconds[name] for name in (*_PARTS, rest) if name in seconds}
 
 
 def _train(path: str, model, optimizer, dtype, updates: int) -> None:
@@ -133,8 +207,7 @@ def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int
         "quantized layers": len(layers),
         "MiB sent": median["publish/megabytes"],
         "seconds": median["publish/seconds"],
-        "learner's fingerprints": median["publish/audit_seconds"] / median["publish/seconds"],
-        "finding changes s": median.get("publish/delta_seconds"),
+        **{name: value for name, value in median.items() if name.endswith(" s")},
         "peak memory, trainer MiB": growth[0] / 2**20,
         "peak memory, engine MiB": max(growth[1:], default=0) / 2**20,
     }

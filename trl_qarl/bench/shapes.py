@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 
-__all__ = ["SHAPES", "has_weights", "make_config", "random_model", "write_random_model"]
+__all__ = ["SHAPES", "SIZES", "has_weights", "make_config", "random_model", "write_random_model"]
 
 _QWEN3 = {
     "model_type": "qwen3",
@@ -14,6 +14,13 @@ _QWEN3 = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 40960,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32768,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -42,6 +49,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "0.1b": _LLAMA
+    | {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
+    "0.5b": _LLAMA
+    | {
+        "hidden_size": 1280,
+        "intermediate_size": 3456,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 5,
+    },
+    "1.5b": _LLAMA
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "tiny": _QWEN3
     | {
         "vocab_size": 512,
@@ -55,7 +86,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Fields of a configuration by name. `tiny` is for a trial on a CPU."""
+"""
+Fields of a configuration by name. `tiny` is for a trial on a CPU; the names of numbers are billions of parameters in the
+proportions of Llama.
+"""
+
+SIZES = [name.removesuffix("b") for name in SHAPES if name[0].isdigit()]
+"""Billions of parameters of those."""
 
 
 def make_config(shapes: str, num_layers: int | None = None):

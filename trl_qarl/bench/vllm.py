@@ -39,14 +39,18 @@ def run(args) -> dict[str, Any]:
     """Measure `args.mode`, print the table and return every number."""
     from .machine import describe_machine
 
-    shapes = getattr(args, "shapes", None)
-    path = write_random_model(shapes, args.num_layers) if shapes else _model_path(args.model_name_or_path)
-    print(f"{Path(path).name}; {describe_machine()}, {_vllm_version()}", flush=True)
-    rows = MODES[args.mode](path, args.schemes, args)
+    shapes = [f"{size}b" for size in getattr(args, "sizes", ())] or [getattr(args, "shapes", None)]
+    paths = [write_random_model(s, args.num_layers) if s else _model_path(args.model_name_or_path) for s in shapes]
+    model = ", ".join(Path(path).name for path in paths)
+    print(f"{model}; {describe_machine()}, {_vllm_version()}", flush=True)
+    rows = []
+    for path in paths:
+        named = {} if len(paths) == 1 else {"model": Path(path).name}
+        rows += [named | row for row in MODES[args.mode](path, args.schemes, args)]
     print("\n" + _table(rows))
     if args.mode == "alignment":
         print("\n" + _table(summarize_alignment(rows)))
-    return {"mode": args.mode, "model": Path(path).name, "machine": describe_machine(), "rows": rows}
+    return {"mode": args.mode, "model": model, "machine": describe_machine(), "rows": rows}
 
 
 def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]:

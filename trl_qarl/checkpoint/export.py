@@ -42,7 +42,7 @@ from .serving import ADAPTER_FOLDER
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-__all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is_export"]
+__all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is_export", "written_as_a_whole"]
 
 # Tells an export, which may be written over, from masters, whatever the scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
@@ -137,7 +137,7 @@ def export_checkpoint(
             pass
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
-    with _written_as_a_whole(output_dir) as folder:
+    with written_as_a_whole(output_dir) as folder:
         if gguf is not None:
             export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
         config.save_pretrained(folder)
@@ -146,6 +146,8 @@ def export_checkpoint(
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata=metadata)
+        for path in folder.glob("*.safetensors"):
+            _sort_metadata(path)
         if adapted is not None:
             # TRL may have added a copy of where training started.
             adapted.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=["default"], state_dict=adapter)
@@ -161,8 +163,20 @@ def export_checkpoint(
     return output_dir
 
 
+def _sort_metadata(path: Path) -> None:
+    """Have the same weights be the same bytes: safetensors writes metadata in any order."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(data) <= size:
+            file.seek(8)
+            file.write(data.ljust(size))
+
+
 @contextmanager
-def _written_as_a_whole(folder: Path) -> Iterator[Path]:
+def written_as_a_whole(folder: Path) -> Iterator[Path]:
     """A folder inside `folder`, whose files move there at the end: what fails on the way leaves an earlier export as it is."""
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)

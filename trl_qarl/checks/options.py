@@ -196,6 +196,8 @@ def check_vllm(config) -> Iterator[str]:
 
 
 def check_hub(config) -> Iterator[str]:
+    if config.publish_dir is not None and Path(config.publish_dir).exists() and not Path(config.publish_dir).is_dir():
+        yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is made if it is missing."
     if config.hub_export not in HUB_EXPORTS:
         yield f"hub_export={config.hub_export!r} is unknown. Choose one of {list(HUB_EXPORTS)}."
     name = config.hub_model_id

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..bench.adapters import TRAINED
 from ..bench.learner import format_table, load_model, prepare_variants, run_benchmark
-from ..bench.shapes import SHAPES
+from ..bench.shapes import SHAPES, SIZES
 from ..quantization.schemes import SCHEMES
 from .errors import configuration_errors
 
@@ -170,6 +170,18 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         )
     if mode == "publish":
         parser.add_argument(
+            "--sizes",
+            nargs="+",
+            choices=SIZES,
+            default=[],
+            help="random models of so many billions of parameters, one after the other",
+        )
+        parser.add_argument(
+            "--in_process",
+            action="store_true",
+            help="with the engine in this process, whose parts are timed too; nothing travels",
+        )
+        parser.add_argument(
             "--learning_rates",
             nargs="+",
             type=float,
@@ -203,6 +215,10 @@ def main(args: Namespace) -> None:
         shapes = getattr(args, "shapes", None)
         if shapes and args.model_name_or_path:
             raise ValueError(f"`--shapes {shapes}` and `--model_name_or_path` are two models. Remove one of them.")
+        if getattr(args, "sizes", None) and (shapes or args.model_name_or_path):
+            raise ValueError("`--sizes` are models of their own. Remove it, or `--shapes` and `--model_name_or_path`.")
+        if getattr(args, "in_process", False) and (args.http or args.megabits is not None):
+            raise ValueError("`--in_process` sends nothing. Remove it, or `--http` and `--megabits`.")
         if args.mode in VLLM_MODES and getattr(args, "num_layers", None) and not shapes:
             raise ValueError(f"`--num_layers` of `bench {args.mode}` is for a random model. Give `--shapes` too.")
         if args.mode in VLLM_MODES:

@@ -25,12 +25,14 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         epilog="Master weights saved by `trl-qarl train` carry the settings they were trained with; only other "
         "weights need --scheme.",
     )
-    parser.add_argument(
-        "--model_name_or_path",
-        required=True,
-        metavar="MODEL",
-        help="master weights: hub id or folder; or a folder with an adapter",
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--model_name_or_path", metavar="MODEL", help="master weights: hub id or folder; or a folder with an adapter"
     )
+    source.add_argument(
+        "--from_patches", metavar="DIR", help="what a training wrote to its `publish_dir`, in place of master weights"
+    )
+    parser.add_argument("--version", type=int, metavar="N", help="which of --from_patches (default: the last)")
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
     parser.add_argument(
@@ -66,6 +68,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> int:
+    if args.from_patches is not None:
+        return _export_version(args)
     import torch
     from safetensors import SafetensorError
     from transformers import AutoProcessor
@@ -86,6 +90,8 @@ def main(args: Namespace) -> int:
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
+        if args.version is not None:
+            raise ValueError("--version is for --from_patches. Remove it.")
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
         record_path = cached_file(
@@ -156,6 +162,25 @@ def main(args: Namespace) -> int:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED
         print(f"Pushed to {repo_id}. To serve it: {serve_command(repo_id, settings['scale_dtype'])}")
+    return 0
+
+
+def _export_version(args: Namespace) -> int:
+    from ..checkpoint.relay import rebuild
+    from ..checkpoint.serving import folder_size, serve_command, serve_words
+
+    with configuration_errors():
+        taken = ("from_patches", "version", "output_dir")
+        usual = make_parser().parse_args(["--from_patches", "", "--output_dir", ""])
+        other = [name for name, value in vars(usual).items() if name not in taken and getattr(args, name) != value]
+        if other:
+            raise ValueError(
+                f"--from_patches was given with {', '.join(f'--{name}' for name in other)}, but a version is what was trained and "
+                "published. Leave these out."
+            )
+        version = rebuild(args.from_patches, args.output_dir, args.version)
+    folder = Path(args.output_dir)
+    print(f"Version {version} written to {folder} ({folder_size(folder)}). {serve_words(serve_command(folder))}")
     return 0
 
 

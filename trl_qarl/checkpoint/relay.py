@@ -1,0 +1,339 @@
+"""
+A training's low-bit policies as files, for object storage to carry: the first whole, and of each further one what changed.
+
+| in the folder | |
+|---|---|
+| `base-N/` | the export of update N |
+| `patch-N.safetensors` | what changed until update N since the version before: blocks of [`trl_qarl.wire.delta`], and tensors that are shorter whole |
+| `manifest.json` | which run it is, and for each version its files with their SHA-256, a digest of its weights, and the SHA-256 of the entry before |
+| `lock` | held by the trainer that writes |
+
+A file gets its name when it is complete, and the manifest names it after that: whatever ends a trainer, or fills the disk, all
+versions of the manifest can be read. The entries are a chain, so that nobody who has seen its end can be given another beginning.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ..quantization.walk import layer_of
+from ..wire.delta import DELTA_PREFIX, apply_delta, base_digest, elements, is_delta, pack_delta
+from ..wire.fingerprint import fingerprint
+from .export import check_export_dir, written_as_a_whole
+from .marker import sync
+
+
+__all__ = ["Relay", "rebuild"]
+
+MANIFEST_FILE = "manifest.json"
+_LOCK_FILE = "lock"
+_PARTIAL = ".partial"
+
+logger = logging.getLogger(__name__)
+
+
+class Relay:
+    """
+    The folder of a run, while it trains. It keeps a copy of the last version, which is as large as an export, in host memory.
+
+    Args:
+        folder (`str` or `Path`):
+            The folder, made if missing.
+        output_dir (`str` or `Path`):
+            The run's output directory, by which it is told from others.
+        resumed_at (`int`, *optional*):
+            The update from which the run goes on. Versions after it are dropped.
+
+    Raises:
+        ValueError: if another trainer writes there, or if the folder holds another run or something else.
+    """
+
+    def __init__(self, folder: str | Path, output_dir: str | Path, resumed_at: int | None = None):
+        self._folder = Path(folder)
+        self._run = _name_of_run(Path(output_dir))
+        self._held: dict[str, torch.Tensor] = {}
+        self._fingerprints: dict[str, str] = {}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self._folder)
+        try:
+            self._versions = self._go_on(resumed_at)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        self._lock.close()
+
+    def _go_on(self, resumed_at: int | None) -> list[dict[str, Any]]:
+        if not (self._folder / MANIFEST_FILE).exists():
+            others = sorted(path.name for path in self._folder.iterdir() if path.name not in (_LOCK_FILE, _PARTIAL))
+            # A trainer that ended before its first version was complete.
+            others = [name for name in others if not name.startswith("base-")]
+            if others:
+                raise ValueError(
+                    f"publish_dir={str(self._folder)!r} holds {others[:3]} and no {MANIFEST_FILE}. Choose an empty folder."
+                )
+            return []
+        manifest = _read_manifest(self._folder)
+        if manifest["run"] != self._run or resumed_at is None:
+            now = f"run {self._run!r}" if resumed_at is not None else f"a new run, {self._run!r}"
+            raise ValueError(
+                f"publish_dir={str(self._folder)!r} holds versions of run {manifest['run']!r}, and this is {now}. Choose an empty "
+                "folder, or resume that run, with the same output_dir."
+            )
+        kept = [entry for entry in manifest["versions"] if entry["version"] <= resumed_at]
+        if dropped := manifest["versions"][len(kept) :]:
+            logger.warning(
+                "%s: versions %s are after update %d, from which the run goes on, and are dropped.",
+                self._folder,
+                [entry["version"] for entry in dropped],
+                resumed_at,
+            )
+            self._write_manifest(kept)
+            for name in {Path(file).parts[0] for entry in dropped for file in entry["files"]}:
+                _remove(self._folder / name)
+        return kept
+
+    def write(self, version: int, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], Any]) -> None:
+        """
+        Add a version, unless it is the last one already. Where the disk cannot keep it, that is logged, and the next version has its
+        changes too.
+
+        Args:
+            version (`int`):
+                Updates done, which only grow.
+            tensors (`Mapping[str, torch.Tensor]`):
+                The low-bit policy under its names in a checkpoint, on the CPU.
+            export (`Callable[[Path], Any]`):
+                Writes an export with these tensors to a folder.
+
+        Raises:
+            ValueError: if the version is there with other weights.
+        """
+        fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+        weights, last = base_digest(fingerprints), self._versions[-1] if self._versions else None
+        if last is not None and last["version"] == version:
+            if not self._held and last["weights"] != weights:
+                raise ValueError(
+                    f"publish_dir={str(self._folder)!r} has version {version} with other weights than those from which this run goes on: it "
+                    "is another run's. Choose an empty folder."
+                )
+        else:
+            try:
+                is_known = self._held and _layout(tensors) == _layout(self._held)
+                files = self._patch(version, tensors, fingerprints) if is_known else self._base(version, export)
+                parent = "" if last is None else _sha256_of_entry(last)
+                entry = {"version": version, "files": files, "weights": weights, "parent": parent}
+                self._write_manifest([*self._versions, entry])
+            except (OSError, SafetensorError) as error:
+                logger.error(
+                    "Version %d could not be written to %s (%s). The last that can be read is %s; what changed is written with the next.",
+                    version,
+                    self._folder,
+                    error,
+                    "none" if last is None else last["version"],
+                )
+                return
+            finally:
+                _remove(self._folder / _PARTIAL)
+            self._versions.append(entry)
+        for name, tensor in tensors.items():
+            if fingerprints[name] != self._fingerprints.get(name):
+                self._held[name] = tensor.clone()
+        self._fingerprints = fingerprints
+
+    def _patch(self, version: int, tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, str]) -> dict:
+        changed = [name for name in tensors if fingerprints[name] != self._fingerprints[name]]
+        sent: dict[str, torch.Tensor] = {}
+        for layer, names in groupby(sorted(changed, key=layer_of), key=layer_of):
+            pairs = [(n, self._fingerprints[n], elements(self._held[n]), elements(tensors[n])) for n in names]
+            block, left_out = pack_delta(pairs)
+            sent |= {name: tensors[name] for name in left_out}
+            if block:
+                sent[f"{DELTA_PREFIX}{layer}"] = torch.frombuffer(bytearray(block), dtype=torch.uint8)
+        partial = self._folder / _PARTIAL
+        partial.mkdir()
+        name = f"patch-{version}.safetensors"
+        save_file(sent, partial / name)
+        sync(partial)
+        os.replace(partial / name, self._folder / name)
+        return {name: _sha256(self._folder / name)}
+
+    def _base(self, version: int, export: Callable[[Path], Any]) -> dict[str, str]:
+        name = f"base-{version}"
+        export(self._folder / _PARTIAL)
+        sync(self._folder / _PARTIAL)
+        # Left by a trainer that ended before the manifest named it.
+        _remove(self._folder / name)
+        os.replace(self._folder / _PARTIAL, self._folder / name)
+        files = sorted(path for path in (self._folder / name).rglob("*") if path.is_file())
+        return {path.relative_to(self._folder).as_posix(): _sha256(path) for path in files}
+
+    def _write_manifest(self, versions: list[dict[str, Any]]) -> None:
+        partial = self._folder / f"{MANIFEST_FILE}{_PARTIAL}"
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump({"run": self._run, "versions": versions}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self._folder / MANIFEST_FILE)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = None) -> int:
+    """
+    Write the export of a version, byte for byte but for the page about it, which is that of the base, and return its number.
+
+    Args:
+        folder (`str` or `Path`):
+            What a [`Relay`] has written, or a copy of it.
+        output_dir (`str` or `Path`):
+            Folder to write, as that of [`export_checkpoint`].
+        version (`int`, *optional*):
+            Updates done; by default the last version.
+
+    Raises:
+        ValueError: if there is no such version, or a file of it is missing, damaged or another's: it is named.
+    """
+    folder = Path(folder)
+    entries = _entries_until(folder, version)
+    start = max(index for index, entry in enumerate(entries) if _base_folder(entry))
+    base, *patches = entries[start:]
+    check_export_dir(output_dir)
+    for entry in (base, *patches):
+        for name, digest in entry["files"].items():
+            if not (folder / name).is_file() or _sha256(folder / name) != digest:
+                raise ValueError(f"{folder / name} is missing, or is not what {MANIFEST_FILE} says. Copy it again.")
+    with written_as_a_whole(Path(output_dir)) as partial:
+        shutil.copytree(folder / _base_folder(base), partial, dirs_exist_ok=True)
+        tensors: dict[str, torch.Tensor] = {}
+        for path in partial.glob("*.safetensors"):
+            tensors |= load_file(path)
+        fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+        for entry in patches:
+            for name in entry["files"]:
+                try:
+                    _apply(load_file(folder / name), tensors, fingerprints)
+                except (ValueError, SafetensorError) as error:
+                    raise ValueError(f"{folder / name}: {error}") from error
+        if base_digest(fingerprints) != entries[-1]["weights"]:
+            raise ValueError(f"{folder}: what is rebuilt of version {entries[-1]['version']} has other weights.")
+        for path in partial.glob("*.safetensors"):
+            _write_into(path, tensors)
+    return entries[-1]["version"]
+
+
+def _entries_until(folder: Path, version: int | None) -> list[dict[str, Any]]:
+    entries = _read_manifest(folder)["versions"]
+    for before, entry in pairwise([None, *entries]):
+        if entry["parent"] != ("" if before is None else _sha256_of_entry(before)):
+            raise ValueError(
+                f"{folder / MANIFEST_FILE}: version {entry['version']} does not follow what is before it. Copy it again."
+            )
+    numbers = [entry["version"] for entry in entries]
+    if not entries or (version is not None and version not in numbers):
+        raise ValueError(f"{folder} has no version {version}; it has {numbers}.")
+    return entries if version is None else entries[: numbers.index(version) + 1]
+
+
+def _apply(patch: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor], fingerprints: dict[str, str]) -> None:
+    """Turn tensors into those of the next version, in place, and their fingerprints too."""
+    for name, tensor in patch.items():
+        if is_delta(name):
+            held = {name: elements(tensor) for name, tensor in tensors.items()}
+            changed = apply_delta(tensor.numpy().tobytes(), held, fingerprints)
+        elif _layout({name: tensor}).items() <= _layout(tensors).items():
+            tensors[name], changed = tensor, [name]
+        else:
+            raise ValueError(f"{name} is not in the version before, or has another shape or dtype there.")
+        for changed_name in changed:
+            fingerprints[changed_name] = fingerprint(tensors[changed_name])
+
+
+def _write_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put tensors into a safetensors file that has others of their sizes; what is said about them stays."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        for name in header.keys() - {"__metadata__"}:
+            file.seek(8 + size + header[name]["data_offsets"][0])
+            file.write(elements(tensors[name].contiguous()).tobytes())
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST_FILE
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        for entry in manifest["versions"]:
+            int(entry["version"]), str(entry["weights"]), str(entry["parent"])
+            # Nothing outside of the folder.
+            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entry["files"]):
+                raise ValueError(f"{sorted(entry['files'])} are not all in the folder.")
+        str(manifest["run"])
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} has no {MANIFEST_FILE}: it is no folder of `publish_dir`.") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}). Copy it again.") from error
+    return manifest
+
+
+def _base_folder(entry: Mapping[str, Any]) -> str:
+    """The folder of a version that is whole; the empty string for a patch."""
+    name = f"base-{entry['version']}"
+    return name if all(Path(file).parts[0] == name for file in entry["files"]) else ""
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _name_of_run(output_dir: Path) -> str:
+    path = output_dir.resolve()
+    return f"{path.name}-{hashlib.sha256(f'{socket.gethostname()}:{path}'.encode()).hexdigest()[:8]}"
+
+
+def _locked(folder: Path):
+    file = (folder / _LOCK_FILE).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"publish_dir={str(folder)!r} belongs to {holder}, which is still training. Choose another folder."
+        ) from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sha256_of_entry(entry: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,3 +1,6 @@
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
@@ -8,6 +11,10 @@ from trl_qarl import cli
 from trl_qarl.doctor.memory import LAUNCHES, Run, launch_configuration, parts_of_memory
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import quantized_layers
+from trl_qarl.quantization.tensors import LowBitTensor
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def shapes_of(folder):
@@ -19,7 +26,7 @@ class Gradients(TrainerCallback):
     num_bytes = 0
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.num_bytes = sum(p.grad.nbytes for p in model.parameters())
+        self.num_bytes = sum(p.grad.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def state_of(trainer):
@@ -27,21 +34,33 @@ def state_of(trainer):
     return sum(getattr(value, "nbytes", 0) for value in state)
 
 
-@pytest.mark.parametrize("optim", ["muon", "adamw_torch"])
-def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim):
-    gradients = Gradients()
-    trainer = make_trainer(tiny_model, tmp_path, callbacks=[gradients], max_steps=1, optim=optim, bf16=True)
+@pytest.mark.parametrize(("optim", "rank"), [("muon", 0), ("adamw_torch", 0), ("muon", 8)])
+def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
+    gradients, adapter = Gradients(), None
+    if rank:
+        adapter = pytest.importorskip("peft").LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer(
+        tiny_model, tmp_path, callbacks=[gradients], max_steps=1, optim=optim, bf16=True, peft_config=adapter
+    )
     trainer.train()
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, optim))["ddp"]
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, optim, lora_rank=rank))["ddp"]
     low_bit = sum(layer.low_bit_weight().num_bytes for layer in quantized_layers(trainer.model).values())
     measured = {
-        "masters": sum(p.nbytes for p in trainer.model.parameters()),
+        "masters": sum(p.nbytes for p in trainer.model.parameters() if not isinstance(p, LowBitTensor)),
         "gradients": gradients.num_bytes,
         "optimizer": state_of(trainer),
         "low-bit weights": low_bit,
     }
     for name, value in measured.items():
         assert parts[name] == pytest.approx(value, rel=1e-3), name
+
+
+def test_the_table_of_the_documentation_is_calculated():
+    page = (ROOT / "docs" / "sharding.md").read_text()
+    rows = page[page.index("| Qwen3-1.7B |") :].splitlines()
+    assert rows[3].startswith("|  | 8 |")
+    calculated = runpy.run_path(str(ROOT / "benchmarks" / "what_fits.py"))["row"]("Qwen3-1.7B", 8)
+    assert rows[3] == calculated, "run `python benchmarks/what_fits.py --fill docs/sharding.md`"
 
 
 def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
@@ -69,5 +88,10 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert {n: v for n, v in written.items() if "FSDP" in n} == {n: v for n, v in shipped.items() if "FSDP" in n}
     assert cli.main([*command, "--gpu_memory", str(sizes[1] / 2)]) == 1
     assert "Nothing fits" in capsys.readouterr().out
+    # Beside LoRA, a frozen base takes less.
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64, lora_rank=8))
+    less = sum(parts["fsdp2"].values()) / 1e9
+    assert less < sizes[1]
+    assert cli.main([*command, "--gpu_memory", str(less * 1.001), "--use_peft", "--lora_r", "8"]) == 0
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command, "--gpu_memory", "-1"])

@@ -15,6 +15,9 @@ With `P` parameters, of which `M` are in linear layers other than the head, on `
 | weight sync | one chunk, [`~trl_qarl.rollout.publisher.largest_chunk`] |
 | engine | the share of the GPU that a colocated vLLM is given |
 
+Beside LoRA, with `A` parameters in adapters on all linear layers and `Q` quantized ones of the base, `4 (P - Q + A) / s` take the place of
+the masters, and gradients and optimizer are those of `A`, with AdamW; neither the gradients of a layer nor of the head are gathered.
+
 `T` is the number of tokens of a micro-batch, `H`, `I` and `V` are the sizes of hidden state, MLP and vocabulary. Activations and logits are
 rough: kernels, attention and the allocator add to them. What the state takes is exact.
 """
@@ -50,12 +53,14 @@ class Run:
         optim (`str`): one of [`OPTIMIZERS`].
         num_tokens (`int`): tokens of a micro-batch, prompts and completions.
         engine_bytes (`int`): what a colocated engine is given of each GPU.
+        lora_rank (`int`): rank of the adapters on all linear layers, beside a frozen base; 0 without.
     """
 
     num_gpus: int
     optim: str = "muon"
     num_tokens: int = 4096
     engine_bytes: int = 0
+    lora_rank: int = 0
 
 
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
@@ -88,18 +93,22 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linears = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
     matrices = sum(weight.numel() for key, weight in linears.items() if key not in embeddings)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = held = sum(parameter.numel() for parameter in model.parameters())
+    if run.lora_rank:
+        # Of what is trained nothing is a matrix to Muon.
+        matrices, total = 0, run.lora_rank * sum(sum(weight.shape) for weight in linears.values())
+        held += total - sum(weight.numel() for weight in _quantized(model))
     state = {"muon": 4 * matrices + 8 * (total - matrices), "adamw_torch": 8 * total, "adamw_torch_8bit": 2 * total}
     is_sharded = launch == "fsdp2"
     shards = run.num_gpus if is_sharded else 1
     parts = {
-        "masters": 4 * total // shards,
+        "masters": 4 * held // shards,
         "gradients": 4 * total // shards,
         "optimizer": state[run.optim] // shards,
         "low-bit weights": low_bit_bytes // shards,
     }
     if is_sharded:
-        parts["gathered"] = _gathered(model, low_bit_bytes)
+        parts["gathered"] = _gathered(model, low_bit_bytes, has_gradients=not run.lora_rank)
     tokens, hidden, width = run.num_tokens, config.hidden_size, 2 if is_sharded else 4
     inner = getattr(config, "intermediate_size", 4 * hidden)
     parts["activations"] = tokens * (width * config.num_hidden_layers * hidden + 2 * (8 * hidden + 5 * inner))
@@ -109,10 +118,12 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
     return parts
 
 
-def _gathered(model: nn.Module, low_bit_bytes: int) -> int:
-    quantized = {
-        id(w.parameter) for layer in quantized_layers(model).values() for w in layer.quantized_weights.values()
-    }
+def _quantized(model: nn.Module) -> list[torch.Tensor]:
+    return [w.parameter for layer in quantized_layers(model).values() for w in layer.quantized_weights.values()]
+
+
+def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
+    quantized = {id(weight) for weight in _quantized(model)}
     num_quantized = sum(p.numel() for p in model.parameters() if id(p) in quantized)
     layers: dict[str, list[int]] = {}
     outside = 0
@@ -126,7 +137,8 @@ def _gathered(model: nn.Module, low_bit_bytes: int) -> int:
         sizes[0], sizes[1] = sizes[0] + int(bytes_of_weight), sizes[1] + 2 * number
     largest = max(layers.values(), default=[0, 0])
     head = model.get_output_embeddings()
-    return 2 * largest[0] + largest[1] + 2 * outside + (2 * head.weight.numel() if head is not None else 0)
+    gradients = largest[1] + (2 * head.weight.numel() if head is not None else 0)
+    return 2 * largest[0] + 2 * outside + (gradients if has_gradients else 0)
 
 
 def launch_configuration(launch: str, num_gpus: int) -> Mapping[str, Any]:

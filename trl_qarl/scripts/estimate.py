@@ -1,4 +1,4 @@
-"""`trl-qarl estimate`: what full fine-tuning of a model takes of each GPU, and which launch fits."""
+"""`trl-qarl estimate`: what training a model takes of each GPU, and which launch fits."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -15,7 +15,7 @@ _GB = 10**9
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Add up what full fine-tuning of a model takes of each GPU, from its configuration alone, for DDP and FSDP2.",
+        description="Add up what training a model takes of each GPU, from its configuration alone, for DDP and FSDP2.",
         epilog="Exit code: 0 if a launch fits, 1 if none does, 2 for options that make no sense.",
     )
     parser.add_argument("model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights")
@@ -23,6 +23,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument("--gpu_memory", type=float, required=True, metavar="GB", help="memory of each, in GB")
     add_plan_options(parser, default="w4a16")
     parser.add_argument("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
+    parser.add_argument("--use_peft", action="store_true", help="LoRA on all linear layers, beside a frozen base")
+    parser.add_argument("--lora_r", type=int, default=16, help="its rank")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch, prompts and completions")
     parser.add_argument(
         "--vllm_gpu_memory_utilization",
@@ -40,14 +42,16 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 def main(args: Namespace) -> int:
     """Print the parts by launch. Return 0 if one of them fits, else 1."""
     with configuration_errors():
-        if args.gpus < 1 or args.gpu_memory <= 0 or args.tokens < 1 or not 0 <= args.vllm_gpu_memory_utilization < 1:
+        positive = min(args.gpus, args.gpu_memory, args.tokens, args.lora_r) > 0
+        if not positive or not 0 <= args.vllm_gpu_memory_utilization < 1:
             raise ValueError(
-                "--gpus, --gpu_memory and --tokens are positive, --vllm_gpu_memory_utilization is from 0 to 1."
+                "--gpus, --gpu_memory, --tokens and --lora_r are positive, --vllm_gpu_memory_utilization is from 0 to 1."
             )
         from ..doctor.memory import Run, launch_configuration, parts_of_memory
         from .doctor import _shapes
 
-        run = Run(args.gpus, args.optim, args.tokens, int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB))
+        engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
+        run = Run(args.gpus, args.optim, args.tokens, engine_bytes, args.lora_r if args.use_peft else 0)
         found = parts_of_memory(_shapes(args), plan_of(vars(args)), run, args.exclude_modules)
     fitting = None
     for launch, parts in found.items():
@@ -60,7 +64,7 @@ def main(args: Namespace) -> int:
         )
     if fitting is None:
         print(
-            "Nothing fits: use more GPUs with fsdp2, --optim adamw_torch_8bit, fewer --tokens, or a vLLM server elsewhere."
+            "Nothing fits: use more GPUs with fsdp2, --optim adamw_torch_8bit, --use_peft, fewer --tokens, or a vLLM server elsewhere."
         )
         return 1
     print(f"Launch with {fitting}.")

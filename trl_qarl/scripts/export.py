@@ -48,6 +48,11 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="fewer bits than the scheme's, of the same masters, or of the codes alone where MODEL is an export; for schemes with signed "
         "scales; the checkpoint is INT4 all the same",
     )
+    parser.add_argument(
+        "--gguf",
+        metavar="FILE",
+        help="also write the policy for llama.cpp, as `model.gguf`: a copy of this GGUF file of the base model, with the trained weights",
+    )
     parser.add_argument("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
     parser.add_argument("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
     parser.add_argument("--hub_private_repo", action="store_true", help="make that repository a private one")
@@ -72,6 +77,7 @@ def main(args: Namespace) -> int:
     from ..checkpoint import uploads as hub
     from ..checkpoint.cards import TrainingFacts, described_settings
     from ..checkpoint.export import export_checkpoint
+    from ..checkpoint.gguf import GGUF_FILE, read_base
     from ..checkpoint.load import is_low_bit_checkpoint
     from ..checkpoint.serving import folder_size, serve_command, serve_words
 
@@ -79,6 +85,7 @@ def main(args: Namespace) -> int:
     with configuration_errors():
         if args.version is not None:
             raise ValueError("--version is for --from_patches. Remove it.")
+        gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
         is_low_bit = is_low_bit_checkpoint(args.model_name_or_path, args.model_revision)
         model, report, settings = (_coarser_policy if is_low_bit else _policy_of_masters)(args, hub_kwargs)
@@ -93,8 +100,10 @@ def main(args: Namespace) -> int:
         title = repo_id and repo_id.rpartition("/")[2]
         card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
         dtype = getattr(torch, settings["scale_dtype"])
-        folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card)
+        folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card, gguf=gguf)
     print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). {serve_words(serve_command(folder))}")
+    if gguf is not None:
+        print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
         upload = hub.policy_upload(repo_id, folder)
         try:

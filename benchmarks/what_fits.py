@@ -1,0 +1,89 @@
+"""
+The table of `docs/sharding.md` of what fits: `python benchmarks/what_fits.py`, and with `--fill docs/sharding.md` into that page.
+
+It is what `trl-qarl estimate` calculates with `--scheme w4a16 --tokens 4096 --vllm_gpu_memory_utilization 0`, with and without `--use_peft`.
+The shapes are those of the configurations at https://huggingface.co/Qwen, of the models named here.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trl_qarl.doctor.memory import Run, parts_of_memory
+from trl_qarl.quantization.plan import get_plan
+
+
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+MODELS = {
+    "Qwen3-1.7B": QWEN3
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": QWEN3
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "Qwen3-32B": QWEN3
+    | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+    "Qwen3-30B-A3B": QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+}
+GPUS, MEMORY = (1, 2, 4, 8), (24, 48, 80, 141)
+
+
+def sizes(name: str, num_gpus: int, lora_rank: int) -> dict[str, int]:
+    """GB of each GPU, rounded up, by launch."""
+    config = dict(MODELS[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    parts = parts_of_memory(model, get_plan("w4a16"), Run(num_gpus, lora_rank=lora_rank))
+    return {launch: -int(-sum(of.values()) // 10**9) for launch, of in parts.items()}
+
+
+def row(name: str, num_gpus: int) -> str:
+    """What a model takes on each of so many GPUs, and the first launch that fits on each size of GPU."""
+    cells = [name if num_gpus == GPUS[0] else "", str(num_gpus)]
+    for lora_rank in (0, 16):
+        found = sizes(name, num_gpus, lora_rank)
+        cells.append(", ".join(map(str, found.values())))
+        for memory in MEMORY:
+            cells.append(next((launch.upper() for launch, size in found.items() if size <= memory), "-"))
+    return "| " + " | ".join(cells) + " |"
+
+
+def table() -> str:
+    """The whole table."""
+    head = ["model", "GPUs", "GB", *(f"{memory}" for memory in MEMORY)]
+    head += ["GB, LoRA", *(f"{memory}" for memory in MEMORY)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(row(name, num_gpus) for name in MODELS for num_gpus in GPUS)]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fill", type=Path, metavar="PAGE", help="write it between the page's marks")
+    page = parser.parse_args().fill
+    if page is None:
+        print(table(), end="")
+        return
+    pattern = r"(<!-- what fits -->\n).*?(<!-- end -->)"
+    page.write_text(re.sub(pattern, lambda match: match[1] + table() + match[2], page.read_text(), flags=re.S))
+
+
+if __name__ == "__main__":
+    main()

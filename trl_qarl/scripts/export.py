@@ -47,6 +47,11 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         metavar="N",
         help="fewer bits than the scheme's, of the same masters, for schemes with signed scales; the checkpoint is INT4 all the same",
     )
+    parser.add_argument(
+        "--gguf",
+        metavar="FILE",
+        help="also write the policy for llama.cpp, as `model.gguf`: a copy of this GGUF file of the base model, with the trained weights",
+    )
     parser.add_argument("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
     parser.add_argument("--hub_model_id", metavar="USER/NAME", help="repository to push to; made if it is missing")
     parser.add_argument("--hub_private_repo", action="store_true", help="make that repository a private one")
@@ -77,6 +82,7 @@ def main(args: Namespace) -> int:
     from ..checkpoint import uploads as hub
     from ..checkpoint.cards import TrainingFacts, described_settings
     from ..checkpoint.export import export_checkpoint
+    from ..checkpoint.gguf import GGUF_FILE, read_base
     from ..checkpoint.record import SCHEME_FILE, check_record
     from ..checkpoint.serving import folder_size, serve_command, serve_words
     from ..quantization.global_scales import share_global_scales
@@ -86,6 +92,7 @@ def main(args: Namespace) -> int:
     with configuration_errors():
         if args.version is not None:
             raise ValueError("--version is for --from_patches. Remove it.")
+        gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
         record_path = cached_file(
             args.model_name_or_path,
@@ -142,8 +149,10 @@ def main(args: Namespace) -> int:
         )
         title = repo_id and repo_id.rpartition("/")[2]
         card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
-        folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card)
+        folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card, gguf=gguf)
     print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). {serve_words(serve_command(folder))}")
+    if gguf is not None:
+        print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
         upload = hub.policy_upload(repo_id, folder)
         try:

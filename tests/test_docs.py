@@ -236,6 +236,7 @@ CHECKS_OF_PROGRAMS = {
     "accelerate": check_first_word("launch"),
     "docker": check_first_word("build", "run"),
     "git": check_first_word("clone"),
+    "llama-server": check_first_word("-m"),
     "cd": anything,
     "scp": anything,
 }

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from ..quantization.selection import stacked_experts
 from ..quantization.sharded import is_sharded, whole
 from ..quantization.swap import quantized_layers
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
+from .gguf import GGUF_FILE, export_gguf
 from .layout import (
     has_stacked_experts,
     iter_checkpoint_tensors,
@@ -37,6 +38,9 @@ from .layout import (
 )
 from .serving import ADAPTER_FOLDER
 
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 __all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is_export", "written_as_a_whole"]
 
@@ -52,6 +56,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
     card: dict[str, Any] | None = None,
+    gguf: "GGUFReader | None" = None,
 ) -> Path:
     """
     Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
@@ -73,6 +78,9 @@ def export_checkpoint(
             Largest size of one shard.
         card (`dict`, *optional*):
             What README.md says beside: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
+        gguf (`gguf.GGUFReader`, *optional*):
+            File of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a copy of it, as
+            `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
 
     Where FSDP2 has sharded the masters, every process has to call. They are gathered layer by layer, and the first process writes.
 
@@ -130,6 +138,8 @@ def export_checkpoint(
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
     with written_as_a_whole(output_dir) as folder:
+        if gguf is not None:
+            export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
@@ -173,8 +183,8 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        # The number of shards may have changed, and there may be no rewards.
-        for path in (*folder.glob("*.safetensors*"), folder / PLOT_FILE):
+        # The number of shards may have changed, and there may be no rewards and no GGUF file.
+        for path in (*folder.glob("*.safetensors*"), folder / PLOT_FILE, folder / GGUF_FILE):
             path.unlink(missing_ok=True)
         for path in partial.iterdir():
             if path.is_dir():

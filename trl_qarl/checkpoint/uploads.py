@@ -62,7 +62,7 @@ _CHECKPOINT_STATE = (
 # `training_args.bin` holds the token where one was given as an option; completions and logs stay with whoever trained.
 _PRIVATE = ("training_args.bin", "*.jsonl", "run.json", "*.log", "completions/*", ".*", "_*")
 # A model that was in the repository before may have had more shards, or an adapter, which `from_pretrained` would load.
-_STALE = ("model*.safetensors", "model.safetensors.index.json", "adapter_*")
+_STALE = ("model*.safetensors", "model.safetensors.index.json", "adapter_*", "model.gguf")
 
 
 class PushFailed(OSError):

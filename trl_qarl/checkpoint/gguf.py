@@ -1,0 +1,356 @@
+"""
+The low-bit policy in a copy of a GGUF file of its base model, for llama.cpp and what is built on it.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Low-bit codes are not quantized again, as blocks of GGUF hold
+them as they are, each of 32 weights along the input:
+
+| container | GGUF type | a block |
+|---|---|---|
+| `int4-packed` | `Q4_0` | the scale in fp16, then codes + 8 |
+| `int8-packed` | `Q8_0` | the scale in fp16, then codes |
+| `mxfp4` | `MXFP4` | the scale's byte, then codes |
+
+Half bytes hold the codes `j` and `j + 16` of a block. A scale of more than 32 weights is repeated. What is not quantized is written in
+the policy's dtype, vectors in float32, as llama.cpp asks for. Metadata and tokenizer are those of the file.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from ..quantization.names import base_model, is_adapted
+from ..quantization.schemes import INT4_PACKED, INT8_PACKED, MXFP4, SCHEMES
+from ..quantization.sharded import is_sharded
+from ..quantization.swap import quantized_layers
+from ..quantization.tensors import LowBitTensor
+from ..quantization.walk import iter_layers
+
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+__all__ = ["GGUF_FILE", "export_gguf", "mxfp4_blocks", "q4_0_blocks", "q8_0_blocks", "read_base"]
+
+GGUF_FILE = "model.gguf"
+"""Name of the file in the folder of an export."""
+
+_BLOCK = 32
+
+# Of others the conversion changes tensors in ways that are not repeated here.
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_TYPES = {INT4_PACKED: "Q4_0", INT8_PACKED: "Q8_0", MXFP4: "MXFP4"}
+_DENSE_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_WRITTEN = ("general.architecture", "general.file_type", "general.quantization_version")
+# What llama.cpp takes where a file does not say.
+_DEFAULTS = {"rope.freq_base": 10000.0}
+_ROPE = "rope_"
+# Numbers of llama.cpp's `llama_ftype`, for what the file is called when it is listed.
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
+
+
+def q4_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Blocks `(N, K / 32 * 18)`, uint8, of INT4 codes in words, int32 `(N, K / 8)`, with scales `(N, groups)` that fp16 holds."""
+    return _blocks(_fp16_bytes(scale), _interleaved(qdata))
+
+
+def q8_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Blocks `(N, K / 32 * 34)`, uint8, of INT8 codes `(N, K)` with scales `(N, groups)` that fp16 holds."""
+    return _blocks(_fp16_bytes(scale), qdata.view(torch.uint8).unflatten(1, (-1, _BLOCK)))
+
+
+def mxfp4_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Blocks `(N, K / 32 * 17)`, uint8, of E2M1 codes, uint8 `(N, K / 2)`, with exponents as scales, uint8 `(N, K / 32)`."""
+    return _blocks(scale.unsqueeze(-1), _interleaved(qdata))
+
+
+_BLOCKS_OF = {"Q4_0": q4_0_blocks, "Q8_0": q8_0_blocks, "MXFP4": mxfp4_blocks}
+
+
+def _blocks(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Bytes of scales `(N, groups, 1 or 2)` before those of codes `(N, K / 32, bytes)`."""
+    scales = scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
+    return torch.cat([scales, codes], dim=-1).flatten(1)
+
+
+def _interleaved(qdata: torch.Tensor) -> torch.Tensor:
+    """Half bytes in the order of weights as `(N, K / 32, 16)`: the first half of a block in the lower ones."""
+    pairs = qdata.view(torch.uint8)
+    nibbles = torch.stack([pairs & 0x0F, pairs >> 4], dim=-1).view(len(pairs), -1, 2, _BLOCK // 2)
+    return nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
+
+
+def _fp16_bytes(scale: torch.Tensor) -> torch.Tensor:
+    return scale.to(torch.float16).unsqueeze(-1).view(torch.uint8)
+
+
+def read_base(path: str | Path) -> "GGUFReader":
+    """
+    Open the GGUF file of a base model.
+
+    Raises:
+        ValueError: without the package `gguf`, and for a file that is none, or of an architecture whose tensors are not known here.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f'A GGUF export needs the package gguf: `pip install "trl-qarl[gguf]"` ({error}).') from error
+    if not Path(path).is_file():
+        raise ValueError(f"There is no file {str(path)!r}. Name a GGUF file of the model that was trained.")
+    try:
+        reader = gguf.GGUFReader(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{str(path)!r} is no GGUF file that can be read ({error}). Name one of the model that was trained."
+        ) from error
+    architecture = _metadata(reader, "general.architecture")
+    if architecture not in _ARCHITECTURES.values():
+        raise ValueError(
+            f"{str(path)!r} has architecture {architecture!r}. Those whose tensors are known are "
+            f"{sorted(set(_ARCHITECTURES.values()))}, of the model types {sorted(_ARCHITECTURES)}."
+        )
+    return reader
+
+
+@torch.no_grad()
+def export_gguf(
+    model: nn.Module,
+    base: "GGUFReader",
+    path: str | Path,
+    dtype: torch.dtype,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+) -> Path:
+    """
+    Write the low-bit policy as a GGUF file.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model prepared by [`prepare_model`] or converted by [`convert_model`], in one process.
+        base (`gguf.GGUFReader`):
+            File of the same base model, from [`read_base`]: metadata, tokenizer and factors of rotary embeddings are taken from
+            it. Its weights are not read.
+        path (`str` or `Path`):
+            File to write. It is complete once it has this name.
+        dtype (`torch.dtype`):
+            Dtype of matrices that are not quantized.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+            Compared with the tokenizer of the file.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: if `base` is of another model, if a scheme has no type of GGUF, or if fp16 does not hold a scale; nothing is written.
+    """
+    is_merged = any(layer.holds_adapter for layer in quantized_layers(model).values())
+    if is_adapted(model) and not is_merged:
+        raise ValueError(
+            "A GGUF file has no place for an adapter beside the low-bit base. Train with lora_mode='merged', or export with "
+            "`--merge_adapter`, which says what is lost."
+        )
+    model = base_model(model)
+    if is_sharded(model):
+        raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
+    policy = _policy_tensors(model)
+    _check_base(base, model, policy, processing_class)
+    _check_policy(policy)
+    _write(base, policy, Path(path), dtype)
+    return Path(path)
+
+
+def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
+    """Write the tensors of `base` in their order, in the place of those that `policy` has the policy's."""
+    import gguf
+
+    partial = path.with_name(f"{path.name}.partial")
+    writer = gguf.GGUFWriter(partial, _metadata(base, "general.architecture"))
+    _copy_metadata(base, writer, policy, dtype)
+    for old in base.tensors:
+        is_replaced = old.name in policy
+        kind = gguf.GGMLQuantizationType[_kind(policy[old.name], dtype)] if is_replaced else old.tensor_type
+        size = gguf.quant_shape_to_byte_shape(_shape(old), kind)
+        writer.add_tensor_info(old.name, size, np.dtype(np.uint8), math.prod(size), kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for old in base.tensors:
+            data = _bytes(policy[old.name], dtype).cpu().numpy() if old.name in policy else old.data
+            writer.write_tensor_data(data)
+        writer.close()
+        os.replace(partial, path)
+    finally:
+        writer.close()
+        partial.unlink(missing_ok=True)
+
+
+def _policy_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights of the policy by their names in GGUF, low-bit ones as they are, in the order of their rows there."""
+    import gguf
+
+    config = model.config
+    architecture = _ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        raise ValueError(
+            f"Model type {config.model_type!r} is not among those whose tensors in GGUF are known: {sorted(_ARCHITECTURES)}."
+        )
+    known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors = {}
+    for layer in iter_layers(model):
+        low_bit = layer.quantized
+        for name, tensor in layer.tensors.items():
+            if name in low_bit:
+                tensor = low_bit[name].low_bit_weight()
+            renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if renamed is None:
+                raise ValueError(f"{name!r} has no name in GGUF's architecture {architecture!r}.")
+            num_heads = heads.get(renamed.split(".")[-2]) if architecture == "llama" else None
+            tensors[renamed] = tensor.detach() if num_heads is None else _rotated_by_pairs(tensor, num_heads)
+    return tensors
+
+
+def _rotated_by_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """
+    Return a tensor of q or k with its rows as llama.cpp has them for Llama: it rotates neighbours, transformers each row of the
+    first half of a head with one of the second.
+    """
+    rows = torch.arange(len(tensor), device=tensor.device).view(num_heads, 2, -1).transpose(1, 2).flatten()
+    if not isinstance(tensor, LowBitTensor):
+        return tensor.detach()[rows]
+    return LowBitTensor(tensor.qdata[rows], tensor.scale[rows], tensor.scheme, tensor.orig_dtype)
+
+
+def _kind(tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    """GGUF's type of a tensor of the policy."""
+    if isinstance(tensor, LowBitTensor):
+        return _TYPES[tensor.scheme.container]
+    return "F32" if tensor.ndim == 1 else _DENSE_TYPES[dtype]
+
+
+def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a tensor of the policy as GGUF has them, rows by rows."""
+    if isinstance(tensor, LowBitTensor):
+        return _BLOCKS_OF[_kind(tensor, dtype)](tensor.qdata, tensor.scale)
+    # Rounded as in the engine, also where it is written in float32.
+    rounded = tensor.to(dtype)
+    return (rounded.float() if tensor.ndim == 1 else rounded).contiguous().view(torch.uint8)
+
+
+def _copy_metadata(base: "GGUFReader", writer: Any, policy: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    import gguf
+
+    writer.data_alignment = base.alignment
+    for field in base.fields.values():
+        # The reader's own, what the writer has written, what was said of other weights; the writer refuses arrays of nothing.
+        is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
+        if not is_about_weights and (value := field.contents()) != []:
+            kinds = field.types
+            writer.add_key_value(field.name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    matrices = Counter(
+        _kind(tensor, dtype) for name, tensor in policy.items() if ".blk." in f".{name}" and tensor.ndim == 2
+    )
+    writer.add_file_type(_FILE_TYPES[matrices.most_common(1)[0][0]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor], processing_class: Any) -> None:
+    """Raises `ValueError` if the file is not of the model that was trained, with all that tells them apart."""
+    problems = [*_different_settings(base, model.config), *_different_tensors(base, model.config, policy)]
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if tokenizer is not None:
+        theirs, added = _metadata(base, "tokenizer.ggml.tokens"), tokenizer.get_added_vocab()
+        ours = {token: index for token, index in tokenizer.get_vocab().items() if token not in added}
+        differing = [token for token, index in ours.items() if index >= len(theirs) or theirs[index] != token]
+        if differing:
+            problems.append(f"{len(differing)} of {len(ours)} tokens differ, such as {differing[0]!r}")
+    if problems:
+        raise ValueError(
+            f"The GGUF file is of another model than {model.name_or_path or type(model).__name__!r}: {'; '.join(problems)}. Name a file "
+            "of the base model, whole and in one part."
+        )
+
+
+def _different_settings(base: "GGUFReader", config: Any) -> Iterator[str]:
+    architecture, expected = _metadata(base, "general.architecture"), _ARCHITECTURES[config.model_type]
+    if architecture != expected:
+        yield f"its architecture is {architecture!r}, the model's {expected!r}"
+        return
+    rope = config.rope_parameters
+    settings = {
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": rope["rope_theta"],
+    }
+    for key, ours in settings.items():
+        theirs = _metadata(base, f"{architecture}.{key}", _DEFAULTS.get(key))
+        # The file has numbers in float32.
+        if theirs is not None and np.float32(theirs) != np.float32(ours):
+            yield f"{architecture}.{key} is {theirs:g}, the model's {ours:g}"
+    is_scaled = _metadata(base, f"{architecture}.rope.scaling.type", "none") != "none" or any(
+        tensor.name.startswith(_ROPE) for tensor in base.tensors
+    )
+    if is_scaled != (rope.get("rope_type", "default") != "default"):
+        yield f"its rotary embeddings are {'' if is_scaled else 'not '}scaled, the model's are {rope.get('rope_type')!r}"
+
+
+def _different_tensors(base: "GGUFReader", config: Any, policy: dict[str, torch.Tensor]) -> Iterator[str]:
+    shapes = {tensor.name: _shape(tensor) for tensor in base.tensors}
+    # Without a head of its own llama.cpp takes the embedding.
+    missing = policy.keys() - shapes.keys() - ({"output.weight"} if config.tie_word_embeddings else set())
+    unknown = {name for name in shapes.keys() - policy.keys() if not name.startswith(_ROPE)}
+    for names, words in ((missing, "it lacks"), (unknown, "the model lacks")):
+        if names:
+            yield f"{words} {len(names)} tensors, such as {min(names)!r}"
+    for name, tensor in policy.items():
+        if shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
+            yield f"{name} is {shapes[name]}, the model's {tuple(tensor.shape)}"
+            return
+
+
+def _check_policy(policy: dict[str, torch.Tensor]) -> None:
+    """Raises `ValueError` for low-bit weights that no type of GGUF holds."""
+    weights = {name: tensor for name, tensor in policy.items() if isinstance(tensor, LowBitTensor)}
+    for name, weight in weights.items():
+        scheme = weight.scheme
+        if scheme.container not in _TYPES or scheme.activation is not None:
+            fitting = [s.name for s in SCHEMES.values() if s.container in _TYPES and s.activation is None]
+            raise ValueError(f"{name}: scheme {scheme.name!r} has no type of GGUF. Those that have are {fitting}.")
+        if weight.shape[1] % _BLOCK:
+            raise ValueError(
+                f"{name} has {weight.shape[1]} input features, and blocks of GGUF have {_BLOCK}. Leave the layer out with `exclude_modules`."
+            )
+    lost = {}
+    for name, weight in weights.items():
+        scale = weight.scale
+        if scale.is_floating_point() and (count := (scale.half().double() != scale.double()).sum().item()):
+            lost[name] = f"{name}: {count:,} of {scale.numel():,}"
+    if lost:
+        dtype = weights[next(iter(lost))].scale.dtype
+        raise ValueError(
+            f"GGUF has scales in fp16, which does not hold all of {len(lost)} tensors in {str(dtype).removeprefix('torch.')} "
+            f"({', '.join([*lost.values()][:3])}{', ...' if len(lost) > 3 else ''}). Train and export in bfloat16, of which fp16 "
+            "holds every scale from 7.6e-06 to 65504."
+        )
+
+
+def _metadata(base: "GGUFReader", key: str, default: Any = None) -> Any:
+    field = base.get_field(key)
+    return default if field is None else field.contents()
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Shape of a tensor of a file, which has its sizes in reverse."""
+    return tuple(int(size) for size in reversed(tensor.shape))

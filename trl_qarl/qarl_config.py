@@ -183,7 +183,7 @@ class QaRLConfig(GRPOConfig):
             each keep a copy of the low-bit policy in host memory. By default over HTTP alone, where it is faster; never with NCCL.
         publish_dir (`str`, *optional*):
             Folder to which the low-bit policy of each rollout is also written, as files that object storage can carry: the first
-            whole, then what changed. `trl-qarl export --from_patches` makes an export of any of them.
+            whole, then what changed. `trl-qarl export --from_patches` makes an export of any of them. Not with FSDP, nor for an adapter beside its base.
         hub_export (`str`, *optional*, defaults to `"low-bit"`):
             What is pushed to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the repository's
             name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy and, in a second

@@ -91,15 +91,20 @@ def test_random_shapes_are_those_of_the_models(tmp_path, monkeypatch):
     from transformers import AutoConfig, AutoTokenizer
 
     from trl_qarl.bench.engines import make_prompts
-    from trl_qarl.bench.shapes import SHAPES, has_weights, make_config, write_random_model
+    from trl_qarl.bench.shapes import SHAPES, SIZES, has_weights, make_config, write_random_model
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     linear = {"smollm2-135m": 106, "qwen3-1.7b": 1409, "qwen3-8b": 6946}
-    for name, millions in linear.items():
+    for name in (*linear, *(f"{size}b" for size in SIZES)):
         config = make_config(name)
         heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
         weights = config.hidden_size * (heads + 3 * config.intermediate_size) * config.num_hidden_layers
-        assert round(weights / 1e6) == millions
+        if name in linear:
+            assert round(weights / 1e6) == linear[name]
+        else:
+            # With the embeddings, which are the output head too.
+            size = (weights + config.vocab_size * config.hidden_size) / 1e9
+            assert config.tie_word_embeddings and abs(size / float(name.removesuffix("b")) - 1) < 0.02
     folder = write_random_model("tiny", num_layers=1)
     assert AutoConfig.from_pretrained(folder).num_hidden_layers == 1 and not has_weights(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -160,7 +160,13 @@ def test_two_trainers_do_not_share_a_folder(written, tmp_path):
     with pytest.raises(ValueError, match=r"belongs to process \d+ on .*, which is still training"):
         Relay(written, tmp_path / "run", 3)
     relay.close()
-    Relay(written, tmp_path / "run", 3).close()
+    # What a trainer leaves that is killed while it writes.
+    (written / ".partial").mkdir()
+    (written / ".partial" / "patch-4.safetensors").write_bytes(b"half")
+    relay = Relay(written, tmp_path / "run", 3)
+    write(relay, 3, 4)
+    relay.close()
+    assert rebuilt(written, tmp_path / "out") == 4
 
 
 def test_a_full_disk_leaves_the_last_version_and_the_next_has_all_that_changed(written, tmp_path, monkeypatch, caplog):

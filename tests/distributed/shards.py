@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 
+import killed
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from peft import LoraConfig
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from train_ddp import fork_ranks
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -89,11 +90,13 @@ def make_heads(scheme):
 def codes_are_those_of_one_process(folder):
     rank, world = dist.get_rank(), dist.get_world_size()
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    cases = [(scheme, True, MixedPrecisionPolicy()) for scheme in SCHEMES.values() if scheme.is_quantized]
-    cases += [(SCHEMES["w4a8"], False, MixedPrecisionPolicy()), (SCHEMES["w4a16"], True, mixed)]
-    for scheme, reshard, policy in cases:
+    cases = [(scheme, {}) for scheme in SCHEMES.values() if scheme.is_quantized]
+    cases += [(SCHEMES["w4a8"], {"reshard_after_forward": False}), (SCHEMES["w4a16"], {"mp_policy": mixed})]
+    cases += [(SCHEMES["w4a16"], {"offload_policy": CPUOffloadPolicy(pin_memory=False)})]
+    for scheme, options in cases:
         model, reference = make_heads(scheme), make_heads(scheme)
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)), **({"reshard_after_forward": True} | options))
+        policy = options.get("mp_policy", MixedPrecisionPolicy())
         assert shard_low_bit(model) == len(Heads.rows)
         assert isinstance(model, FSDPModule) and all(isinstance(p, DTensor) for p in model.parameters())
         seen = {}
@@ -493,6 +496,7 @@ def a_run_goes_on_from_its_checkpoint(folder):
             masters = [whole(p.detach()) for p in trainer.model.parameters()]
         if dist.get_rank() == 0:
             torch.save(seen.at[2], f"{folder}/{kind}.pt")
+            torch.save(masters, f"{folder}/{kind}-end.pt")
         checkpoint = f"{folder}/{kind}/checkpoint-2"
         dist.barrier()
         assert json.loads(Path(checkpoint, "qarl.json").read_text())["scheme"] == "w4a16"
@@ -508,11 +512,24 @@ def one_process_goes_on_from_a_checkpoint_of_two(folder):
     for kind, optim in (("FULL_STATE_DICT", "adamw_torch_fused"), ("SHARDED_STATE_DICT", "muon")):
         seen, before = Masters(), torch.load(f"{folder}/{kind}.pt")
         options = {"launch": {"state_dict_type": kind}, "bf16": True, "optim": optim, "max_steps": 3}
+        options |= {"save_strategy": "steps", "save_steps": 3}
         for trainer in train(
             folder, f"{kind}-alone", resume=f"{folder}/{kind}/checkpoint-2", callbacks=[seen], **options
         ):
             assert all(map(torch.equal, seen.at[2], before)) and len(before) == len(seen.at[2])
             assert trainer.state.global_step == 3 and not all(map(torch.equal, seen.at[3], before))
+            torch.save(seen.at[3], f"{folder}/{kind}-alone.pt")
+
+
+def two_processes_go_on_from_a_checkpoint_of_one(folder):
+    kind, seen = "SHARDED_STATE_DICT", Masters()
+    options = {"launch": {"state_dict_type": kind}, "bf16": True, "optim": "muon"}
+    resume = f"{folder}/{kind}-alone/checkpoint-3"
+    for trainer in train(folder, f"{kind}-two", resume=resume, callbacks=[seen], **options):
+        before = torch.load(f"{folder}/{kind}-alone.pt")
+        assert all(map(torch.equal, seen.at[3], before)) and len(before) == len(seen.at[3])
+        # With a learning rate of 0, as the schedule of the one ended there.
+        assert trainer.state.global_step == 4
 
 
 def processes_that_disagree_are_told_so(folder):
@@ -541,31 +558,44 @@ CLAIMS = [
     a_run_goes_on_from_its_checkpoint,
     processes_that_disagree_are_told_so,
 ]
-CLAIMS_OF_ONE = [one_process_goes_on_from_a_checkpoint_of_two]
+LAUNCHES = [
+    (2, CLAIMS),
+    (1, [one_process_goes_on_from_a_checkpoint_of_two]),
+    (2, [two_processes_go_on_from_a_checkpoint_of_one]),
+]
 
 
-def run(folder, claims):
-    """Check the claims of these names, or all, and write what this rank says of each."""
+def a_killed_process_leaves_a_checkpoint(folder):
+    options = {"launch": {"state_dict_type": "SHARDED_STATE_DICT"}, "bf16": True, "optim": "muon"}
+    killed.the_last_checkpoint_survives_a_killed_process(
+        folder, train, options | {"save_strategy": "steps", "save_steps": 1}
+    )
+
+
+def run(path, claims):
+    """Check claims as one of the processes of a launch, and write what this rank says of each."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    check(claims, path.parent, dist.get_rank(), path.with_name(f"{path.name}rank{dist.get_rank()}.json"))
+
+
+def check(claims, folder, rank, path):
     found = {}
-    for claim in CLAIMS if dist.get_world_size() > 1 else CLAIMS_OF_ONE:
-        if claims and claim.__name__ not in claims:
-            continue
+    for claim in claims:
         start = time.process_time()
         try:
             claim(folder)
             found[claim.__name__] = "holds"
         except Exception:
             found[claim.__name__] = traceback.format_exc()
-        print(
-            claim.__name__, dist.get_rank(), f"{time.process_time() - start:.1f} s", found[claim.__name__], flush=True
-        )
-    Path(folder, f"rank{dist.get_rank()}of{dist.get_world_size()}.json").write_text(json.dumps(found))
+        print(claim.__name__, rank, f"{time.process_time() - start:.1f} s", found[claim.__name__], flush=True)
+    path.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        run(sys.argv[1], sys.argv[2:])
-    else:
-        for count in (2, 1):
-            fork_ranks(count, run, sys.argv[1], sys.argv[2:])
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    for index, (count, claims) in enumerate(LAUNCHES):
+        asked = [claim for claim in claims if not names or claim.__name__ in names]
+        if asked:
+            fork_ranks(count, run, folder / f"launch{index}", asked)
+    if not names or a_killed_process_leaves_a_checkpoint.__name__ in names:
+        check([a_killed_process_leaves_a_checkpoint], folder, 0, folder / "killed.json")

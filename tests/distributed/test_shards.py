@@ -21,13 +21,15 @@ CLAIMS = [
     "a_reference_is_low_bit_and_sharded_too",
     "a_run_goes_on_from_its_checkpoint",
     "one_process_goes_on_from_a_checkpoint_of_two",
+    "two_processes_go_on_from_a_checkpoint_of_one",
     "processes_that_disagree_are_told_so",
+    "a_killed_process_leaves_a_checkpoint",
 ]
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What each of two processes says of the claims in shards.py, and then one alone, in one launch."""
+    """What each process of the launches says of the claims in shards.py, in one start of Python."""
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("shards")
     for arch in ("qwen2", "gemma"):
@@ -38,8 +40,9 @@ def said(tmp_path_factory):
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    alone = json.loads((folder / "rank0of1.json").read_text())
-    return [json.loads((folder / f"rank{rank}of2.json").read_text()) | alone for rank in range(2)]
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    assert len(found) == 2 + 1 + 2 + 1
+    return {claim: [said[claim] for said in found if claim in said] for claim in set().union(*found)}
 
 
 @pytest.mark.distributed
@@ -48,6 +51,6 @@ def said(tmp_path_factory):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_with_sharded_masters(said, claim):
-    assert len(said[0]) == len(CLAIMS), "a claim is checked that is not listed here"
-    for rank in said:
-        assert rank[claim] == "holds", rank[claim]
+    assert said.keys() == set(CLAIMS), "a claim is checked that is not listed here, or none that is"
+    for rank in said[claim]:
+        assert rank == "holds", rank

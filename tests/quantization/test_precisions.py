@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trainings import SIGNED
+from trl_qarl.quantization.formats.registry import format_of
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.precisions import (
     at_bits,
@@ -36,6 +37,33 @@ def test_the_steps_of_fewer_bits_are_powers_of_two_of_those_of_more(dtype):
         # Each value of fewer bits is one that 4 bits have.
         assert set(codes.unique().tolist()) == set(range(-8, 8, 2 ** (4 - bits)))
         assert SCHEMES[coarse.scheme.name].grid == coarse.scheme.grid
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_codes_alone_give_the_nearest_code_of_fewer_bits(bits):
+    codes = torch.arange(-8, 8).float().repeat(2, 8)
+    scale = torch.tensor([[0.25, -0.5], [3.0, 1e-3]])
+    four = LowBitTensor(format_of(get_scheme(FOUR).container).pack(codes), scale, get_scheme(FOUR, 64), torch.float32)
+    coarse = four.coarser(at_bits(four.scheme, bits))
+    step = 2 ** (4 - bits)
+    values = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.float64) * step
+    distances = (codes.double().unsqueeze(-1) - values).abs()
+    nearest = coarse.dequantize(torch.float64) / scale.double().repeat_interleave(64, dim=1)
+    assert torch.allclose((codes.double() - nearest).abs(), distances.amin(-1), rtol=0, atol=1e-12)
+    tied = (distances.sort(-1).values.diff(dim=-1)[..., 0] == 0) if bits < 4 else torch.zeros_like(codes).bool()
+    assert (nearest[tied] / step % 2 == 0).all() and torch.equal(coarse.scale, scale * step)
+    assert coarse.scheme == at_bits(four.scheme, bits) and (bits < 4 or torch.equal(coarse, four))
+
+
+def test_codes_that_hold_no_others_and_scales_that_cannot_grow_are_refused():
+    four = LowBitTensor.from_hp(torch.randn(8, 128), get_scheme(FOUR), torch.float16)
+    with pytest.raises(ValueError, match=f"codes of '{SIGNED[2]}' hold none of '{FOUR}'"):
+        four.coarser(at_bits(four.scheme, 2)).coarser(four.scheme)
+    with pytest.raises(ValueError, match="does not nest"):
+        four.coarser(get_scheme(UNSIGNED))
+    four.scale.fill_(5e4)
+    with pytest.raises(ValueError, match=r"4 times the largest scale, 49984, is more than torch.float16 holds"):
+        four.coarser(at_bits(four.scheme, 2))
 
 
 def test_a_scheme_without_more_bits_or_a_nesting_grid_stays():

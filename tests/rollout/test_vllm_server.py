@@ -1,4 +1,7 @@
-"""Training through a real vLLM server: its gate, its session, and what happens when either side goes away."""
+"""
+Training through a real vLLM server: its gate, its session, and what happens when either side goes away. It speaks TLS, with a
+certificate that is made here.
+"""
 
 import json
 import os
@@ -14,11 +17,13 @@ import pytest
 import requests
 import torch
 from safetensors.torch import save_file
+from test_http_transport import write_certificate
 
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer, push_export
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
+from trl_qarl.rollout.http_transport import HTTPTransport
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.rollout.transports import FileTransport
 from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
@@ -34,15 +39,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("serve
 class Server:
     """`trl-qarl vllm-serve` as a user would start it."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, patch):
         self.port, self.directory = free_port(), directory
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"https://127.0.0.1:{self.port}"
+        self.certificate, key = write_certificate(directory)
         self.transfer_dir = directory / "transfer"
         self.token_file = self.transfer_dir / "token"
         self.log = directory / "server.log"
         command = [sys.executable, "-m", "trl_qarl.cli", "vllm-serve", "--model", make_tiny_model(directory, "qwen2")]
         command += ["--scheme", "w4a16", "--dtype", "float32", "--port", str(self.port), "--max-model-len", "128"]
         command += ["--transfer_dir", str(self.transfer_dir)]
+        command += ["--ssl-certfile", str(self.certificate), "--ssl-keyfile", str(key)]
+        # For the requests of these tests; the trainer's client looks at what it is told alone.
+        patch.setenv("REQUESTS_CA_BUNDLE", str(self.certificate))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 900
@@ -57,9 +66,12 @@ class Server:
         except requests.RequestException:
             return False
 
+    def connect(self) -> QaRLClient:
+        return QaRLClient(self.url, ca_certs=self.certificate)
+
     def close(self) -> None:
         """Have it refuse to generate, as before its first publication: an update is begun and given up."""
-        client = QaRLClient(self.url)
+        client = self.connect()
         FileTransport(client).begin()
         client.close_session()
         self.wait_until_free()
@@ -93,7 +105,7 @@ class Server:
 def server(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        server = Server(tmp_path_factory.mktemp("server"))
+        server = Server(tmp_path_factory.mktemp("server"), patch)
         yield server
         server.stop()
 
@@ -101,7 +113,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def client(server):
     server.wait_until_free()
-    client = QaRLClient(server.url)
+    client = server.connect()
     yield client
     client.close_session()
     server.wait_until_free()
@@ -118,6 +130,7 @@ def make_trainer(server, tmp_path):
             "scheme": "w4a16",
             "vllm_mode": "server",
             "vllm_server_base_url": server.url,
+            "vllm_ssl_ca_certs": str(server.certificate),
             "vllm_server_timeout": 5,
         }
         trainer = make_vllm_trainer(tmp_path, "qwen2", **(defaults | arguments))
@@ -167,9 +180,9 @@ def files_of(server):
     return sorted(path for path in server.transfer_dir.iterdir() if path.name != server.state()["transfer_mark"])
 
 
-def train_and_check(server, make_trainer):
+def train_and_check(server, make_trainer, **arguments):
     """A training that leaves the server with its weights, which learner and engine agree on."""
-    trainer = make_trainer(mismatch_probe_steps=1)
+    trainer = make_trainer(mismatch_probe_steps=1, **arguments)
     trainer.train()
     assert max(map(abs, logged(trainer, "mismatch/probe_kl"))) < 1e-6
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
@@ -187,9 +200,19 @@ def test_training_publishes_and_agrees(server, make_trainer, monkeypatch):
     assert deep_audit(trainer.vllm_generation, [[5, 6, 7, 8], [20, 21]]) < 1e-5
 
 
+def test_a_training_that_sends_changes_over_tls_agrees(server, make_trainer):
+    trainer = train_and_check(server, make_trainer, vllm_transport="http", learning_rate=1e-5)
+    assert type(trainer.vllm_generation.publisher.transport) is HTTPTransport
+    everything, changes = logged(trainer, "publish/megabytes")
+    # What is not quantized is in float32 here, and all of it changes.
+    assert changes < everything / 2, (everything, changes)
+    with pytest.raises(ValueError, match="self.signed certificate.*vllm_ssl_ca_certs"):
+        make_trainer(vllm_ssl_ca_certs=None)
+
+
 def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, client):
     with pytest.raises(RuntimeError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
-        QaRLClient(server.url)
+        server.connect()
     for path in ("/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update", "/pause"):
         assert requests.post(f"{server.url}{path}", json={}).status_code == 409
 
@@ -290,14 +313,14 @@ def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tm
         import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
         from testing_utils import make_vllm_trainer
         trainer = make_vllm_trainer({str(tmp_path / "killed")!r}, "qwen2", scheme="w4a16", vllm_mode="server",
-            vllm_server_base_url={server.url!r}, max_steps=10_000)
+            vllm_server_base_url={server.url!r}, vllm_ssl_ca_certs={str(server.certificate)!r}, max_steps=10_000)
         trainer.train()
     """
     (tmp_path / "killed").mkdir()
     server.wait_until_free()
     before = server.state()["num_publications"]
     victim = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while server.state()["num_publications"] < before + 3:
         assert victim.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)

@@ -25,6 +25,8 @@ def test_bad_option_is_one_line(options, message, tiny_model, capsys):
     [
         ("adapter", ["--num_layers", "2"], "unrecognized arguments: --num_layers 2"),
         ("publish", ["--num_layers", "2"], "Give `--shapes` too"),
+        ("publish", ["--sizes", "0.1", "--shapes", "tiny"], "`--sizes` are models of their own"),
+        ("publish", ["--in_process", "--megabits", "20"], "`--in_process` sends nothing"),
         ("learner", ["--shapes", "tiny", "--model_name_or_path", "x"], "two models"),
         ("decode", ["--sequence_length", "8"], "unrecognized arguments: --sequence_length 8"),
         ("alignment", ["--repeats", "2"], "unrecognized arguments: --repeats 2"),

@@ -152,16 +152,22 @@ def _train(path: str, model, optimizer, dtype, updates: int) -> None:
     """Updates by policy gradients on four answers each, of which two were good."""
     import torch
 
+    from ..quantization.gemm import has_fast_bf16
     from .engines import autocast
 
+    if model.device.type == "cpu" and not has_fast_bf16():
+        dtype = torch.float32
     draw = torch.Generator().manual_seed(updates)
     prompts = make_prompts(path, 8)
     for update in range(updates):
         ids = torch.tensor([prompts[update % len(prompts)][-24:]] * 4, device=model.device)
         with torch.no_grad(), autocast(model, dtype):
+            following, cache = ids, None
             for _ in range(4):
-                logits = model(ids).logits[:, -1].float().cpu()
-                ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=draw).to(ids.device)], 1)
+                output = model(following, past_key_values=cache, use_cache=True)
+                cache, logits = output.past_key_values, output.logits[:, -1].float().cpu()
+                following = torch.multinomial(logits.softmax(-1), 1, generator=draw).to(ids.device)
+                ids = torch.cat([ids, following], 1)
         with autocast(model, dtype):
             logits = model(ids[:, :-1]).logits[:, -4:].float()
         log_probs = torch.log_softmax(logits, -1).gather(2, ids[:, -4:, None])[..., 0].mean(1)

@@ -67,6 +67,8 @@ class Relay:
         self._fingerprints: dict[str, str] = {}
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self._folder)
+        # Of a trainer that was killed while it wrote.
+        _remove(self._folder / _PARTIAL)
         try:
             self._versions = self._go_on(resumed_at)
         except BaseException:
@@ -79,9 +81,9 @@ class Relay:
 
     def _go_on(self, resumed_at: int | None) -> list[dict[str, Any]]:
         if not (self._folder / MANIFEST_FILE).exists():
-            others = sorted(path.name for path in self._folder.iterdir() if path.name not in (_LOCK_FILE, _PARTIAL))
+            names = sorted(path.name for path in self._folder.iterdir() if path.name != _LOCK_FILE)
             # A trainer that ended before its first version was complete.
-            others = [name for name in others if not name.startswith("base-")]
+            others = [name for name in names if not name.startswith("base-") and not name.endswith(_PARTIAL)]
             if others:
                 raise ValueError(
                     f"publish_dir={str(self._folder)!r} holds {others[:3]} and no {MANIFEST_FILE}. Choose an empty folder."

@@ -72,6 +72,7 @@ from .schemes import E2M1, NVFP4, Container, Grid, QuantScheme
 
 __all__ = [
     "choose_global_scale",
+    "coarser",
     "count_code_flips",
     "dequantize",
     "fp8_gemm_weight",
@@ -154,6 +155,38 @@ def _quantize_rows(
     if grid.type == "int":
         codes = codes.round_()
     return format_of(scheme.container).pack(codes), scale
+
+
+def coarser(
+    qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, to: QuantScheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return codes and scales of the weight in fewer bits, made of its codes `(N, K)` alone: half a code for each bit less, rounded (a tie
+    to the even code) and clamped, at twice the scale.
+
+    Where [`quantize_weight`] rounds the master once, this rounds it twice, so the same weight is a step off where the first rounding
+    has made a tie.
+
+    Raises:
+        ValueError: if the grid of `to` does not nest in that of `scheme`, or if `scale` cannot hold the larger scale.
+    """
+    ours, theirs = scheme.grid, to.grid
+    if (
+        not (ours and theirs and ours.has_signed_scales and theirs.has_signed_scales)
+        or scheme.container != to.container
+        or theirs.num_bits > ours.num_bits
+    ):
+        raise ValueError(f"The codes of {scheme.name!r} hold none of {to.name!r}, whose grid does not nest in theirs.")
+    step = 2 ** (ours.num_bits - theirs.num_bits)
+    larger = scale * step
+    if not larger.isfinite().all():
+        raise ValueError(
+            f"{step} times the largest scale, {scale.abs().max().item():g}, is more than {scale.dtype} holds. Export the masters with "
+            "scales in bfloat16."
+        )
+    form = format_of(scheme.container)
+    codes = (form.unpack(qdata, torch.float32) / step).round_().clamp_(*theirs.quant_range)
+    return form.pack(codes), larger
 
 
 def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from .formats.registry import format_of
 from .gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
-from .quantize import choose_global_scale, dequantize, fp8_gemm_weight, quantize_weight
+from .quantize import choose_global_scale, coarser, dequantize, fp8_gemm_weight, quantize_weight
 from .schemes import NVFP4, Container, Grid, QuantScheme, get_scheme
 
 
@@ -135,6 +135,10 @@ class LowBitTensor(TorchAOBaseTensor):
     def gemm_weight(self) -> "LowBitTensor":
         """Return what the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
+
+    def coarser(self, scheme: QuantScheme) -> "LowBitTensor":
+        """Return the weight in the fewer bits of `scheme`, made of these codes as [`~trl_qarl.quantization.quantize.coarser`] does."""
+        return LowBitTensor(*coarser(self.qdata, self.scale, self.scheme, scheme), scheme, self.orig_dtype)
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
         """`make(self)`, such as the operands of a kernel, computed at the first call, or at each where codes are gathered."""

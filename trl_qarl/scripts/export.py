@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.record import DTYPES, read_record
 from ..quantization.plan import EDGES, QuantPlan, get_plan, plan_of
-from ..quantization.precisions import plan_at_bits, problems_of_precisions
+from ..quantization.precisions import at_bits, plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
 from .errors import EXIT_PUSH_FAILED, configuration_errors
 from .plan_options import add_plan_options
@@ -45,7 +45,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--bits",
         type=int,
         metavar="N",
-        help="fewer bits than the scheme's, of the same masters, for schemes with signed scales; the checkpoint is INT4 all the same",
+        help="fewer bits than the scheme's, of the same masters, or of the codes alone where MODEL is an export; for schemes with signed "
+        "scales; the checkpoint is INT4 all the same",
     )
     parser.add_argument(
         "--gguf",
@@ -71,22 +72,14 @@ def main(args: Namespace) -> int:
     if args.from_patches is not None:
         return _export_version(args)
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoProcessor
-    from transformers.utils import cached_file
-    from trl.trainer.utils import create_model_from_path
 
-    from ..adapters.base import base_fingerprint, load_adapter, prepare_base
-    from ..adapters.merge_at_export import merge_adapter
-    from ..adapters.tensors import is_adapter_folder
     from ..checkpoint import uploads as hub
     from ..checkpoint.cards import TrainingFacts, described_settings
     from ..checkpoint.export import export_checkpoint
     from ..checkpoint.gguf import GGUF_FILE, read_base
-    from ..checkpoint.record import SCHEME_FILE, check_record
+    from ..checkpoint.load import is_low_bit_checkpoint
     from ..checkpoint.serving import folder_size, serve_command, serve_words
-    from ..quantization.global_scales import share_global_scales
-    from ..quantization.swap import prepare_model, quantized_layers
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
@@ -94,54 +87,11 @@ def main(args: Namespace) -> int:
             raise ValueError("--version is for --from_patches. Remove it.")
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
-        record_path = cached_file(
-            args.model_name_or_path,
-            SCHEME_FILE,
-            revision=args.model_revision,
-            _raise_exceptions_for_missing_entries=False,
-        )
-        record = read_record(record_path) if record_path else None
-        settings = merge_with_record(args, record, args.model_name_or_path)
-        has_adapter = is_adapter_folder(args.model_name_or_path)
-        if args.merge_adapter and not has_adapter:
-            raise ValueError(f"--merge_adapter was given, but {args.model_name_or_path} is no folder with an adapter.")
-        is_merged = has_adapter and (record or {}).get("lora_mode") == "merged"
-        if args.merge_adapter and is_merged:
-            raise ValueError(
-                f"--merge_adapter was given, but the adapter in {args.model_name_or_path} was trained merged (lora_mode='merged'), "
-                "and its export is. Remove it."
-            )
-        try:
-            if has_adapter:
-                kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
-                model = load_adapter(args.model_name_or_path, kwargs, is_trainable=False)
-            else:
-                model = create_model_from_path(args.model_name_or_path, dtype="auto", **hub_kwargs)
-        except SafetensorError as error:
-            raise ValueError(
-                f"A weight file of {args.model_name_or_path} is damaged or cut off ({error}). Copy it again, or "
-                "export an earlier checkpoint."
-            ) from error
+        is_low_bit = is_low_bit_checkpoint(args.model_name_or_path, args.model_revision)
+        model, report, settings = (_coarser_policy if is_low_bit else _policy_of_masters)(args, hub_kwargs)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
-        dtype = getattr(torch, settings["scale_dtype"])
-        plan = plan_of(settings)
-        if args.bits is not None:
-            plan = _plan_at(args.bits, plan, has_adapter)
-        arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": dtype}
-        if has_adapter:
-            report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
-            print(report)
-            check_record(args.model_name_or_path, settings | {"base": base_fingerprint(model)})
-            if args.merge_adapter:
-                model, loss = merge_adapter(model)
-                print(f"Warning: {loss}")
-        else:
-            report = prepare_model(model, plan, **arguments)
-            if scales := settings.get("global_scales"):
-                share_global_scales(quantized_layers(model), scales)
-            print(report)
         shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
-        known = {name: settings.get(name) for name in shown} | described_settings(plan)
+        known = {name: settings.get(name) for name in shown} | described_settings(report.plan)
         facts = TrainingFacts(
             {name: value for name, value in known.items() if value is not None},
             read_history(args.model_name_or_path),
@@ -149,6 +99,7 @@ def main(args: Namespace) -> int:
         )
         title = repo_id and repo_id.rpartition("/")[2]
         card = {"facts": facts, "title": title, "name_or_path": args.model_name_or_path, "hub_model_id": repo_id}
+        dtype = getattr(torch, settings["scale_dtype"])
         folder = export_checkpoint(model, args.output_dir, processing_class, dtype, card=card, gguf=gguf)
     print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). {serve_words(serve_command(folder))}")
     if gguf is not None:
@@ -156,13 +107,98 @@ def main(args: Namespace) -> int:
     if repo_id is not None:
         upload = hub.policy_upload(repo_id, folder)
         try:
-            message = f"Low-bit checkpoint ({plan.name})"
+            message = f"Low-bit checkpoint ({report.plan.name})"
             hub.push([upload], message, private=args.hub_private_repo or None, revision=args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED
         print(f"Pushed to {repo_id}. To serve it: {serve_command(repo_id, settings['scale_dtype'])}")
     return 0
+
+
+def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the model with quantized layers, the report and the settings of the masters, or of the adapter, that `args` names."""
+    import torch
+    from safetensors import SafetensorError
+    from transformers.utils import cached_file
+    from trl.trainer.utils import create_model_from_path
+
+    from ..adapters.base import base_fingerprint, load_adapter, prepare_base
+    from ..adapters.merge_at_export import merge_adapter
+    from ..adapters.tensors import is_adapter_folder
+    from ..checkpoint.record import SCHEME_FILE, check_record
+    from ..quantization.global_scales import share_global_scales
+    from ..quantization.swap import prepare_model, quantized_layers
+
+    source = args.model_name_or_path
+    record_path = cached_file(
+        source, SCHEME_FILE, revision=args.model_revision, _raise_exceptions_for_missing_entries=False
+    )
+    record = read_record(record_path) if record_path else None
+    settings = merge_with_record(args, record, source)
+    has_adapter = is_adapter_folder(source)
+    if args.merge_adapter and not has_adapter:
+        raise ValueError(f"--merge_adapter was given, but {source} is no folder with an adapter.")
+    is_merged = has_adapter and (record or {}).get("lora_mode") == "merged"
+    if args.merge_adapter and is_merged:
+        raise ValueError(
+            f"--merge_adapter was given, but the adapter in {source} was trained merged (lora_mode='merged'), and its export is. "
+            "Remove it."
+        )
+    try:
+        if has_adapter:
+            kwargs = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
+            model = load_adapter(source, kwargs, is_trainable=False)
+        else:
+            model = create_model_from_path(source, dtype="auto", **hub_kwargs)
+    except SafetensorError as error:
+        raise ValueError(
+            f"A weight file of {source} is damaged or cut off ({error}). Copy it again, or export an earlier checkpoint."
+        ) from error
+    plan = plan_of(settings)
+    if args.bits is not None:
+        plan = _plan_at(args.bits, plan, has_adapter)
+    arguments = {
+        "exclude_modules": settings["exclude_modules"],
+        "scale_dtype": getattr(torch, settings["scale_dtype"]),
+    }
+    if has_adapter:
+        report = prepare_base(model, plan, keep_masters=args.merge_adapter, is_merged=is_merged, **arguments)
+        print(report)
+        check_record(source, settings | {"base": base_fingerprint(model)})
+        if args.merge_adapter:
+            model, loss = merge_adapter(model)
+            print(f"Warning: {loss}")
+    else:
+        report = prepare_model(model, plan, **arguments)
+        if scales := settings.get("global_scales"):
+            share_global_scales(quantized_layers(model), scales)
+        print(report)
+    return model, report, settings
+
+
+def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the low-bit checkpoint that `args` names in fewer bits, made of its codes, its report and settings."""
+    from ..checkpoint.load import load_frozen_model
+    from ..checkpoint.serving import ADAPTER_FOLDER
+    from ..quantization.swap import quantized_layers, report_frozen
+
+    source = args.model_name_or_path
+    given = [name for name in ("scheme", "group_size", "exclude_modules", "dtype", *EDGES) if getattr(args, name)]
+    if args.bits is None or given or args.merge_adapter:
+        raise ValueError(
+            f"{source} is a low-bit checkpoint already. Of its codes --bits makes one of fewer bits, without other options of the plan; "
+            "anything else is computed from the masters: name their folder."
+        )
+    model = load_frozen_model(source, "auto", **hub_kwargs)
+    plan = _plan_at(args.bits, report_frozen(model).plan, Path(source, ADAPTER_FOLDER).exists())
+    for layer in quantized_layers(model).values():
+        for weight in layer.quantized_weights.values():
+            if (scheme := at_bits(weight.scheme, args.bits)) != weight.scheme:
+                weight.hold(weight.low_bit_weight().coarser(scheme))
+    report = report_frozen(model, plan)
+    print(report)
+    return model, report, {"scale_dtype": str(model.dtype).removeprefix("torch.")}
 
 
 def _export_version(args: Namespace) -> int:

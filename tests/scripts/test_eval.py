@@ -3,9 +3,17 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import complete_greedily, make_tiny_export, make_tiny_model, set_engine_environment
+from testing_utils import (
+    complete_greedily,
+    make_tiny_export,
+    make_tiny_mixture,
+    make_tiny_model,
+    set_engine_environment,
+)
 from trainings import SIGNED
+from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.record import write_scheme
 from trl_qarl.cli import main
 from trl_qarl.evaluation import scores as evaluation
@@ -84,6 +92,23 @@ def test_masters_are_evaluated_at_fewer_bits_as_their_export_is(masters, tmp_pat
     (row,) = json.loads((trained / "eval-2-bits.json").read_text())["results"]
     assert row["scores"] == [1.0] and row["model"] == f"{trained} at 2 bits"
     assert f"{trained} at 2 bits: {task}: pass@1 100.0%" in capsys.readouterr().out
+
+
+def test_experts_that_transformers_does_not_read_are_sampled_as_they_were_trained(tmp_path):
+    masters = make_tiny_mixture(tmp_path, "qwen3_moe")
+    model, tokenizer = (cls.from_pretrained(masters) for cls in (AutoModelForCausalLM, AutoTokenizer))
+    prepare_model(model, "w8a8", scale_dtype=torch.float32)
+    folder = str(export_checkpoint(model, tmp_path / "w8a8", tokenizer, torch.float32))
+    ids = tokenizer("a prompt:", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        for _ in range(8):
+            ids = torch.cat([ids, model.eval()(ids).logits[:, -1:].argmax(-1)], 1)
+    answer = tokenizer.decode(ids[0, -8:], skip_special_tokens=True)
+    assert answer.strip()
+    task = write(tmp_path / "p.jsonl", [{"prompt": "a prompt:", "answer": answer}])
+    main(["eval", folder, "--task", task, "--score", "exact", "--temperature", "0", "--max_new_tokens", "8"])
+    (row,) = json.loads((tmp_path / "w8a8" / "eval.json").read_text())["results"]
+    assert row["scores"] == [1.0]
 
 
 @pytest.mark.parametrize(

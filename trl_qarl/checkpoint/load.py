@@ -28,7 +28,7 @@ from ..quantization.selection import quantizable_layers, stacked_experts
 from ..quantization.tensors import LowBitTensor
 
 
-__all__ = ["is_low_bit_checkpoint", "load_frozen_model", "load_renamed"]
+__all__ = ["is_low_bit_checkpoint", "load_deployed", "load_frozen_model", "load_renamed"]
 
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
@@ -89,6 +89,25 @@ def load_frozen_model(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config._name_or_path = model.name_or_path = str(name_or_path)
     return model.requires_grad_(False).eval()
+
+
+def load_deployed(name_or_path: str) -> PreTrainedModel:
+    """
+    Load a model in the dtype of its checkpoint, as transformers does, but low-bit experts that it does not read
+    ([`~trl_qarl.checkpoint.layout.loads_in_transformers`]) as [`load_frozen_model`] does.
+    """
+    if is_low_bit_checkpoint(name_or_path):
+        folder = Path(name_or_path)
+        folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
+        if any(map(_has_int8_experts, folder.glob("*.safetensors"))):
+            return load_frozen_model(str(folder), "auto")
+    return AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto").eval()
+
+
+def _has_int8_experts(path: Path) -> bool:
+    matrices = [name for name in _names_in(path) if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]
+    with safe_open(path, "pt") as file:
+        return any(file.get_slice(name).get_dtype() == "I8" for name in matrices)
 
 
 @torch.no_grad()

@@ -1,17 +1,23 @@
 """
-Writes two tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what rounding does to SmolLM2.
+Writes tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what rounding does to SmolLM2, and
+`python benchmarks/grids.py choose` one row for each scheme from what these and `alignment.json` hold.
 
 The squared error is that of Gaussian weights `(4096, 1024)` with scales in bfloat16, relative to their sum of squares. The divergence is that
-of a model with low-bit weights from the model itself, in float32, over answers that the model samples to six questions.
+of a model with low-bit weights from the model itself, in float32, over answers that the model samples to six questions. `kl` also prints
+that of keys and values in FP8, of the model as it is.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from trl_qarl.quantization.schemes import GROUP_SIZES, get_scheme
+from trl_qarl.bench.alignment import summarize_alignment
+from trl_qarl.checkpoint.gguf import gguf_type
+from trl_qarl.numerics.cpu import covers
+from trl_qarl.quantization.schemes import GROUP_SIZES, SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
@@ -31,10 +37,27 @@ KL_SCHEMES = (
     ("w4a16-observer", 32),
     ("w3a16", 32),
     ("w3a16-observer", 32),
+    ("w2a16", 32),
     ("mxfp4a16", 32),
     ("nvfp4a16", 16),
     ("w8a16", None),
+    ("w8a8", None),
+    ("fp8", None),
 )
+# Weights of SmolLM2-135M, and those of its linear layers but the head.
+NUM_WEIGHTS, NUM_LOW_BIT = 134_515_008, 106_168_320
+YES, PLUGIN, NO = "yes", "with this package", "-"
+# vLLM on a CPU, on Hopper and on Blackwell, and transformers; GPUs by their sources alone.
+PLACES = {
+    "w4a16": (YES, "Machete or Marlin", "Marlin", YES),
+    "w8a16": (PLUGIN, "Machete or Marlin", "Marlin", YES),
+    "w8a8": (YES, "CUTLASS", NO, YES),
+    "fp8": (PLUGIN, "CUTLASS", "CUTLASS", YES),
+    "w4a8": (NO, "CUTLASS", NO, YES),
+    "mxfp4a16": (PLUGIN, "Marlin", "Marlin, by an option", YES),
+    "nvfp4a16": (PLUGIN, "Marlin", "Marlin", YES),
+    "bf16": (YES, YES, YES, YES),
+}
 
 
 def relative_error(weight: torch.Tensor, name: str, group_size: int) -> float:
@@ -78,22 +101,87 @@ def divergences() -> str:
         answers.append((sampled, ids["input_ids"].shape[1]))
 
     def log_probs():
-        return [model(ids).logits[0, start - 1 : -1].log_softmax(-1) for ids, start in answers]
+        return torch.cat([model(ids).logits[0, start - 1 : -1].log_softmax(-1) for ids, start in answers])
 
-    before = log_probs()
+    before, chosen = log_probs(), torch.cat([ids[0, start:] for ids, start in answers])
+
+    def nats(after):
+        return (before.exp() * (before - after)).sum(-1).mean().item()
+
+    round_keys_and_values(model)
+    after = log_probs()
+    model.set_attn_implementation("sdpa")
+    off = (after - before).gather(1, chosen.unsqueeze(1)).abs()
+    print(
+        f"keys and values in E4M3: {nats(after):.3g} nats per token; sampled tokens are off by {off.mean():.3g}, at most {off.max():.3g}"
+    )
     lines = ["| scheme | one scale per | bits per weight | nats per token |", "|---|---|---|---|"]
     for name, group_size in KL_SCHEMES:
-        scheme = get_scheme(name, group_size)
-        report = prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+        report = prepare_model(model, get_scheme(name, group_size), scale_dtype=torch.bfloat16)
         weights = [layer.low_bit_weight() for layer in quantized_layers(model).values()]
         bits = 8 * sum(weight.num_bytes for weight in weights) / sum(weight.numel() for weight in weights)
-        after = log_probs()
-        total = sum((b.exp() * (b - a)).sum() for b, a in zip(before, after, strict=True))
-        nats = (total / sum(len(b) for b in before)).item()
+        row = f"| `{name}` | {group_size or 'output channel'} | {bits:.2f} | {nats(log_probs()):.3g} |"
         restore_model(model)
-        lines.append(f"| `{name}` | {group_size or 'output channel'} | {bits:.2f} | {nats:.3g} |")
-        print(lines[-1], report, flush=True)
-    print(sum(len(b) for b in before), "tokens")
+        lines.append(row)
+        print(row, report, flush=True)
+    print(len(before), "tokens")
+    return "\n".join(lines)
+
+
+def round_keys_and_values(model) -> None:
+    """Have attention see keys and values as an FP8 cache of vLLM has them, with its scales of 1."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attend(module, query, key, value, *args, **kwargs):
+        key, value = (t.clamp(-448, 448).to(torch.float8_e4m3fn).to(t.dtype) for t in (key, value))
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("fp8_cache", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("fp8_cache", sdpa_mask)
+    model.set_attn_implementation("fp8_cache")
+
+
+def choices() -> str:
+    """Table of what is known of each scheme, from the table of divergences and `alignment.json`."""
+    _, _, rest = PAGE.read_text().partition("<!-- kl -->\n")
+    measured = {
+        (cells[1].strip(" `"), cells[2].strip()): (float(cells[3]), cells[4].strip())
+        for line in rest.partition("<!-- end -->")[0].splitlines()
+        if (cells := line.split("|"))[1:] and "`" in line
+    }
+    aligned = {
+        # What had this name at the time.
+        row["scheme"].replace("w4a16", "w4a16-observer"): row
+        for row in summarize_alignment(
+            json.loads((PAGE.parent.parent / "benchmarks/alignment.json").read_text())["colocate"]["rows"]
+        )
+    }
+    lines = [
+        "| scheme | one scale per | bits | nats | mismatch: fast | engine | MB | vLLM: CPU | Hopper | Blackwell | transformers | llama.cpp |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, per in (*measured, ("w4a8", "128"), ("bf16", "-")):
+        scheme = SCHEMES[name]
+        bits, nats = measured.get((name, per), (16.0 if name == "bf16" else 4.125, "0" if name == "bf16" else NO))
+        megabytes = (bits / 8 * NUM_LOW_BIT + 2 * (NUM_WEIGHTS - NUM_LOW_BIT)) / 1e6
+        # Measured with the largest groups.
+        fast = f"{aligned[name]['fast: mean']:.2g}" if name in aligned and per != "32" else NO
+        engine = "0" if name == "bf16" or covers(scheme) else NO
+        family = "w4a16" if scheme.container.name == "int4-packed" and scheme.activation is None else name
+        places = [*PLACES[family], "`BF16`" if name == "bf16" else f"`{kind}`" if (kind := gguf_type(scheme)) else NO]
+        cells = [
+            f"`{name}`",
+            per,
+            f"{bits:.2f}",
+            nats,
+            fast,
+            engine,
+            f"{megabytes:.0f}" if nats != NO else NO,
+            *places,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -106,6 +194,7 @@ def fill(page: str, name: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    name, make = ("kl", divergences) if sys.argv[1:] == ["kl"] else ("grids", table)
-    written = make()
+    tables = {"grids": table, "kl": divergences, "choose": choices}
+    name = (sys.argv[1:] or ["grids"])[0]
+    written = tables[name]()
     PAGE.write_text(fill(PAGE.read_text(), name, written))

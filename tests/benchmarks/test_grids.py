@@ -1,10 +1,13 @@
-"""The table of squared errors in docs/schemes.md."""
+"""Tables of docs/schemes.md."""
 
 import runpy
 from pathlib import Path
 
+import pytest
 
-def test_the_table_is_what_the_command_writes():
+
+@pytest.mark.parametrize(("name", "make"), [("grids", "table"), ("choose", "choices")])
+def test_the_table_is_what_the_command_writes(name, make):
     pieces = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/grids.py"))
     page = pieces["PAGE"].read_text()
-    assert pieces["fill"](page, "grids", pieces["table"]()) == page, "run `python benchmarks/grids.py`"
+    assert pieces["fill"](page, name, pieces[make]()) == page, f"run `python benchmarks/grids.py {name}`"

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..quantization.names import base_model, is_adapted
-from ..quantization.schemes import INT4_PACKED, INT8_PACKED, MXFP4, SCHEMES
+from ..quantization.schemes import INT4_PACKED, INT8_PACKED, MXFP4, SCHEMES, QuantScheme
 from ..quantization.sharded import is_sharded
 from ..quantization.swap import quantized_layers
 from ..quantization.tensors import LowBitTensor
@@ -37,7 +37,7 @@ from ..quantization.walk import iter_layers
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-__all__ = ["GGUF_FILE", "export_gguf", "mxfp4_blocks", "q4_0_blocks", "q8_0_blocks", "read_base"]
+__all__ = ["GGUF_FILE", "export_gguf", "gguf_type", "mxfp4_blocks", "q4_0_blocks", "q8_0_blocks", "read_base"]
 
 GGUF_FILE = "model.gguf"
 """Name of the file in the folder of an export."""
@@ -89,6 +89,11 @@ def _interleaved(qdata: torch.Tensor) -> torch.Tensor:
 
 def _fp16_bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale.to(torch.float16).unsqueeze(-1).view(torch.uint8)
+
+
+def gguf_type(scheme: QuantScheme) -> str | None:
+    """Return the type of GGUF that holds the codes of a scheme, `None` where there is none or activations are low-bit too."""
+    return _TYPES.get(scheme.container) if scheme.activation is None else None
 
 
 def read_base(path: str | Path) -> "GGUFReader":
@@ -325,8 +330,8 @@ def _check_policy(policy: dict[str, torch.Tensor]) -> None:
     weights = {name: tensor for name, tensor in policy.items() if isinstance(tensor, LowBitTensor)}
     for name, weight in weights.items():
         scheme = weight.scheme
-        if scheme.container not in _TYPES or scheme.activation is not None:
-            fitting = [s.name for s in SCHEMES.values() if s.container in _TYPES and s.activation is None]
+        if gguf_type(scheme) is None:
+            fitting = [s.name for s in SCHEMES.values() if gguf_type(s) is not None]
             raise ValueError(f"{name}: scheme {scheme.name!r} has no type of GGUF. Those that have are {fitting}.")
         if weight.shape[1] % _BLOCK:
             raise ValueError(

@@ -55,8 +55,8 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
             )
     if deepspeed is not None:
         raise NotImplementedError(
-            "DeepSpeed keeps master weights in flat buffers and steps within backward, which is not supported in this "
-            "release. Launch with FSDP2 (`distributed_type: FSDP`, `fsdp_version: 2`) or DDP (`accelerate launch --multi_gpu`)."
+            "DeepSpeed keeps master weights in flat buffers, rounds those of the model to 16 bits with bf16, so that low-bit weights would "
+            "be made of rounded masters, and steps within backward. That is not supported in this release. Launch with FSDP2 (`distributed_type: FSDP`, `fsdp_version: 2`) or DDP (`accelerate launch --multi_gpu`)."
         )
     parallel = accelerator.parallelism_config
     if parallel is not None:
@@ -67,8 +67,8 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     backend = state.dynamo_plugin.backend
     if backend != "NO":
         raise NotImplementedError(
-            f"accelerate was launched with the dynamo backend {backend.value!r}, but the low-bit weight is cached by the "
-            "version of its master, which a compiled graph does not see. Launch with `--dynamo_backend no`."
+            f"accelerate was launched with the dynamo backend {backend.value!r}, but a compiled graph ends at every "
+            "quantized layer, whose low-bit weight is found by the version of its master. Launch with `--dynamo_backend no`."
         )
     if plugin is not None:
         _check_fsdp(plugin, args, model)

@@ -74,8 +74,8 @@ REFUSED = {
     "sampling log-probs; set it to `False`",
     "use_transformers_paged": "continuous batching casts the master weights to 16 bits and returns no sampling "
     "log-probs; set it to `False`",
-    "torch_compile": "the low-bit weight is cached by the version of its master, which a compiled graph does not see; "
-    "set `torch_compile=False`",
+    "torch_compile": "a compiled graph ends at every quantized layer, whose low-bit weight is found by the version of its master; set "
+    "`torch_compile=False`",
     "use_liger_kernel": "Liger replaces layers when training starts, after they were quantized and rollouts were set up, and has "
     "not been tried with quantized ones; leave it unset",
     "bf16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",

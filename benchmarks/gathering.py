@@ -1,0 +1,52 @@
+"""
+Memory that a process takes beyond its shards while it publishes masters that FSDP2 has sharded, which are gathered layer by layer:
+`torchrun --nproc_per_node 2 benchmarks/gathering.py`, on a CPU under Linux.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trl_qarl.checkpoint.layout import iter_checkpoint_layers
+from trl_qarl.quantization.sharded import shard_low_bit
+from trl_qarl.quantization.swap import prepare_model
+
+
+SHAPES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 10}
+
+
+def memory(name: str) -> int:
+    """Bytes of this process that the kernel has under `name`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    config = AutoConfig.for_model("qwen3", tie_word_embeddings=True, head_dim=64, num_key_value_heads=8, **SHAPES)
+    model = AutoModelForCausalLM.from_config(config).float()
+    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    shard_low_bit(model)
+    # The first time quantizes the rows of this process, which stay.
+    for _ in range(3):
+        before, sizes = memory("VmRSS"), []
+        Path("/proc/self/clear_refs").write_text("5")
+        for layer in iter_checkpoint_layers(model, torch.bfloat16):
+            sizes.append(sum(tensor.nbytes for _, tensor in layer))
+        extra = memory("VmHWM") - before
+        print(
+            f"process {dist.get_rank()}: {extra / 1e6:.1f} MB, largest layer {max(sizes) / 1e6:.1f}, all {sum(sizes) / 1e6:.1f}"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

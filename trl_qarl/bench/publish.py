@@ -2,7 +2,7 @@
 `trl-qarl bench publish`: bytes, seconds and memory of a weight sync with a server in another process, or an engine in this one.
 
 First everything is sent, as after a step that changed every matrix. With learning rates, what changed is sent after real
-training steps too: policy gradients on sampled answers, half of which were good.
+training steps too: policy gradients on random answers, half of which were good.
 
 Seconds are those of the whole and of its parts: the functions of the trainer's side are timed where they are called, and what is
 left is the engine's. Those of an engine in this process are timed too, so that what is left is its reload.
@@ -37,7 +37,6 @@ def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]
         else:
             with open_server(model, dtype, make_transport=_transport_of(args)) as (_, publisher, pid):
                 rows += _measure_scheme(path, scheme, model, publisher, pid, args)
-        print(*rows[-1 - len(args.learning_rates) :], sep="\n", flush=True)
     full = [row for row in rows if row["sent"] == "everything"]
     for row in full:
         if full[0]["scheme"] == "bf16":
@@ -72,6 +71,7 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
 
     publisher.publish("warm-up")
     rows = [{"scheme": scheme, "sent": "everything"} | measure(publisher, everything, args.repeats)]
+    print(rows[-1], flush=True)
     if args.learning_rates:
         changes = Publisher(model, publisher.dtype, publisher.transport, delta=True)
         rows_of_copies = measure(changes, lambda: None, 1)
@@ -85,6 +85,7 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
         _train(path, model, optimizer, publisher.dtype, args.updates)
         row = measure(changes, lambda: None, 1)
         rows.append({"scheme": scheme, "sent": f"changes, {args.updates} updates at {rate:g}"} | row)
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -149,7 +150,7 @@ def _parts(result: dict[str, float], seconds: dict[str, float], rest: str) -> di
 
 
 def _train(path: str, model, optimizer, dtype, updates: int) -> None:
-    """Updates by policy gradients on four answers each, of which two were good."""
+    """Updates by policy gradients on four random answers each, of which two were good."""
     import torch
 
     from ..quantization.gemm import has_fast_bf16
@@ -160,14 +161,8 @@ def _train(path: str, model, optimizer, dtype, updates: int) -> None:
     draw = torch.Generator().manual_seed(updates)
     prompts = make_prompts(path, 8)
     for update in range(updates):
-        ids = torch.tensor([prompts[update % len(prompts)][-24:]] * 4, device=model.device)
-        with torch.no_grad(), autocast(model, dtype):
-            following, cache = ids, None
-            for _ in range(4):
-                output = model(following, past_key_values=cache, use_cache=True)
-                cache, logits = output.past_key_values, output.logits[:, -1].float().cpu()
-                following = torch.multinomial(logits.softmax(-1), 1, generator=draw).to(ids.device)
-                ids = torch.cat([ids, following], 1)
+        prompt = torch.tensor([prompts[update % len(prompts)][-12:]] * 4)
+        ids = torch.cat([prompt, torch.randint(model.config.vocab_size, (4, 4), generator=draw)], 1).to(model.device)
         with autocast(model, dtype):
             logits = model(ids[:, :-1]).logits[:, -4:].float()
         log_probs = torch.log_softmax(logits, -1).gather(2, ids[:, -4:, None])[..., 0].mean(1)

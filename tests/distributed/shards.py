@@ -392,6 +392,12 @@ def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
             rates = [row["quant/code_flip_rate"] for row in rows if "quant/code_flip_rate" in row]
             assert max(rates) > 0 if mode == "merged" else not rates
             assert max(row["kl"] for row in rows if "kl" in row) > 0
+            publisher = Publisher(trainer.model, trainer.policy.dtype, Engine())
+            publisher.join() if dist.get_rank() else publisher.publish("1")
+            expected = {n: t for n, t in iter_adapter_tensors(ddp.model, trainer.policy.dtype) if dist.get_rank() == 0}
+            sent = publisher.transport.tensors
+            assert (len(expected) > 0) == (mode == "adapter" and dist.get_rank() == 0)
+            assert all(torch.equal(sent[name], tensor) for name, tensor in expected.items())
             [weight, *_] = weights_of(trainer.model)
             assert weight.is_frozen == (mode == "adapter") == (weight.parameter.dtype is torch.uint8)
         masters = [whole(p.detach()) for p in trainer.model.parameters()]

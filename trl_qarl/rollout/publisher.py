@@ -152,7 +152,8 @@ class Publisher:
         learner = self._canary_log_probs()
         layers = chain(
             iter_checkpoint_layers(self.model, self.dtype, stacks_experts=True),
-            [list(iter_adapter_tensors(self.model, self.dtype))],
+            # When its turn comes, as in `join`.
+            map(list, [iter_adapter_tensors(self.model, self.dtype)]),
         )
         try:
             num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)

@@ -92,6 +92,10 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64, lora_rank=8))
     less = sum(parts["fsdp2"].values()) / 1e9
     assert less < sizes[1]
-    assert cli.main([*command, "--gpu_memory", str(less * 1.001), "--use_peft", "--lora_r", "8"]) == 0
+    argv = ["--gpu_memory", str(less * 1.001), "--use_peft", "--lora_r", "8", "--write", str(path)]
+    assert cli.main([*command, *argv]) == 0
+    # The other value is refused with LoRA.
+    assert launch_environment(path)["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+    assert shipped["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command, "--gpu_memory", "-1"])

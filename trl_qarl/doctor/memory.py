@@ -141,8 +141,8 @@ def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:
     return 2 * largest[0] + 2 * outside + (gradients if has_gradients else 0)
 
 
-def launch_configuration(launch: str, num_gpus: int) -> Mapping[str, Any]:
-    """Return what `accelerate launch --config_file` reads for a launch on one machine."""
+def launch_configuration(launch: str, num_gpus: int, has_adapter: bool = False) -> Mapping[str, Any]:
+    """Return what `accelerate launch --config_file` reads for a launch on one machine, of masters or of an adapter."""
     common = {
         "compute_environment": "LOCAL_MACHINE",
         "mixed_precision": "bf16",
@@ -159,7 +159,8 @@ def launch_configuration(launch: str, num_gpus: int) -> Mapping[str, Any]:
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": True,
+        # Below an adapter every process quantizes the base before it is sharded.
+        "fsdp_cpu_ram_efficient_loading": not has_adapter,
         "fsdp_offload_params": False,
         "fsdp_activation_checkpointing": False,
     }

@@ -137,7 +137,7 @@ def test_a_bitsandbytes_without_optimizers_for_a_cpu_is_refused_before_the_model
 @pytest.mark.parametrize("optim", ["lomo", "adalomo"])
 def test_an_optimizer_that_writes_during_the_backward_pass_is_refused(tmp_path, optim):
     with pytest.raises(ValueError, match=rf"optim='{optim}' is not supported: it writes .* during the backward pass"):
-        QaRLConfig(str(tmp_path), **TRAINING, optim=optim)
+        QaRLConfig(str(tmp_path), **(TRAINING | {"optim": optim}))
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_fused", "muon"])

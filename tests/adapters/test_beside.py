@@ -262,7 +262,7 @@ def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path)
 
 
 def test_muon_leaves_the_factors_of_an_adapter_to_adamw(base, tmp_path):
-    muon = make(base, tmp_path, lora(), max_steps=2)
+    muon = make(base, tmp_path, lora(), max_steps=2, optim="muon")
     muon.train()
     adamw = make(base, tmp_path, lora(), max_steps=2, optim="adamw_torch")
     adamw.train()

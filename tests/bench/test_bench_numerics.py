@@ -39,3 +39,22 @@ def test_bench_numerics_times_both_on_alternate_batches(tiny_model, tmp_path, ca
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "numerics", "--tokens", "6"])
     assert "give multiples of 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reason", [None, "this processor has no AVX512"])
+def test_bench_alignment_has_a_row_with_engine_numerics_where_the_learner_has_the_kernels(
+    reason, tmp_path, monkeypatch, capsys
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from testing_utils import make_tiny_model
+    from trl_qarl.bench.alignment import _can_use_engine_numerics
+    from trl_qarl.numerics import cpu
+
+    monkeypatch.setattr(cpu, "reason_against", lambda: reason)
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "llama"), dtype=torch.bfloat16)
+    assert _can_use_engine_numerics(model, torch.bfloat16) == (reason is None)
+    assert not _can_use_engine_numerics(model, torch.float32)
+    said = capsys.readouterr().out
+    assert said == ("" if reason is None else f"No row with engine numerics: {reason}.\n")

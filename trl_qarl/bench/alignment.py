@@ -132,6 +132,7 @@ def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, fl
 
 
 def _can_use_engine_numerics(model, dtype) -> bool:
+    from ..numerics import cpu
     from ..numerics.availability import check_engine_numerics
 
     if model.device.type != "cpu":
@@ -141,7 +142,10 @@ def _can_use_engine_numerics(model, dtype) -> bool:
         check_engine_numerics(model, dtype)
     except ValueError:
         return False
-    return True
+    # Without vLLM's kernels a learner repeats itself alone, and no engine.
+    if reason := cpu.reason_against():
+        print(f"No row with engine numerics: {reason}.")
+    return reason is None
 
 
 def _sample(sampler, path: str, num_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:

@@ -12,25 +12,17 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trl_qarl.bench.shapes import SHAPES
 from trl_qarl.doctor.memory import Run, parts_of_memory
 from trl_qarl.quantization.plan import get_plan
 
 
-QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 MODELS = {
-    "Qwen3-1.7B": QWEN3
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "Qwen3-8B": QWEN3
-    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "Qwen3-32B": QWEN3
+    "Qwen3-1.7B": SHAPES["qwen3-1.7b"],
+    "Qwen3-8B": SHAPES["qwen3-8b"],
+    "Qwen3-32B": SHAPES["qwen3-8b"]
     | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
-    "Qwen3-30B-A3B": QWEN3
+    "Qwen3-30B-A3B": SHAPES["qwen3-8b"]
     | {
         "model_type": "qwen3_moe",
         "hidden_size": 2048,

@@ -1,6 +1,7 @@
 """Tiny models, tokenizers and trainers, made on the spot so that no test needs a hub, and references that several tests share."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -337,6 +338,17 @@ class Tampering:
 
     def send(self, tensors):
         self.transport.send([item for tensor in tensors for item in self.change(*tensor)])
+
+
+@contextmanager
+def tampered(publisher, change):
+    """Have what `publisher` sends changed on its way."""
+    transport = publisher.transport
+    publisher.transport = Tampering(transport, change)
+    try:
+        yield
+    finally:
+        publisher.transport = transport
 
 
 def launch_environment(config_file: str) -> dict[str, str]:

@@ -10,6 +10,16 @@ SIGNED = {s.grid.num_bits: name for name, s in SCHEMES.items() if s.grid and s.g
 """Schemes with signed scales by their bits: each nests in those of more."""
 
 
+RECORD = {
+    "scheme": "w4a16",
+    "grids": ["int4-signed"],
+    "group_size": 128,
+    "exclude_modules": None,
+    "scale_dtype": "bfloat16",
+}
+"""What a run of `w4a16` writes beside its masters."""
+
+
 def config(output_dir, **kwargs):
     return QaRLConfig(str(output_dir), use_cpu=True, **kwargs)
 

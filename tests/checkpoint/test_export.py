@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import MIXTURES, make_mixture, make_tiny_model
+from trainings import RECORD
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.marker import begin, complete
@@ -244,15 +245,6 @@ def test_what_is_written_of_a_policy_says_its_grid(tmp_path):
     assert find_checkpoint(str(checkpoint), str(tmp_path), signed) == str(checkpoint)
     with pytest.raises(ValueError, match=r"was trained with .*'w4a16'.*, this run uses .*'w4a16-observer'"):
         find_checkpoint(str(checkpoint), str(tmp_path), other)
-
-
-RECORD = {
-    "scheme": "w4a16",
-    "grids": ["int4-signed"],
-    "group_size": 128,
-    "exclude_modules": None,
-    "scale_dtype": "bfloat16",
-}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from testing_utils import (
     make_tiny_model,
     set_engine_environment,
 )
-from trainings import SIGNED
+from trainings import RECORD, SIGNED
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.record import write_scheme
 from trl_qarl.cli import main
@@ -74,14 +74,7 @@ def test_a_local_file_is_evaluated_as_the_model_completes_it(export, masters, tm
 def test_masters_are_evaluated_at_fewer_bits_as_their_export_is(masters, tmp_path, capsys):
     trained = tmp_path / "trained"
     shutil.copytree(masters, trained)
-    record = {
-        "scheme": SIGNED[4],
-        "grids": ["int4-signed"],
-        "group_size": 32,
-        "exclude_modules": None,
-        "scale_dtype": "float32",
-    }
-    write_scheme(trained, record)
+    write_scheme(trained, RECORD | {"scheme": SIGNED[4], "group_size": 32, "scale_dtype": "float32"})
     main(["export", "--model_name_or_path", str(trained), "--output_dir", str(tmp_path / "low_bit"), "--bits", "2"])
     prompt = "a prompt:"
     answer = complete_greedily(str(tmp_path / "low_bit"), prompt, 8)

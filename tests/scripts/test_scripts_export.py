@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainings import SIGNED
+from trainings import RECORD, SIGNED
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.cli import main
 from trl_qarl.quantization.precisions import at_bits
@@ -92,15 +92,6 @@ def test_bits_that_the_scheme_does_not_have_are_refused(scheme, bits, message, t
     with pytest.raises(SystemExit, match="2"):
         main(["export", *argv])
     assert re.search(message, capsys.readouterr().err)
-
-
-RECORD = {
-    "scheme": "w4a16",
-    "grids": ["int4-signed"],
-    "group_size": 128,
-    "exclude_modules": None,
-    "scale_dtype": "bfloat16",
-}
 
 
 def make_options(**options):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import Tampering, make_tiny_model, set_engine_environment
+from testing_utils import make_tiny_model, set_engine_environment, tampered
 from trl_qarl import prepare_model
 from trl_qarl.quantization.swap import freeze_model
 
@@ -124,14 +124,9 @@ def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher)
 def test_an_adapter_that_is_damaged_on_its_way_is_refused_and_the_next_one_heals(publisher, change, message):
     from trl_qarl.wire.protocol import PublishError
 
-    transport = publisher.transport
     update(publisher.model, 7)
-    publisher.transport = Tampering(transport, change)
-    try:
-        with pytest.raises(PublishError) as error:
-            publisher.publish("damaged")
-    finally:
-        publisher.transport = transport
+    with tampered(publisher, change), pytest.raises(PublishError) as error:
+        publisher.publish("damaged")
     assert message in str(error.value)
     publisher.publish("healed")
     assert mismatch(publisher) < 1e-5

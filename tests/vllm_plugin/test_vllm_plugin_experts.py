@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import Tampering, make_tiny_mixture, set_engine_environment
+from testing_utils import make_tiny_mixture, set_engine_environment, tampered
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
@@ -115,16 +115,11 @@ def test_what_is_sent_are_few_tensors_which_the_engine_computes_with(publisher):
     ids=["missing", "two experts swapped", "router"],
 )
 def test_what_does_not_arrive_is_named_by_its_expert(publisher, change, message):
-    transport = publisher.transport
     update_masters(publisher.model, 2)
-    transport._worker.weight_transfer_engine.published = {}
-    publisher.transport = Tampering(transport, change)
-    try:
-        with pytest.raises(PublishError) as error:
-            publisher.publish("damaged")
-        assert message in str(error.value)
-    finally:
-        publisher.transport = transport
+    publisher.transport._worker.weight_transfer_engine.published = {}
+    with tampered(publisher, change), pytest.raises(PublishError) as error:
+        publisher.publish("damaged")
+    assert message in str(error.value)
     assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0
 
 

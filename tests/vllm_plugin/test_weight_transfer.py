@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import Tampering, make_tiny_model, set_engine_environment
+from testing_utils import make_tiny_model, set_engine_environment, tampered
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.quantization.swap import quantized_layers
 
@@ -157,13 +157,9 @@ def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(
     transport = publisher.transport
     update_masters(publisher.model, 7)
     transport._worker.weight_transfer_engine.published = {}
-    publisher.transport = Tampering(transport, change)
-    try:
-        with pytest.raises(PublishError) as error:
-            publisher.publish("damaged")
-        assert message in str(error.value)
-    finally:
-        publisher.transport = transport
+    with tampered(publisher, change), pytest.raises(PublishError) as error:
+        publisher.publish("damaged")
+    assert message in str(error.value)
     assert transport.llm.get_weight_version() != "damaged"
     # Nothing is left unsent because the learner believes it has arrived.
     assert publisher.publish("healed")["publish/unchanged_tensors"] == 0
@@ -193,12 +189,9 @@ def flip_codes(model, seed):
 
 def sent_by(deltas, version):
     """Names of what a publication sends, and what is measured of it."""
-    names, transport = [], deltas.transport
-    deltas.transport = Tampering(transport, lambda n, t: [names.append(n), (n, t)][1:])
-    try:
+    names = []
+    with tampered(deltas, lambda n, t: [names.append(n), (n, t)][1:]):
         return names, deltas.publish(version)
-    finally:
-        deltas.transport = transport
 
 
 def test_an_engine_that_is_sent_changes_computes_with_the_same_weights(publisher, deltas):
@@ -235,15 +228,12 @@ def test_changes_that_go_wrong_are_refused_and_everything_is_sent(publisher, del
 
     transport = publisher.transport
     flip_codes(publisher.model, 1)
-    deltas.transport = Tampering(transport, lambda n, t: [OLD_BLOCK.update({n: t.clone()}), (n, t)][1:])
-    deltas.publish("before")
+    with tampered(deltas, lambda n, t: [OLD_BLOCK.update({n: t.clone()}), (n, t)][1:]):
+        deltas.publish("before")
     flip_codes(publisher.model, 2)
-    deltas.transport = Tampering(transport, lambda n, t: change(n, t) if is_delta(n) else [(n, t)])
-    try:
-        with pytest.raises(PublishError, match=message):
-            deltas.publish("damaged")
-    finally:
-        deltas.transport = transport
+    wrongly = tampered(deltas, lambda n, t: change(n, t) if is_delta(n) else [(n, t)])
+    with wrongly, pytest.raises(PublishError, match=message):
+        deltas.publish("damaged")
     assert transport.llm.get_weight_version() == "before"
     names, metrics = sent_by(deltas, "healed")
     assert not any(map(is_delta, names)) and metrics["publish/unchanged_tensors"] == 0

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,14 @@ from .serving import ADAPTER_FOLDER
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-__all__ = ["check_export_dir", "checkpoint_state_dict", "export_checkpoint", "is_export", "written_as_a_whole"]
+__all__ = [
+    "check_export_dir",
+    "checkpoint_state_dict",
+    "export_checkpoint",
+    "is_export",
+    "read_header",
+    "written_as_a_whole",
+]
 
 # Tells an export, which may be written over, from masters, whatever the scheme.
 _EXPORT_METADATA = {"exported_by": "trl_qarl"}
@@ -163,11 +170,16 @@ def export_checkpoint(
     return output_dir
 
 
+def read_header(file: BinaryIO) -> tuple[int, dict[str, Any]]:
+    """Return size in bytes and content of the header of a safetensors file, whose data begin where `file` is then."""
+    size = int.from_bytes(file.read(8), "little")
+    return size, json.loads(file.read(size))
+
+
 def _sort_metadata(path: Path) -> None:
     """Have the same weights be the same bytes: safetensors writes metadata in any order."""
     with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        size, header = read_header(file)
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         if len(data) <= size:
@@ -210,8 +222,7 @@ def _content(path: Path) -> Any:
         if path.suffix == ".json":
             described = json.load(file)
             return {name: sorted(v, key=str) if isinstance(v, list) else v for name, v in described.items()}
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return header, hashlib.file_digest(file, "sha256").digest()
+        return read_header(file)[1], hashlib.file_digest(file, "sha256").digest()
 
 
 def check_export_dir(folder: str | Path) -> None:

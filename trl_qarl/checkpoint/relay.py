@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from ..quantization.walk import layer_of
 from ..wire.delta import DELTA_PREFIX, apply_delta, base_digest, elements, is_delta, pack_delta
 from ..wire.fingerprint import fingerprint
-from .export import check_export_dir, written_as_a_whole
+from .export import check_export_dir, read_header, written_as_a_whole
 from .marker import sync
 
 
@@ -269,8 +269,7 @@ def _apply(patch: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor], 
 def _write_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put tensors into a safetensors file that has others of their sizes; what is said about them stays."""
     with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        size, header = read_header(file)
         for name in header.keys() - {"__metadata__"}:
             file.seek(8 + size + header[name]["data_offsets"][0])
             file.write(elements(tensors[name].contiguous()).tobytes())

@@ -23,7 +23,6 @@ from ..wire.transfer_dir import make_transfer_dir, owned_prefix, remove_leftover
 __all__ = ["Uploads"]
 
 _LIMIT = 2**32
-_READ_BYTES = 2**20
 
 
 class Uploads:
@@ -149,8 +148,5 @@ class Uploads:
 
 
 def _sha256(path: Path) -> str:
-    total = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            total.update(data)
-    return total.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

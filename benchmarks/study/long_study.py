@@ -116,7 +116,7 @@ def train(args: Namespace) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if not args.max_steps and args.scheme == "bf16":
         plain = {name: VARIANTS[name] for name in PLAIN}
-        problems = chain_sums.make_problems()[1][: args.num_scored]
+        problems = held_out(trainer.model, args.num_scored)
         divergences = long_starts.measure_divergence(trainer, plain, problems)
         (args.output_dir / "divergences.json").write_text(json.dumps(divergences) + "\n")
     (args.output_dir / "scores.json").write_text(
@@ -138,6 +138,7 @@ def make_trainer(args: Namespace):
         **{name: args.band_scale * offset for name, offset in offsets.items()},
         **VARIANTS[args.scheme],
     }
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     start, rate = options.pop("start", None), options.pop("low_bit_rate", None)
     if isinstance(options.get("precisions"), dict):
         # What a shorter run reaches of it.
@@ -157,7 +158,7 @@ def make_trainer(args: Namespace):
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=NUM_PROMPTS * NUM_GENERATIONS // NUM_UPDATES_PER_BATCH,
         steps_per_generation=NUM_UPDATES_PER_BATCH,
-        max_completion_length=chain_sums.MAX_NEW_TOKENS,
+        max_completion_length=chain_sums.num_new_tokens(chain_sums.chain_steps(model)),
         gradient_checkpointing=False,
         use_cpu=True,
         bf16=has_fast_bf16(),
@@ -167,11 +168,10 @@ def make_trainer(args: Namespace):
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     if start == "distill":
         precisions = BITS if "precisions" in options else None
         long_starts.distill(model, options["scheme"], options["group_size"], args.seed, config.bf16, precisions)
-    training, _ = chain_sums.make_problems()
+    training, _ = chain_sums.make_problems(chain_sums.chain_steps(model))
     trainer = QaRLTrainer(
         model,
         chain_sums.right_sum,
@@ -185,6 +185,11 @@ def make_trainer(args: Namespace):
         trainer.create_optimizer()
         speed_up(trainer.optimizer, trainer.model, rate)
     return trainer
+
+
+def held_out(model, number: int) -> list[dict[str, str]]:
+    """Problems that are not trained on, with chains as long as the model was taught."""
+    return chain_sums.make_problems(chain_sums.chain_steps(model))[1][:number]
 
 
 def speed_up(optimizer, model, rate: float) -> None:
@@ -224,7 +229,7 @@ def score_policies(trainer, num_scored: int, deployed: int | None = None) -> dic
 
     model, bf16 = trainer.model, trainer.args.bf16
     dtype = torch.bfloat16 if bf16 else torch.float32
-    problems = chain_sums.make_problems()[1][:num_scored]
+    problems = held_out(model, num_scored)
 
     def solved(temperature: float) -> dict[str, int]:
         torch.manual_seed(0)

@@ -96,15 +96,29 @@ def test_chain_sums_are_right_in_every_step(chain_sums):
         assert all(after[1:3] == before[2:] for before, after in itertools.pairwise(steps))
 
 
+def test_chain_sums_of_any_length(chain_sums, tmp_path):
+    steps = (60, 90)
+    train, held_out = chain_sums.make_problems(steps)
+    lengths = {len(problem["answer"]) + 1 for problem in (*train, *held_out)}
+    assert min(lengths) == 12 * 60 - 8 and max(lengths) == 12 * 90 - 8 == chain_sums.num_new_tokens(steps) - 24
+    assert not {problem["prompt"][3:] for problem in train} & {problem["prompt"][3:] for problem in held_out}
+    # What a model was taught last is what a run asks of it.
+    model = chain_sums.make_model()
+    assert chain_sums.chain_steps(model) == chain_sums.STEPS
+    model.config.chain_steps = steps
+    model.config.save_pretrained(tmp_path)
+    model.config = type(model.config).from_pretrained(tmp_path)
+    assert chain_sums.chain_steps(model) == steps
+
+
 def test_chain_sums_held_out_starts_are_not_trained_on(chain_sums, monkeypatch):
     train, held_out = (
         {problem["prompt"].split(":")[1] for problem in problems} for problems in chain_sums.make_problems()
     )
     assert len(train) == 7700 and len(held_out) == 400 and not train & held_out
-    monkeypatch.setattr(chain_sums, "CURRICULUM", ((3, 4),))
     monkeypatch.setattr(chain_sums, "TOKENS_PER_BATCH", 400)
     tokenizer = chain_sums.make_tokenizer()
-    for batch in chain_sums.pretraining_batches(tokenizer, chain_sums.split_pairs()[0]):
+    for batch in chain_sums.pretraining_batches(tokenizer, chain_sums.split_pairs()[0], [(3, 4)]):
         shown = tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
         assert {text[3:9] for text in shown} <= train
         # Only the answer and the end are learned.
@@ -139,7 +153,7 @@ def untrained(chain_sums, tmp_path_factory):
 def test_a_cell_of_the_long_study_runs(
     chain_sums, long_study, untrained, tmp_path, monkeypatch, objective, quantize_learner
 ):
-    monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 12)
+    monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 12)
     monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
     options = ["--max_steps", "2", "--num_scored", "4", "--error_share", "1", "--objective", objective]
     options += ["--quantize_learner", quantize_learner, "--model", str(untrained), "--output_dir", str(tmp_path)]
@@ -158,7 +172,7 @@ def test_a_cell_of_a_mixture_counts_routes_that_flip(chain_sums, long_study, tmp
     torch.manual_seed(0)
     chain_sums.make_mixture().save_pretrained(tmp_path)
     chain_sums.make_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 6)
+    monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 6)
     monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
     options = ["--max_steps", "1", "--num_scored", "4", "--scheme", "w3a16-g32", "--objective", "tbpo"]
     options += [

@@ -438,7 +438,7 @@ def test_warm_start_refuses_bits_that_the_scheme_does_not_have(chain_sums, long_
 
 
 def test_nested_masters_are_scored_at_each_precision(chain_sums, long_study, untrained, tmp_path, monkeypatch):
-    monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 12)
+    monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 12)
     monkeypatch.setattr(long_study, "VARIANTS", long_study.VARIANTS | {"nested": long_study.VARIANTS["nested-432"]})
     monkeypatch.setitem(long_study.VARIANTS["nested"], "precisions", {0: 3, 8: 2})
     options = ["--max_steps", "1", "--num_scored", "4", "--scheme", "nested"]

@@ -299,6 +299,15 @@ def test_a_change_is_compared_with_its_recipe_beside_the_noise(long_tables):
     ]
 
 
+def test_masters_of_several_precisions_have_a_row_with_each(long_tables):
+    scores = {f"{bits} bits {name}": 10.0 * bits for bits in (4, 3, 2) for name in ("greedy", "sampled")}
+    cells = [{"scores": scores | {"3 bits greedy": score}} for score in (30.0, 34.0)]
+    groups = {("w4a16", "QaRL", "tbpo"): [{"scores": {"greedy": 1.0}}], ("nested-43", "QaRL", "tbpo"): cells}
+    assert long_tables.bits_table(groups)[2:] == [
+        "| nested-43 | 2 | 40 ± 0 | 32 ± 25 | 20 ± 0 | 40 ± 0 | 30 ± 0 | 20 ± 0 |"
+    ]
+
+
 def test_tails_are_the_bins_beyond_e_and_its_inverse(long_tables):
     row = {"name": "token_mismatch_weight", "edges": [0.1, 0.3, 0.5, 2.0, 3.0, 4.0], "step": 1}
     rows = [

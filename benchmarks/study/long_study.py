@@ -206,8 +206,10 @@ def speed_up(optimizer, model, rate: float) -> None:
 
 def deployed_bits(variant: str) -> int | None:
     """The smallest bits of a list or schedule, at which its masters are deployed; None for variants without `precisions`."""
+    from trl_qarl.quantization.precisions import bits_of
+
     precisions = VARIANTS[variant].get("precisions")
-    return precisions and min(precisions.values() if isinstance(precisions, dict) else precisions)
+    return precisions and bits_of(precisions)[-1]
 
 
 def score_policies(trainer, num_scored: int, deployed: int | None = None) -> dict[str, dict[str, int]]:

@@ -71,8 +71,8 @@ def sample_answers(trainer, problems: list[dict[str, str]]) -> tuple[torch.Tenso
     return tokens, (places >= starts) & (places < ends)
 
 
-def distill(model, scheme: str, group_size: int, seed: int, bf16: bool) -> None:
-    """`NUM_DISTILLED` updates of 32 answers each towards the model before quantization (examples/warm_start.py)."""
+def distill(model, scheme: str, group_size: int, seed: int, bf16: bool, precisions: list[int] | None = None) -> None:
+    """`NUM_DISTILLED` updates of 32 answers each towards the model before quantization, at `precisions` in turn (examples/warm_start.py)."""
     steps = chain_sums.chain_steps(model)
     config = DistillationConfig(
         tempfile.mkdtemp(),
@@ -91,7 +91,8 @@ def distill(model, scheme: str, group_size: int, seed: int, bf16: bool) -> None:
     )
     prompts = Dataset.from_list([{"prompt": problem["prompt"]} for problem in chain_sums.make_problems(steps)[0]])
     tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-    warm_start(model, copy.deepcopy(model), get_scheme(scheme, group_size=group_size), prompts, tokenizer, config)
+    teacher, scheme = copy.deepcopy(model), get_scheme(scheme, group_size=group_size)
+    warm_start(model, teacher, scheme, prompts, tokenizer, config, precisions)
 
 
 def log_probs(model, ids: torch.Tensor, bf16: bool) -> torch.Tensor:

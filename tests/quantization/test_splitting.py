@@ -73,6 +73,7 @@ def test_a_split_model_says_the_same_and_quantizes_repeated_rows_alike(model):
         (SIGNED[4], 32, 1.5, "share=1.5 is not in"),
         ("w8a8", None, 0.1, "Scheme 'w8a8' has no groups"),
         ("mxfp4a16", 32, 0.1, "Scheme 'mxfp4a16' has no groups"),
+        ("w4a16-asym", 32, 0.1, "Scheme 'w4a16-asym' has no groups of integer codes without zero points"),
     ],
 )
 def test_what_cannot_be_split_is_refused(model, name, group_size, share, message):

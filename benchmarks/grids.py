@@ -1,15 +1,18 @@
 """
-Writes tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what rounding does to SmolLM2, and
-`python benchmarks/grids.py choose` one row for each scheme from what these and `alignment.json` hold.
+Writes tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what rounding does to SmolLM2,
+`python benchmarks/grids.py split` what split channels bring beside smaller groups, and `python benchmarks/grids.py choose` one row for each scheme from what these and `alignment.json` hold.
 
 The squared error is that of Gaussian weights `(4096, 1024)` with scales in bfloat16, relative to their sum of squares. The divergence is that
 of a model with low-bit weights from the model itself, in float32, over answers that the model samples to six questions. `kl` also prints
 that of keys and values in FP8, of the model as it is.
 """
 
+import copy
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +47,8 @@ KL_SCHEMES = (
     ("w8a8", None),
     ("fp8", None),
 )
+# With the share of the channels of its MLPs that is split.
+SPLITS = tuple((name, *rest) for name in ("w4a16", "w3a16") for rest in ((128,), (128, 0.08), (32,), (32, 0.02)))
 # Weights of SmolLM2-135M, and those of its linear layers but the head.
 NUM_WEIGHTS, NUM_LOW_BIT = 134_515_008, 106_168_320
 YES, PLUGIN, NO = "yes", "with this package", "-"
@@ -80,12 +85,16 @@ def table() -> str:
 
 
 @torch.no_grad()
-def divergences() -> str:
-    """Table of nats per token from SmolLM2 to itself with low-bit weights."""
+def divergences(settings: Sequence[tuple] = KL_SCHEMES) -> str:
+    """
+    Table of nats per token from SmolLM2 to itself with low-bit weights. A setting is a scheme, a group size, and perhaps a share of
+    channels that are split; bits are those of all codes and scales per weight of the model as it is.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from trl_qarl import prepare_model, restore_model
     from trl_qarl.demo.smollm2 import convert_smollm2
+    from trl_qarl.quantization.splitting import split_outlier_channels
     from trl_qarl.quantization.swap import quantized_layers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +109,7 @@ def divergences() -> str:
         sampled = model.generate(**ids, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=100)
         answers.append((sampled, ids["input_ids"].shape[1]))
 
-    def log_probs():
+    def log_probs(model=model):
         return torch.cat([model(ids).logits[0, start - 1 : -1].log_softmax(-1) for ids, start in answers])
 
     before, chosen = log_probs(), torch.cat([ids[0, start:] for ids, start in answers])
@@ -116,12 +125,14 @@ def divergences() -> str:
         f"keys and values in E4M3: {nats(after):.3g} nats per token; sampled tokens are off by {off.mean():.3g}, at most {off.max():.3g}"
     )
     lines = ["| scheme | one scale per | bits per weight | nats per token |", "|---|---|---|---|"]
-    for name, group_size in KL_SCHEMES:
-        report = prepare_model(model, get_scheme(name, group_size), scale_dtype=torch.bfloat16)
-        weights = [layer.low_bit_weight() for layer in quantized_layers(model).values()]
-        bits = 8 * sum(weight.num_bytes for weight in weights) / sum(weight.numel() for weight in weights)
-        row = f"| `{name}` | {group_size or 'output channel'} | {bits:.2f} | {nats(log_probs()):.3g} |"
-        restore_model(model)
+    for name, group_size, *share in settings:
+        changed, scheme = copy.deepcopy(model) if share else model, get_scheme(name, group_size)
+        split = f", {split_outlier_channels(changed, scheme, *share, torch.bfloat16)} split" if share else ""
+        report = prepare_model(changed, scheme, scale_dtype=torch.bfloat16)
+        weights = [layer.low_bit_weight() for layer in quantized_layers(changed).values()]
+        bits = 8 * sum(weight.num_bytes for weight in weights) / NUM_LOW_BIT
+        row = f"| `{name}` | {group_size or 'output channel'}{split} | {bits:.2f} | {nats(log_probs(changed)):.3g} |"
+        restore_model(changed)
         lines.append(row)
         print(row, report, flush=True)
     print(len(before), "tokens")
@@ -194,7 +205,7 @@ def fill(page: str, name: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    tables = {"grids": table, "kl": divergences, "choose": choices}
+    tables = {"grids": table, "kl": divergences, "split": partial(divergences, SPLITS), "choose": choices}
     name = (sys.argv[1:] or ["grids"])[0]
     written = tables[name]()
     PAGE.write_text(fill(PAGE.read_text(), name, written))

@@ -207,7 +207,7 @@ class Policy:
     def card_facts(self) -> dict[str, Any]:
         """Settings that a model card names."""
         settings = {"objective": self.args.objective, **self.record(), "temperature": self.args.temperature}
-        settings |= described_settings(self.swap_report.plan)
+        settings |= described_settings(self.swap_report.plan) | {"precisions": self.args.precisions}
         return {name: value for name, value in settings.items() if value is not None and name != "global_scales"}
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:

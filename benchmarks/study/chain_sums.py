@@ -3,6 +3,7 @@ Sums modulo 100 written out step by step, and a model of 0.6 million parameters 
 
     python benchmarks/study/chain_sums.py --output_dir DIR
     python benchmarks/study/chain_sums.py --output_dir DIR --mixture
+    python benchmarks/study/chain_sums.py --output_dir DIR --steps 60 90
 
 A problem is `03:38+47=`, its answer `85;02:47+85=32;01:85+32=17.`, character by character: each step adds the last two
 numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (docs/study_grids.md). With `--mixture` the model
@@ -17,13 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-MIN_STEPS, MAX_STEPS = 10, 15
+# Fewest and most steps of a chain.
+STEPS = (10, 15)
 NUM_HELD_OUT = 400
-# The longest answer has 171 characters and the end; there is room for two steps more.
-MAX_NEW_TOKENS = 196
 CHARACTERS = "0123456789+=;:."
-# Pretraining: most steps, batches. The learning rate falls linearly to 0 in the last stage.
-CURRICULUM = ((1, 100), (3, 50), (MAX_STEPS, 300))
+# Pretraining: most steps, batches. Longer chains than those of the last stage have it before their own, which is as long. The learning
+# rate falls linearly to 0 in the last stage.
+CURRICULUM = ((1, 100), (3, 50), (15, 300))
 TOKENS_PER_BATCH = 4000
 
 
@@ -48,12 +49,20 @@ def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     return pairs[NUM_HELD_OUT:], pairs[:NUM_HELD_OUT]
 
 
-def make_problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def num_new_tokens(steps: tuple[int, int]) -> int:
+    """
+    The tokens of the longest answer and the end, and room for two steps more.
+
+    >>> num_new_tokens((10, 15))
+    196
+    """
+    return 12 * (steps[1] + 2) - 8
+
+
+def make_problems(steps: tuple[int, int] = STEPS) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Problems to train on, and held-out ones, whose starts are not trained on with any number of steps."""
     rng = random.Random(0)
-    train, held_out = (
-        [make_problem(*pair, rng.randint(MIN_STEPS, MAX_STEPS)) for pair in pairs] for pairs in split_pairs()
-    )
+    train, held_out = ([make_problem(*pair, rng.randint(*steps)) for pair in pairs] for pairs in split_pairs())
     starts = [{problem["prompt"].split(":")[1] for problem in problems} for problems in (train, held_out)]
     if starts[0] & starts[1]:
         raise ValueError("A held-out problem is also one to train on.")
@@ -81,7 +90,7 @@ def make_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=512
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=2048
     )
 
 
@@ -98,7 +107,7 @@ def make_model(seed: int = 0):
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         # The usual 0.02 is for wide models: sums are learned many times faster from this.
         initializer_range=0.08,
@@ -133,13 +142,22 @@ def make_mixture(seed: int = 0):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+def chain_steps(model) -> tuple[int, int]:
+    """Fewest and most steps of the chains that a model was taught last."""
+    return tuple(getattr(model.config, "chain_steps", STEPS))
+
+
 def answer_problems(model, tokenizer, problems: list[dict[str, str]], temperature: float, bf16: bool) -> list[str]:
     """One completion for each problem, greedy at temperature 0."""
     import torch
 
     was_training, texts = model.training, []
     model.eval()
-    options = {"do_sample": temperature > 0, "max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": tokenizer.pad_token_id}
+    options = {
+        "do_sample": temperature > 0,
+        "max_new_tokens": num_new_tokens(chain_steps(model)),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     options |= {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
     for start in range(0, len(problems), 128):
         prompts = [problem["prompt"] for problem in problems[start : start + 128]]
@@ -156,12 +174,23 @@ def score(texts: list[str], problems: list[dict[str, str]]) -> float:
     return sum(right_sum(texts, [problem["answer"] for problem in problems])) / len(problems)
 
 
-def pretraining_batches(tokenizer, pairs: list[tuple[int, int]]) -> Iterator[dict]:
-    """Batches of chains of one length that start with `pairs`, as in `CURRICULUM`; only the answers are learned."""
+def curriculum(steps: tuple[int, int]) -> list[tuple[int, int]]:
+    """
+    Most steps and batches of each stage.
+
+    >>> curriculum((60, 90))
+    [(1, 100), (3, 50), (15, 300), (90, 300)]
+    """
+    last = (steps[1], CURRICULUM[-1][1])
+    return [*CURRICULUM, *[last] * (last not in CURRICULUM)]
+
+
+def pretraining_batches(tokenizer, pairs: list[tuple[int, int]], stages: list[tuple[int, int]]) -> Iterator[dict]:
+    """Batches of chains of one length that start with `pairs`, as in [`curriculum`]; only the answers are learned."""
     import torch
 
     rng = random.Random(1)
-    for max_steps, num_batches in CURRICULUM:
+    for max_steps, num_batches in stages:
         for _ in range(num_batches):
             num_steps = rng.randint(max(1, max_steps // 2), max_steps)
             chosen = rng.choices(pairs, k=TOKENS_PER_BATCH // (12 * num_steps))
@@ -188,12 +217,13 @@ def muon_direction(gradient, momentum):
     return x.mT * (x.shape[-1] / x.shape[-2]) ** 0.5 if is_tall else x
 
 
-def pretrain(output_dir: Path, target: float, learning_rate: float, mixture: bool = False) -> None:
+def pretrain(output_dir: Path, target: float, learning_rate: float, steps: tuple[int, int], mixture: bool) -> None:
     """Train until `target` of 128 training problems are solved by sampling at temperature 1, and save."""
     import torch
 
     tokenizer, model = make_tokenizer(), make_mixture() if mixture else make_model()
-    probe = make_problems()[0][:128]
+    model.config.chain_steps = steps
+    probe = make_problems(steps)[0][:128]
     matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
     momenta = {p: torch.zeros_like(p) for p in matrices} if mixture else {}
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
@@ -205,14 +235,14 @@ def pretrain(output_dir: Path, target: float, learning_rate: float, mixture: boo
         else torch.optim.Muon(matrices, lr=10 * learning_rate, weight_decay=0.0),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    last = CURRICULUM[-1][1]
-    num_steps = sum(num_batches for _, num_batches in CURRICULUM)
+    stages = curriculum(steps)
+    last, num_steps = stages[-1][1], sum(num_batches for _, num_batches in stages)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (num_steps - step) / last))
         for optimizer in optimizers
     ]
     start, history = time.monotonic(), []
-    for step, batch in enumerate(pretraining_batches(tokenizer, split_pairs()[0]), 1):
+    for step, batch in enumerate(pretraining_batches(tokenizer, split_pairs()[0], stages), 1):
         loss = model(**batch, **options).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -240,10 +270,11 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--target", type=float, default=0.4, help="stop when this share of sampled answers is right")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
+    parser.add_argument("--steps", type=int, nargs=2, default=STEPS, help="fewest and most of a chain")
     parser.add_argument("--mixture", action="store_true", help="teach a mixture of experts")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    pretrain(args.output_dir, args.target, args.learning_rate, args.mixture)
+    pretrain(args.output_dir, args.target, args.learning_rate, tuple(args.steps), args.mixture)
 
 
 if __name__ == "__main__":

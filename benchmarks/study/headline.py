@@ -1,4 +1,7 @@
-"""Draws docs/headline.png and the figures of docs/study_grids.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib)."""
+"""
+Draws docs/headline.png and the figures of docs/study_grids.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib);
+docs/study-bits.png too where `long_tables.py --collect outputs/bits` has added the cells of benchmarks/study/bits.yaml.
+"""
 
 import json
 import statistics
@@ -10,7 +13,7 @@ HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 sys.path.insert(0, str(HERE))
 
-from long_tables import group_cells, half_width  # noqa: E402
+from long_tables import BITS, group_cells, half_width, read_at_bits  # noqa: E402
 
 from trl_qarl.study.names import COLORS  # noqa: E402
 
@@ -28,6 +31,16 @@ BASELINE = ("long", "bf16", "bf16", "grpo-tis")
 # Held-out problems solved greedily before training, in per cent of 256 (study_grids.md, "Before training").
 BEFORE = {"bf16": 74, "w4a16-g128": 62, "w3a16-g32": 32}
 SMOOTHED = 5
+# Recipes of benchmarks/study/bits.yaml, on the left as they are, on the right with `-warm`.
+RECIPES = {
+    "nested-4": ("4", "ink"),
+    "nested-3": ("3", "blue"),
+    "nested-2": ("2", "vermillion"),
+    "nested-43": ("4, 3 in turn", "sky"),
+    "nested-432": ("4, 3, 2 in turn", "green"),
+    "nested-4to3": ("4, then 3", "orange"),
+    "nested-4to3to2": ("4, then 3, then 2", "pink"),
+}
 
 
 def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -93,6 +106,32 @@ def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: 
     figure.savefig(DOCS / picture, facecolor="white", dpi=130)
 
 
+def draw_bits(cells: list[dict]) -> None:
+    """What masters of each recipe score greedily at 4, 3 and 2 bits, means over the seeds."""
+    groups = {scheme: members for (study, scheme, *_), members in group_cells(cells).items() if study == "bits"}
+    figure, panels = _panels(figsize=(9, 3.6), sharey=True)
+    for axes, suffix, title in zip(panels, ("", "-warm"), ("as the model is", "after a warm start"), strict=True):
+        for recipe, (name, color) in RECIPES.items():
+            if scored := groups.get(recipe + suffix):
+                means = [statistics.fmean(read_at_bits(scored, bits)) for bits in BITS]
+                axes.plot(range(len(BITS)), means, "o-", color=COLORS[color][0], lw=1.8, label=name)
+        axes.set_xticks(range(len(BITS)), [f"{bits} bits" for bits in BITS])
+        axes.set_title(title, fontsize=12, loc="left")
+        axes.yaxis.set_major_formatter("{x:.0f} %")
+    lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+    panels[1].legend(
+        lines.values(),
+        lines,
+        frameon=False,
+        fontsize=8.5,
+        title="trained at bits",
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+    )
+    figure.tight_layout()
+    figure.savefig(DOCS / "study-bits.png", facecolor="white", dpi=130)
+
+
 def _panels(**options):
     import matplotlib
 
@@ -112,3 +151,5 @@ if __name__ == "__main__":
     draw_scores(cells, read_scores(cells))
     draw_courses(cells, "reward", "share of sampled answers that are right", "study-long-reward.png")
     draw_courses(cells, "mismatch/abs_logp_mean", "mismatch, nats per token", "study-long-mismatch.png", log=True)
+    if any(cell["study"] == "bits" for cell in cells):
+        draw_bits(cells)

@@ -27,7 +27,8 @@ def improve_start(trainer, start: str) -> None:
     if start == "mse":
         clip_to_best_scale(trainer.model)
     else:
-        tokens, _ = sample_answers(trainer, chain_sums.make_problems()[0][:NUM_SAMPLES])
+        problems, _ = chain_sums.make_problems(chain_sums.chain_steps(trainer.model))
+        tokens, _ = sample_answers(trainer, problems[:NUM_SAMPLES])
         round_by_gptq(trainer, tokens)
 
 
@@ -70,8 +71,9 @@ def sample_answers(trainer, problems: list[dict[str, str]]) -> tuple[torch.Tenso
     return tokens, (places >= starts) & (places < ends)
 
 
-def distill(model, scheme: str, group_size: int, seed: int, bf16: bool) -> None:
-    """`NUM_DISTILLED` updates of 32 answers each towards the model before quantization (examples/warm_start.py)."""
+def distill(model, scheme: str, group_size: int, seed: int, bf16: bool, precisions: list[int] | None = None) -> None:
+    """`NUM_DISTILLED` updates of 32 answers each towards the model before quantization, at `precisions` in turn (examples/warm_start.py)."""
+    steps = chain_sums.chain_steps(model)
     config = DistillationConfig(
         tempfile.mkdtemp(),
         seed=seed,
@@ -79,7 +81,7 @@ def distill(model, scheme: str, group_size: int, seed: int, bf16: bool) -> None:
         learning_rate=1e-4,
         lr_scheduler_type="constant",
         per_device_train_batch_size=32,
-        max_completion_length=chain_sums.MAX_NEW_TOKENS,
+        max_completion_length=chain_sums.num_new_tokens(steps),
         gradient_checkpointing=False,
         use_cpu=True,
         bf16=bf16,
@@ -87,9 +89,10 @@ def distill(model, scheme: str, group_size: int, seed: int, bf16: bool) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    prompts = Dataset.from_list([{"prompt": problem["prompt"]} for problem in chain_sums.make_problems()[0]])
+    prompts = Dataset.from_list([{"prompt": problem["prompt"]} for problem in chain_sums.make_problems(steps)[0]])
     tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-    warm_start(model, copy.deepcopy(model), get_scheme(scheme, group_size=group_size), prompts, tokenizer, config)
+    teacher, scheme = copy.deepcopy(model), get_scheme(scheme, group_size=group_size)
+    warm_start(model, teacher, scheme, prompts, tokenizer, config, precisions)
 
 
 def log_probs(model, ids: torch.Tensor, bf16: bool) -> torch.Tensor:

@@ -47,6 +47,24 @@ VARIANTS = {
     "w3a16-g32-distill": {"scheme": "w3a16-observer", "group_size": 32, "start": "distill"},
     "w4a16-g128-distill": {"scheme": "w4a16-observer", "group_size": 128, "start": "distill"},
 }
+# One set of masters in groups of 32 at several precisions (benchmarks/study/bits.yaml), a list a batch at a time.
+NESTED = {
+    "nested-4": [4],
+    "nested-3": [3],
+    "nested-2": [2],
+    "nested-43": [4, 3],
+    "nested-432": [4, 3, 2],
+    "nested-4to3": {0: 4, 120: 3},
+    "nested-4to3to2": {0: 4, 80: 3, 160: 2},
+}
+VARIANTS |= {
+    name + suffix: {"scheme": "w4a16", "group_size": 32, "precisions": precisions} | start
+    for suffix, start in {"": {}, "-warm": {"start": "distill"}}.items()
+    for name, precisions in NESTED.items()
+    if not (suffix and name in ("nested-4", "nested-4to3"))
+}
+# What is read of such masters, and what their warm start, the same for all, takes turns at.
+BITS = [4, 3, 2]
 PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
 # The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_grids.md says how that was chosen.
@@ -88,20 +106,25 @@ def train(args: Namespace) -> None:
             (args.output_dir / routes.ROUTES_FILE).unlink(missing_ok=True)
             routes.RouteRecorder(trainer, args.output_dir / routes.ROUTES_FILE)
         trainer.train()
-        # So that a report does not take runs with and without errors for the same.
+        # So that a report does not take runs with and without errors, or from another start, for the same.
         record = args.output_dir / "run.json"
-        errors = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
-        record.write_text(json.dumps(json.loads(record.read_text()) | errors, indent=2))
+        own = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
+        own |= {
+            name: VARIANTS[args.scheme][name] for name in ("start", "low_bit_rate") if name in VARIANTS[args.scheme]
+        }
+        record.write_text(json.dumps(json.loads(record.read_text()) | own, indent=2))
         trainer.save_model(args.output_dir / "masters")
     # The policy is scored without a fault of its engine.
     vars(trainer.model).pop("generate", None)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if not args.max_steps and args.scheme == "bf16":
         plain = {name: VARIANTS[name] for name in PLAIN}
-        problems = chain_sums.make_problems()[1][: args.num_scored]
+        problems = held_out(trainer.model, args.num_scored)
         divergences = long_starts.measure_divergence(trainer, plain, problems)
         (args.output_dir / "divergences.json").write_text(json.dumps(divergences) + "\n")
-    (args.output_dir / "scores.json").write_text(json.dumps(score_policies(trainer, args.num_scored)) + "\n")
+    (args.output_dir / "scores.json").write_text(
+        json.dumps(score_policies(trainer, args.num_scored, deployed_bits(args.scheme))) + "\n"
+    )
 
 
 def make_trainer(args: Namespace):
@@ -118,7 +141,12 @@ def make_trainer(args: Namespace):
         **{name: args.band_scale * offset for name, offset in offsets.items()},
         **VARIANTS[args.scheme],
     }
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     start, rate = options.pop("start", None), options.pop("low_bit_rate", None)
+    if isinstance(options.get("precisions"), dict):
+        # What a shorter run reaches of it.
+        reached = {update: bits for update, bits in options["precisions"].items() if update < max(args.max_steps, 1)}
+        options["precisions"] = reached
     config = QaRLConfig(
         str(args.output_dir),
         **options,
@@ -133,7 +161,7 @@ def make_trainer(args: Namespace):
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=NUM_PROMPTS * NUM_GENERATIONS // NUM_UPDATES_PER_BATCH,
         steps_per_generation=NUM_UPDATES_PER_BATCH,
-        max_completion_length=chain_sums.MAX_NEW_TOKENS,
+        max_completion_length=chain_sums.num_new_tokens(chain_sums.chain_steps(model)),
         gradient_checkpointing=False,
         use_cpu=True,
         bf16=has_fast_bf16(),
@@ -143,10 +171,10 @@ def make_trainer(args: Namespace):
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     if start == "distill":
-        long_starts.distill(model, options["scheme"], options["group_size"], args.seed, config.bf16)
-    training, _ = chain_sums.make_problems()
+        precisions = BITS if "precisions" in options else None
+        long_starts.distill(model, options["scheme"], options["group_size"], args.seed, config.bf16, precisions)
+    training, _ = chain_sums.make_problems(chain_sums.chain_steps(model))
     trainer = QaRLTrainer(
         model,
         chain_sums.right_sum,
@@ -162,6 +190,11 @@ def make_trainer(args: Namespace):
     return trainer
 
 
+def held_out(model, number: int) -> list[dict[str, str]]:
+    """Problems that are not trained on, with chains as long as the model was taught."""
+    return chain_sums.make_problems(chain_sums.chain_steps(model))[1][:number]
+
+
 def speed_up(optimizer, model, rate: float) -> None:
     """Give the master weights of quantized layers `rate` times the learning rate of the others."""
     from trl_qarl.quantization.swap import quantized_layers
@@ -174,10 +207,19 @@ def speed_up(optimizer, model, rate: float) -> None:
             optimizer.add_param_group({**group, "params": fast, "lr": rate * group["lr"]})
 
 
-def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
+def deployed_bits(variant: str) -> int | None:
+    """The smallest bits of a list or schedule, at which its masters are deployed; None for variants without `precisions`."""
+    from trl_qarl.quantization.precisions import bits_of
+
+    precisions = VARIANTS[variant].get("precisions")
+    return precisions and bits_of(precisions)[-1]
+
+
+def score_policies(trainer, num_scored: int, deployed: int | None = None) -> dict[str, dict[str, int]]:
     """
     Held-out problems solved: `greedy` and `sampled` (temperature 1) by the deployed policy, which is the one that made
-    the rollouts. For comparison `unquantized greedy` by the masters as they are, or after a bf16 run, and
+    the rollouts, and of one with several precisions that at `deployed` bits, the fewest. Such masters are read at each of `BITS`, too:
+    `3 bits greedy` and so on. For comparison `unquantized greedy` by the masters as they are, or after a bf16 run, and
     before training, `w4a16-g32 greedy` and alike by its weights quantized. The model is of no use for training afterwards.
     """
     import torch
@@ -192,7 +234,7 @@ def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
 
     model, bf16 = trainer.model, trainer.args.bf16
     dtype = torch.bfloat16 if bf16 else torch.float32
-    problems = chain_sums.make_problems()[1][:num_scored]
+    problems = held_out(model, num_scored)
 
     def solved(temperature: float) -> dict[str, int]:
         torch.manual_seed(0)
@@ -200,8 +242,13 @@ def score_policies(trainer, num_scored: int) -> dict[str, dict[str, int]]:
             texts = chain_sums.answer_problems(model, trainer.processing_class, problems, temperature, bf16)
         return {"correct": round(chain_sums.score(texts, problems) * len(problems)), "total": len(problems)}
 
+    scores = {}
     with quantized_forward(model):
-        scores = {"greedy": solved(0.0), "sampled": solved(1.0)}
+        for bits in [None] if deployed is None else BITS:
+            trainer.set_precision(bits)
+            found = {"greedy": solved(0.0), "sampled": solved(1.0)}
+            scores |= found if bits == deployed else {}
+            scores |= {} if bits is None else {f"{bits} bits {name}": score for name, score in found.items()}
     if trainer.args.is_quantized:
         disable_quantized_forward(model)
         return scores | {"unquantized greedy": solved(0.0)}

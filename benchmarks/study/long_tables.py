@@ -78,6 +78,7 @@ ROUTES = (
     ("routes/effective_experts", "experts in use, of 8", 1, 3),
 )
 UPDATES_PER_BATCH = 8
+BITS = (4, 3, 2)
 Cell = dict[str, Any]
 MEASURES: dict[str, Callable[[Cell], float]] = {
     "final reward": lambda cell: 100 * quarter(cell, "reward", 3),
@@ -183,6 +184,7 @@ def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
         found[study, "behaviour"] = quarters_table(groups, BEHAVIOUR)
         found[study, "mismatch"] = quarters_table(groups, MISMATCH)
         found[study, "routes"] = quarters_table(groups, ROUTES)
+        found[study, "bits"] = bits_table(groups)
         found[study, "differences"] = differences_table(groups)
         found[study, "changes"] = changes_table(groups)
     return {name: "\n".join(lines) for name, lines in found.items()}
@@ -231,6 +233,22 @@ def quarters_table(
             texts.append("-" if any(map(math.isnan, means)) else " to ".join(f"{mean:.{digits}g}" for mean in means))
         lines.append(_row([scheme, f"{kind}, {objective}", *texts]))
     return lines
+
+
+def bits_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+    """What one set of masters scores when it is read at each number of bits, in percent; a row for each group that was so read."""
+    header = ["recipe", "seeds", *(f"{bits} bits, {name}" for name in ("greedy", "sampled") for bits in BITS)]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for (recipe, *_), cells in groups.items():
+        if read_at_bits(cells, 4):
+            scores = [read_at_bits(cells, bits, name) for name in ("greedy", "sampled") for bits in BITS]
+            lines.append(_row([recipe, str(len(cells)), *map(interval, scores)]))
+    return lines
+
+
+def read_at_bits(cells: Sequence[Cell], bits: int, name: str = "greedy") -> list[float]:
+    """Scores in percent of masters read at `bits` bits; none of cells with one precision."""
+    return [cell["scores"][f"{bits} bits {name}"] for cell in cells if f"{bits} bits {name}" in cell["scores"]]
 
 
 def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:

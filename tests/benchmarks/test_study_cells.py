@@ -96,15 +96,29 @@ def test_chain_sums_are_right_in_every_step(chain_sums):
         assert all(after[1:3] == before[2:] for before, after in itertools.pairwise(steps))
 
 
+def test_chain_sums_of_any_length(chain_sums, tmp_path):
+    steps = (60, 90)
+    train, held_out = chain_sums.make_problems(steps)
+    lengths = {len(problem["answer"]) + 1 for problem in (*train, *held_out)}
+    assert min(lengths) == 12 * 60 - 8 and max(lengths) == 12 * 90 - 8 == chain_sums.num_new_tokens(steps) - 24
+    assert not {problem["prompt"][3:] for problem in train} & {problem["prompt"][3:] for problem in held_out}
+    # What a model was taught last is what a run asks of it.
+    model = chain_sums.make_model()
+    assert chain_sums.chain_steps(model) == chain_sums.STEPS
+    model.config.chain_steps = steps
+    model.config.save_pretrained(tmp_path)
+    model.config = type(model.config).from_pretrained(tmp_path)
+    assert chain_sums.chain_steps(model) == steps
+
+
 def test_chain_sums_held_out_starts_are_not_trained_on(chain_sums, monkeypatch):
     train, held_out = (
         {problem["prompt"].split(":")[1] for problem in problems} for problems in chain_sums.make_problems()
     )
     assert len(train) == 7700 and len(held_out) == 400 and not train & held_out
-    monkeypatch.setattr(chain_sums, "CURRICULUM", ((3, 4),))
     monkeypatch.setattr(chain_sums, "TOKENS_PER_BATCH", 400)
     tokenizer = chain_sums.make_tokenizer()
-    for batch in chain_sums.pretraining_batches(tokenizer, chain_sums.split_pairs()[0]):
+    for batch in chain_sums.pretraining_batches(tokenizer, chain_sums.split_pairs()[0], [(3, 4)]):
         shown = tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
         assert {text[3:9] for text in shown} <= train
         # Only the answer and the end are learned.
@@ -139,7 +153,7 @@ def untrained(chain_sums, tmp_path_factory):
 def test_a_cell_of_the_long_study_runs(
     chain_sums, long_study, untrained, tmp_path, monkeypatch, objective, quantize_learner
 ):
-    monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 12)
+    monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 12)
     monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
     options = ["--max_steps", "2", "--num_scored", "4", "--error_share", "1", "--objective", objective]
     options += ["--quantize_learner", quantize_learner, "--model", str(untrained), "--output_dir", str(tmp_path)]
@@ -158,7 +172,7 @@ def test_a_cell_of_a_mixture_counts_routes_that_flip(chain_sums, long_study, tmp
     torch.manual_seed(0)
     chain_sums.make_mixture().save_pretrained(tmp_path)
     chain_sums.make_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr(chain_sums, "MAX_NEW_TOKENS", 6)
+    monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 6)
     monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
     options = ["--max_steps", "1", "--num_scored", "4", "--scheme", "w3a16-g32", "--objective", "tbpo"]
     options += [
@@ -285,6 +299,15 @@ def test_a_change_is_compared_with_its_recipe_beside_the_noise(long_tables):
     ]
 
 
+def test_masters_of_several_precisions_have_a_row_with_each(long_tables):
+    scores = {f"{bits} bits {name}": 10.0 * bits for bits in (4, 3, 2) for name in ("greedy", "sampled")}
+    cells = [{"scores": scores | {"3 bits greedy": score}} for score in (30.0, 34.0)]
+    groups = {("w4a16", "QaRL", "tbpo"): [{"scores": {"greedy": 1.0}}], ("nested-43", "QaRL", "tbpo"): cells}
+    assert long_tables.bits_table(groups)[2:] == [
+        "| nested-43 | 2 | 40 ± 0 | 32 ± 25 | 20 ± 0 | 40 ± 0 | 30 ± 0 | 20 ± 0 |"
+    ]
+
+
 def test_tails_are_the_bins_beyond_e_and_its_inverse(long_tables):
     row = {"name": "token_mismatch_weight", "edges": [0.1, 0.3, 0.5, 2.0, 3.0, 4.0], "step": 1}
     rows = [
@@ -376,28 +399,31 @@ def test_gptq_refuses_scales_that_follow_another_rule(chain_sums, long_starts):
         long_starts.round_by_gptq(SimpleNamespace(model=model), torch.zeros(1, 4, dtype=torch.int64))
 
 
-def test_warm_start_brings_the_low_bit_policy_nearer(chain_sums, long_starts, tmp_path):
+@pytest.mark.parametrize("name, precisions", [("w3a16-observer", None), ("w4a16", [3, 2])])
+def test_warm_start_brings_the_low_bit_policy_nearer(chain_sums, long_starts, tmp_path, name, precisions):
     from datasets import Dataset
     from trl import DistillationConfig
 
     from trl_qarl import prepare_model, restore_model
+    from trl_qarl.quantization.precisions import at_bits
     from trl_qarl.quantization.schemes import get_scheme
 
     student, teacher = chain_sums.make_model(), chain_sums.make_model()
-    scheme = get_scheme("w3a16-observer", 32)
+    scheme = get_scheme(name, 32)
     tokens = torch.randint(2, 17, (16, 32), generator=torch.Generator().manual_seed(0))
 
-    def distance():
-        prepare_model(student, scheme, scale_dtype=torch.float32)
+    def distance(bits):
+        prepare_model(student, scheme if bits is None else at_bits(scheme, bits), scale_dtype=torch.float32)
         with torch.no_grad():
             low_bit, unquantized = (long_starts.log_probs(model.eval(), tokens, False) for model in (student, teacher))
         restore_model(student)
         return long_starts.divergence(unquantized, low_bit, torch.ones_like(tokens, dtype=torch.bool)).item()
 
-    before = distance()
+    bits = precisions and min(precisions)
+    before = distance(bits)
     config = DistillationConfig(
         str(tmp_path),
-        max_steps=8,
+        max_steps=8 * len(precisions or [None]),
         learning_rate=3e-4,
         per_device_train_batch_size=8,
         max_completion_length=16,
@@ -407,9 +433,40 @@ def test_warm_start_brings_the_low_bit_policy_nearer(chain_sums, long_starts, tm
         report_to=[],
     )
     prompts = Dataset.from_dict({"prompt": [f"0{number}:12+34=" for number in range(8)]})
-    long_starts.warm_start(student, teacher, scheme, prompts, chain_sums.make_tokenizer(), config)
+    long_starts.warm_start(student, teacher, scheme, prompts, chain_sums.make_tokenizer(), config, precisions)
     assert type(student.model.layers[0].mlp.up_proj) is torch.nn.Linear
-    assert distance() < 0.9 * before
+    assert distance(bits) < 0.9 * before
+
+
+def test_warm_start_refuses_bits_that_the_scheme_does_not_have(chain_sums, long_starts):
+    from trl_qarl.quantization.schemes import get_scheme
+
+    arguments = (None, get_scheme("w3a16", 32), None, None, SimpleNamespace(bf16=False, max_steps=8))
+    with pytest.raises(ValueError, match="has 4 bits, which no layer of scheme 'w3a16' can have"):
+        long_starts.warm_start(chain_sums.make_model(), *arguments, [4, 3])
+
+
+def test_nested_masters_are_scored_at_each_precision(chain_sums, long_study, untrained, tmp_path, monkeypatch):
+    monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 12)
+    monkeypatch.setattr(long_study, "VARIANTS", long_study.VARIANTS | {"nested": long_study.VARIANTS["nested-432"]})
+    monkeypatch.setitem(long_study.VARIANTS["nested"], "precisions", {0: 3, 8: 2})
+    monkeypatch.setitem(long_study.VARIANTS["nested"], "start", "mse")
+    options = ["--max_steps", "1", "--num_scored", "4", "--scheme", "nested"]
+    monkeypatch.setattr(sys, "argv", ["", *options, "--model", str(untrained), "--output_dir", str(tmp_path)])
+    read_at = []
+    monkeypatch.setattr(
+        chain_sums, "score", lambda *args: read_at.append(trainers[0].policy.bits) or 0.25 * len(read_at) % 1
+    )
+    make_trainer, trainers = long_study.make_trainer, []
+    monkeypatch.setattr(long_study, "make_trainer", lambda args: trainers.append(make_trainer(args)) or trainers[0])
+    long_study.main()
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert json.loads((tmp_path / "run.json").read_text())["start"] == "mse"
+    assert read_at == [4, 4, 3, 3, 2, 2, 2] and trainers[0].args.precisions == {0: 3}
+    assert set(scores) == {"greedy", "sampled", "unquantized greedy"} | {
+        f"{bits} bits {name}" for bits in (4, 3, 2) for name in ("greedy", "sampled")
+    }
+    assert scores["greedy"] == scores["2 bits greedy"] and scores["sampled"] == scores["2 bits sampled"]
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])

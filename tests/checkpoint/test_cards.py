@@ -39,6 +39,20 @@ def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path)
     assert "a local model, `llama`" in text and str(tmp_path) not in text and "None" not in text
 
 
+def test_cards_of_several_precisions_say_how_to_get_each(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path / "run", group_size=64, precisions=[3, 2, 3])
+    trainer.save_model()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "| `precisions` | [3, 2, 3] |" in text
+    commands = [line for line in text.splitlines() if "--bits" in line]
+    export = "trl-qarl export --model_name_or_path run --output_dir run-{0}-bits --bits {0}"
+    assert commands == [export.format(3), export.format(2)]
+    card = export_card("x", None, "w4a16", "float32", TrainingFacts({"scheme": "w4a16", "precisions": [3, 2]}))
+    assert "trained at the bits that `precisions` names" in card.text
+    rewards = summarize([{"step": 1, "reward": 0.5, "reward/3_bits": 0.75, "reward/2_bits": 0.25}])
+    assert rewards["reward at 3 bits, last logged"] == "0.75" and rewards["reward at 2 bits, last logged"] == "0.25"
+
+
 def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_export="master")
     trainer.model.name_or_path, trainer.hub_model_id = "org/base", "me/policy"

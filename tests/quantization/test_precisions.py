@@ -1,5 +1,6 @@
 """Masters at several precisions: grids that nest, the order of precisions, and what is refused."""
 
+import math
 import re
 
 import pytest
@@ -19,6 +20,7 @@ from trl_qarl.quantization.precisions import (
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.telemetry.codes import code_flip_rate
 
 
 FOUR = SIGNED[4]
@@ -75,6 +77,18 @@ def test_a_scheme_without_more_bits_or_a_nesting_grid_stays():
     plan = plan_at_bits(get_plan({"re:.*mlp.*": FOUR, "_default": "w8a8"}, 32, high_precision_first=1), 3)
     assert [(s.grid.num_bits, s.group_size) for s in plan.schemes] == [(3, 32), (8, None)]
     assert plan.high_precision_first == 1
+
+
+def test_codes_of_another_grid_have_not_flipped():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8, bias=False))
+    schemes = prepare_model(model, get_scheme(FOUR, 32)).schemes
+    (weight,) = model[0].quantized_weights.values()
+    weight.low_bit_weight()
+    set_precision(quantized_layers(model), schemes, 3)
+    assert math.isnan(code_flip_rate([weight]))
+    with torch.no_grad():
+        model[0].weight.mul_(1.0)
+    assert code_flip_rate([weight]) == 0.0
 
 
 def test_layers_quantize_their_masters_at_the_bits_that_are_set_and_come_back():

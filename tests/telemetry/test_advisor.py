@@ -142,6 +142,35 @@ def test_reward_is_compared_with_its_noise(slope, level):
     assert judge("learning", metrics, number=7) is None
 
 
+def test_a_change_of_precision_is_no_fault():
+    def half(step, first, second):
+        return first if step <= 20 else second
+
+    # Fewer bits earn less, and speak with more entropy.
+    schedule = {
+        "quant/bits": lambda step: {1: 4, 21: 3}.get(step),
+        "reward": lambda step: half(step, 0.8, 0.2) + step / 100,
+        "entropy": lambda step: half(step, 0.1, 1.0),
+    }
+    logged = [{name: value for name, value in row.items() if value is not None} for row in rows(40, **schedule)]
+    levels = {finding.rule: finding for finding in assess(logged, CONFIG | {"precisions": {"0": 4, "20": 3}})}
+    assert levels["learning"].level == levels["entropy"].level == "fine"
+    assert levels["learning"].value.endswith("at 3 bits")
+    without = [{name: value for name, value in row.items() if name != "quant/bits"} for row in logged]
+    assert {finding.rule: finding.level for finding in assess(without, CONFIG)} == {
+        "learning": "bad",
+        "entropy": "bad",
+    }
+
+
+def test_of_precisions_in_turn_the_worst_counts():
+    turn = {"quant/bits": lambda step: 4 - step % 2, "entropy": lambda step: 0.1 if step % 2 else 0.1 * step}
+    found = judge("entropy", turn, 40, precisions=[4, 3])
+    assert found.level == "bad" and found.value.endswith("at 4 bits")
+    # Means over both are compared with each other.
+    assert judge("entropy", turn | {"quant/bits": 3.5, "entropy": 0.1}, 40).level == "fine"
+
+
 def test_recent_values_count_and_not_those_long_ago():
     metrics = {"mismatch/abs_logp_mean": lambda step: 1.0 if step <= 30 else 0.01}
     assert judge("mismatch", metrics, number=40).level == "fine"

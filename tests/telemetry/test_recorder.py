@@ -131,6 +131,16 @@ def test_a_rollout_is_logged_and_waits_as_a_batch_with_its_worst_completions():
     assert recorder.pop() == {WORST_FILE: [], BATCHES_FILE: [], DISTRIBUTIONS_FILE: []}
 
 
+def test_batches_at_several_bits_are_logged_apart():
+    recorder, metrics = make_recorder()
+    for bits, reward in ((4.0, 0.75), (3.0, 0.25)):
+        metrics["train"]["reward"].append(reward)
+        observe(recorder, make_batch(), {"quant/bits": bits})
+    logged = metrics["train"]
+    assert (logged["reward/4_bits"], logged["reward/3_bits"]) == ([0.75], [0.25])
+    assert logged["mismatch/abs_logp_mean/3_bits"] == logged["mismatch/abs_logp_mean"][1:]
+
+
 def test_evaluation_is_logged_and_not_kept():
     recorder, metrics = make_recorder()
     recorder.model.eval()

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from ..packages import installed
 from ..quantization.plan import QuantPlan
+from ..quantization.precisions import bits_of
 from .serving import ADAPTER_FOLDER, adapter_rank, dtype_option, serve_command
 
 
@@ -142,7 +143,7 @@ def masters_card(
         policy (`str`, *optional*):
             Where the low-bit policy is pushed to.
     """
-    scheme = facts.settings["scheme"]
+    scheme, precisions = facts.settings["scheme"], facts.settings.get("precisions")
     return _render(
         "masters_card.md",
         _card_data(title, name_or_path, {"generated_from_trainer", *facts.tags}, facts.dataset),
@@ -156,6 +157,7 @@ def masters_card(
         source=hub_model_id or title,
         source_name=title,
         scheme=scheme,
+        trained_bits=bits_of(precisions) if precisions else [],
         serve=f"vllm serve {title}-{scheme}{dtype_option(facts.settings.get('scale_dtype'))}",
     )
 
@@ -290,6 +292,7 @@ def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
     found = {}
     for name, label in (
         ("reward", "reward"),
+        *((f"reward/{bits}_bits", f"reward at {bits} bits") for bits in (4, 3, 2)),
         ("mismatch/abs_logp_mean", "difference of log-probs between rollout and learner, in nats per token"),
     ):
         values = [row[name] for row in history if row.get(name) is not None]

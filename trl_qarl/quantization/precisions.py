@@ -20,7 +20,15 @@ from .plan import QuantPlan
 from .schemes import GRIDS, SCHEMES, QuantScheme
 
 
-__all__ = ["at_bits", "parse_precisions", "plan_at_bits", "precision_at", "problems_of_precisions", "set_precision"]
+__all__ = [
+    "at_bits",
+    "bits_of",
+    "parse_precisions",
+    "plan_at_bits",
+    "precision_at",
+    "problems_of_precisions",
+    "set_precision",
+]
 
 Precisions = list[int] | dict[int, int]
 
@@ -62,6 +70,11 @@ def parse_precisions(value: Any) -> Precisions | None:
 
 def _bits(precisions: Any) -> Iterable[Any]:
     return precisions.values() if isinstance(precisions, dict) else precisions
+
+
+def bits_of(precisions: Precisions) -> list[int]:
+    """Return the bits that occur in `precisions`, most first."""
+    return sorted(set(_bits(precisions)), reverse=True)
 
 
 def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: int) -> Iterator[str]:

@@ -94,7 +94,7 @@ class QuantizedWeight:
 
     Attributes:
         source ([`MasterSource`]): gives the weight that is quantized.
-        num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization, 0-d int64.
+        num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization on the same grid, 0-d int64.
         global_scale (`float` or `None`): what NVFP4's scales are divided by, chosen at the first use unless it was given.
     """
 
@@ -148,7 +148,10 @@ class QuantizedWeight:
         # Tensors made in inference mode could not be saved for backward later.
         with torch.inference_mode(False), torch.no_grad():
             low_bit = self.quantize(self.source.value(weight).detach())
-            if kept is not None:
+            if kept is not None and kept.scheme != self.scheme:
+                # Codes of another grid are other codes, whatever the master did.
+                self.num_flipped_codes = None
+            elif kept is not None:
                 self.num_flipped_codes = count_code_flips(kept.qdata, low_bit.qdata, self.scheme.container)
                 if self.num_flipped_codes == 0 and torch.equal(kept, low_bit):
                     low_bit = kept

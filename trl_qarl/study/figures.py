@@ -20,6 +20,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("reward", "mean reward of the sampled completions"),
         Metric("eval_reward", "mean reward on the evaluation set"),
     ),
+    "Reward at each precision": tuple(
+        Metric(f"reward/{bits}_bits", f"mean reward of the batches at {bits} bits") for bits in (4, 3, 2)
+    ),
     "Mismatch between learner and rollout": (
         # The same range in every report, from what rounding leaves to what unaligned weights do.
         Metric("mismatch/abs_logp_mean", "mean |log-prob difference| (nats per token)", "log", (1e-4, 3.0)),
@@ -69,6 +72,7 @@ TIMES = (
     ("rollout/tokens_per_second", "tokens per second of a rollout"),
 )
 _NAMES = {
+    "Reward at each precision": "bits",
     "Mismatch between learner and rollout": "mismatch",
     "Share of dropped sequences": "dropped",
     "Codes changed": "codes",

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..quantization.plan import get_plan
@@ -84,8 +84,28 @@ def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
             Content of `run.json`: `scheme`, `quantize_learner`, `objective`, `learning_rate`, and `options` for what differs
             from the defaults.
     """
-    rows, settings = list(rows), {**config.get("options", {}), **config}
-    return [finding for rule in RULES if (finding := rule(rows, settings)) is not None]
+    settings = {**config.get("options", {}), **config}
+    parts = _by_bits(rows, settings)
+    findings = []
+    for rule in RULES:
+        found = [(finding, bits) for bits, part in parts.items() if (finding := rule(part, settings)) is not None]
+        if found:
+            finding, bits = max(found, key=lambda pair: LEVELS.index(pair[0].level))
+            findings.append(finding if bits is None else replace(finding, value=f"{finding.value} at {bits:g} bits"))
+    return findings
+
+
+def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list[Mapping[str, float | None]]]:
+    """
+    Return the rows of each precision of a run with `precisions`, of which the worst counts; of a schedule those of the last. A row is of
+    the bits that were logged last; means over several precisions are compared with means over as many of each.
+    """
+    parts: dict[float | None, list[Mapping[str, float | None]]] = {}
+    bits = None
+    for row in rows:
+        bits = row.get("quant/bits", bits)
+        parts.setdefault(bits, []).append(row)
+    return {bits: parts[bits]} if isinstance(settings.get("precisions"), Mapping) and parts else parts
 
 
 def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding], frozenset[str]]:

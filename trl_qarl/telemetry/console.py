@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # Name on the console, metrics of which the first that was logged is shown, and format.
 _COLUMNS = (
     ("reward", ("reward",), "{:.3g}"),
+    ("bits", ("quant/bits",), "{:.3g}"),
     ("reward_std", ("reward_std",), "{:.2g}"),
     ("length", ("completions/mean_length", "rollout/mean_length"), "{:.0f}"),
     ("entropy", ("entropy",), "{:.2g}"),

@@ -32,6 +32,9 @@ __all__ = ["Recorder"]
 
 logger = logging.getLogger(__name__)
 
+# Logged by precision, too, in a run with several.
+_BY_BITS = ("reward", "mismatch/abs_logp_mean", "quant/sqnr")
+
 
 class Recorder(TrainerCallback):
     """
@@ -152,7 +155,11 @@ class Recorder(TrainerCallback):
         self.log(row)
         if not self.model.training:
             return
-        self._batches.append({"reward": self._metrics["train"]["reward"][-1], **row})
+        of_batch = {"reward": self._metrics["train"]["reward"][-1], **row}
+        if (bits := row.get("quant/bits")) is not None:
+            # Apart, as a row of the log is a mean over batches.
+            self.log({f"{name}/{bits:.0f}_bits": of_batch[name] for name in _BY_BITS if name in of_batch})
+        self._batches.append(of_batch)
         if is_scored:
             self._worst += worst_examples(
                 *batch.rollout,

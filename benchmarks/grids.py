@@ -1,9 +1,10 @@
 """
 Writes tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what rounding does to SmolLM2,
+`python benchmarks/grids.py chain DIR` what it does to the model of chain sums that `study/chain_sums.py` left in DIR,
 `python benchmarks/grids.py split` what split channels bring beside smaller groups, and `python benchmarks/grids.py choose` one row for each scheme from what these and `alignment.json` hold.
 
 The squared error is that of Gaussian weights `(4096, 1024)` with scales in bfloat16, relative to their sum of squares. The divergence is that
-of a model with low-bit weights from the model itself, in float32, over answers that the model samples to six questions. `kl` also prints
+of a model with low-bit weights from the model itself, in float32, over answers that the model samples, to six questions or 64 held-out sums. `kl` also prints
 that of keys and values in FP8, of the model as it is.
 """
 
@@ -38,6 +39,8 @@ KL_SCHEMES = (
     ("w4a16-observer", 128),
     ("w4a16", 32),
     ("w4a16-observer", 32),
+    ("w4a16-asym", 128),
+    ("w4a16-asym", 32),
     ("w3a16", 32),
     ("w3a16-observer", 32),
     ("w2a16", 32),
@@ -55,6 +58,7 @@ YES, PLUGIN, NO = "yes", "with this package", "-"
 # vLLM on a CPU, on Hopper and on Blackwell, and transformers; GPUs by their sources alone.
 PLACES = {
     "w4a16": (YES, "Machete or Marlin", "Marlin", YES),
+    "w4a16-asym": (YES, "Machete or Marlin", "Marlin", YES),
     "w8a16": (PLUGIN, "Machete or Marlin", "Marlin", YES),
     "w8a8": (YES, "CUTLASS", NO, YES),
     "fp8": (PLUGIN, "CUTLASS", "CUTLASS", YES),
@@ -130,11 +134,51 @@ def divergences(settings: Sequence[tuple] = KL_SCHEMES) -> str:
         split = f", {split_outlier_channels(changed, scheme, *share, torch.bfloat16)} split" if share else ""
         report = prepare_model(changed, scheme, scale_dtype=torch.bfloat16)
         weights = [layer.low_bit_weight() for layer in quantized_layers(changed).values()]
-        bits = 8 * sum(weight.num_bytes for weight in weights) / NUM_LOW_BIT
+        bits = 8 * sum(map(bytes_in_checkpoint, weights)) / NUM_LOW_BIT
         row = f"| `{name}` | {group_size or 'output channel'}{split} | {bits:.2f} | {nats(log_probs(changed)):.3g} |"
         restore_model(changed)
         lines.append(row)
         print(row, report, flush=True)
+    print(len(before), "tokens")
+    return "\n".join(lines)
+
+
+def bytes_in_checkpoint(weight: LowBitTensor) -> int:
+    return sum(
+        part.nbytes
+        for name, part in weight.checkpoint_tensors().items()
+        if name not in ("weight_shape", "weight_global_scale")
+    )
+
+
+@torch.no_grad()
+def divergences_of_sums(folder: str) -> str:
+    """Table of nats per token from the model of chain sums, which was trained in float32 and never rounded, to itself with low-bit weights."""
+    from study.chain_sums import make_problems
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trl_qarl import prepare_model, restore_model
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    answers = []
+    for problem in make_problems()[1][:64]:
+        ids = tokenizer(problem["prompt"], return_tensors="pt")["input_ids"]
+        sampled = model.generate(ids, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=200)
+        answers.append((sampled, ids.shape[1]))
+
+    def log_probs():
+        return torch.cat([model(ids).logits[0, start - 1 : -1].log_softmax(-1) for ids, start in answers])
+
+    before = log_probs()
+    lines = ["| scheme | one scale per | nats per token |", "|---|---|---|"]
+    for name, group_size in KL_SCHEMES:
+        prepare_model(model, get_scheme(name, group_size), scale_dtype=torch.bfloat16)
+        nats = (before.exp() * (before - log_probs())).sum(-1).mean().item()
+        restore_model(model)
+        lines.append(f"| `{name}` | {group_size or 'output channel'} | {nats:.3g} |")
+        print(lines[-1], flush=True)
     print(len(before), "tokens")
     return "\n".join(lines)
 
@@ -156,12 +200,8 @@ def round_keys_and_values(model) -> None:
 
 def choices() -> str:
     """Table of what is known of each scheme, from the table of divergences and `alignment.json`."""
-    _, _, rest = PAGE.read_text().partition("<!-- kl -->\n")
-    measured = {
-        (cells[1].strip(" `"), cells[2].strip()): (float(cells[3]), cells[4].strip())
-        for line in rest.partition("<!-- end -->")[0].splitlines()
-        if (cells := line.split("|"))[1:] and "`" in line
-    }
+    measured = {row: (float(bits), nats) for row, (bits, nats) in rows_of("kl").items()}
+    sums = rows_of("chain")
     aligned = {
         # What had this name at the time.
         row["scheme"].replace("w4a16", "w4a16-observer"): row
@@ -170,8 +210,8 @@ def choices() -> str:
         )
     }
     lines = [
-        "| scheme | one scale per | bits | nats | mismatch: fast | engine | MB | vLLM: CPU | Hopper | Blackwell | transformers | llama.cpp |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| scheme | one scale per | bits | nats | sums | mismatch: fast | engine | MB | vLLM: CPU | Hopper | Blackwell | transformers | llama.cpp |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, per in (*measured, ("w4a8", "128"), ("bf16", "-")):
         scheme = SCHEMES[name]
@@ -187,6 +227,7 @@ def choices() -> str:
             per,
             f"{bits:.2f}",
             nats,
+            *sums.get((name, per), (nats if name == "bf16" else NO,)),
             fast,
             engine,
             f"{megabytes:.0f}" if nats != NO else NO,
@@ -194,6 +235,13 @@ def choices() -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def rows_of(table: str) -> dict[tuple[str, str], list[str]]:
+    """What a table of the page says of each scheme and group size."""
+    _, _, rest = PAGE.read_text().partition(f"<!-- {table} -->\n")
+    rows = [line.split("|") for line in rest.partition("<!-- end -->")[0].splitlines() if "`" in line]
+    return {(row[1].strip(" `"), row[2].strip()): [cell.strip() for cell in row[3:-1]] for row in rows}
 
 
 def fill(page: str, name: str, table: str) -> str:
@@ -205,7 +253,13 @@ def fill(page: str, name: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    tables = {"grids": table, "kl": divergences, "split": partial(divergences, SPLITS), "choose": choices}
+    tables = {
+        "grids": table,
+        "kl": divergences,
+        "chain": divergences_of_sums,
+        "split": partial(divergences, SPLITS),
+        "choose": choices,
+    }
     name = (sys.argv[1:] or ["grids"])[0]
-    written = tables[name]()
+    written = tables[name](*sys.argv[2:])
     PAGE.write_text(fill(PAGE.read_text(), name, written))

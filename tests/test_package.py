@@ -13,7 +13,8 @@ import trl_qarl
 
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "torchao", "transformers", "trl", "vllm", "datasets", "accelerate")
+# The last one is a third of the import when it is loaded, which each process of a server pays.
+HEAVY = ("torch", "torchao", "transformers", "trl", "vllm", "datasets", "accelerate", "importlib.metadata")
 
 
 def test_import_loads_no_heavy_package():

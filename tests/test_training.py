@@ -63,6 +63,7 @@ CASES = {
     "w4a16-observer": Case({"scheme": "w4a16-observer", "objective": "icepop"}),
     "w3a16-observer": Case({"scheme": "w3a16-observer", "objective": "kpop"}, stop=2),
     "w2a16-observer": Case({"scheme": "w2a16-observer", "objective": "geo-mask"}),
+    "w4a16-asym": Case({"scheme": "w4a16-asym", "group_size": 32, "objective": "grpo-tis"}, stop=2),
     "bf16": Case({"scheme": "bf16", "objective": "bypass"}, mismatch=None),
     "several schemes": Case({"scheme": PLAN, "high_precision_last": 1, "objective": "acr", "group_size": 64}),
     "layers left out": Case({"exclude_modules": ("o_proj", "up_proj"), "objective": "dapo", "beta": 0.1}),

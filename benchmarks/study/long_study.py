@@ -106,10 +106,13 @@ def train(args: Namespace) -> None:
             (args.output_dir / routes.ROUTES_FILE).unlink(missing_ok=True)
             routes.RouteRecorder(trainer, args.output_dir / routes.ROUTES_FILE)
         trainer.train()
-        # So that a report does not take runs with and without errors for the same.
+        # So that a report does not take runs with and without errors, or from another start, for the same.
         record = args.output_dir / "run.json"
-        errors = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
-        record.write_text(json.dumps(json.loads(record.read_text()) | errors, indent=2))
+        own = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
+        own |= {
+            name: VARIANTS[args.scheme][name] for name in ("start", "low_bit_rate") if name in VARIANTS[args.scheme]
+        }
+        record.write_text(json.dumps(json.loads(record.read_text()) | own, indent=2))
         trainer.save_model(args.output_dir / "masters")
     # The policy is scored without a fault of its engine.
     vars(trainer.model).pop("generate", None)

@@ -450,6 +450,7 @@ def test_nested_masters_are_scored_at_each_precision(chain_sums, long_study, unt
     monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 12)
     monkeypatch.setattr(long_study, "VARIANTS", long_study.VARIANTS | {"nested": long_study.VARIANTS["nested-432"]})
     monkeypatch.setitem(long_study.VARIANTS["nested"], "precisions", {0: 3, 8: 2})
+    monkeypatch.setitem(long_study.VARIANTS["nested"], "start", "mse")
     options = ["--max_steps", "1", "--num_scored", "4", "--scheme", "nested"]
     monkeypatch.setattr(sys, "argv", ["", *options, "--model", str(untrained), "--output_dir", str(tmp_path)])
     read_at = []
@@ -460,6 +461,7 @@ def test_nested_masters_are_scored_at_each_precision(chain_sums, long_study, unt
     monkeypatch.setattr(long_study, "make_trainer", lambda args: trainers.append(make_trainer(args)) or trainers[0])
     long_study.main()
     scores = json.loads((tmp_path / "scores.json").read_text())
+    assert json.loads((tmp_path / "run.json").read_text())["start"] == "mse"
     assert read_at == [4, 4, 3, 3, 2, 2, 2] and trainers[0].args.precisions == {0: 3}
     assert set(scores) == {"greedy", "sampled", "unquantized greedy"} | {
         f"{bits} bits {name}" for bits in (4, 3, 2) for name in ("greedy", "sampled")

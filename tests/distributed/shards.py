@@ -114,6 +114,8 @@ def codes_are_those_of_one_process(folder):
             low_bit = expected.low_bit_weight()
             assert torch.equal(bits(seen[index][0]), bits(low_bit.qdata)), (scheme.name, index)
             assert torch.equal(bits(seen[index][1]), bits(low_bit.scale)), (scheme.name, index)
+            if low_bit.zero_point is not None:
+                assert torch.equal(seen[index][2], low_bit.zero_point), index
             assert same(whole_low_bit(head.quantized_weights["weight"]), low_bit), (scheme.name, index)
             gradient = whole(head.weight.grad)
             assert gradient.dtype is torch.float32
@@ -129,7 +131,7 @@ def codes_are_those_of_one_process(folder):
                 if p.sharded_param is head.weight
             ]
             held = parameter._unsharded_param.held()
-            assert sum(t.untyped_storage().nbytes() for t in held) == 0 and len(held) == 2
+            assert sum(t.untyped_storage().nbytes() for t in held) == 0 and len(held) == len(low_bit.parts())
 
 
 @contextmanager

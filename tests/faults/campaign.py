@@ -619,6 +619,8 @@ def prepare(root: Path) -> None:
         if name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    # At each exit it would import what makes tables and show none.
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
     # Compiles the patterns of names that transformers knows from checkpoints.
     AutoModelForCausalLM.from_pretrained(root / "qwen2")
     keep_what_is_imported()

@@ -59,24 +59,30 @@ EXPECTATIONS = {
 }
 
 
+def moments_of(number: int) -> tuple[str, str]:
+    """The middle call, after the request took effect, and the first or the last, before: even numbers and odd ones."""
+    return MOMENTS[number % 2 * 2], "middle"
+
+
 def requests(kind: str) -> list[dict]:
-    """Each endpoint fails once in that way, on its first, middle or last call; in the middle after the request took effect."""
-    scenarios = []
-    for endpoint in (*START_ENDPOINTS, *ENDPOINTS):
-        expect = "completes" if endpoint in ENDPOINTS else "starts or refuses"
-        for moment in MOMENTS if endpoint in ENDPOINTS else MOMENTS[:1]:
-            fault = {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}
-            scenarios.append({"name": f"{kind} {endpoint} {moment}", "faults": [fault], "expect": expect})
-    return [*every_second_over_http(scenarios), *http_requests(kind)]
-
-
-def http_requests(kind: str) -> list[dict]:
-    scenarios = []
-    for endpoint in HTTP_ENDPOINTS:
-        for moment in MOMENTS:
-            fault = {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}
-            name = f"{kind} {endpoint} {moment}"
-            scenarios.append({"name": name, "faults": [fault], "expect": "completes", "http": True})
+    """
+    Each endpoint fails once in that way, before the request takes effect and after. Before, kinds take turns with the first and the
+    last call: each endpoint meets each moment, and each kind does.
+    """
+    scenarios, turn = [], KINDS.index(kind)
+    for number, endpoint in enumerate((*START_ENDPOINTS, *ENDPOINTS, *HTTP_ENDPOINTS)):
+        is_start = endpoint in START_ENDPOINTS
+        for place, moment in enumerate(("first",) if is_start else moments_of(number + turn)):
+            scenario = {
+                "name": f"{kind} {endpoint} {moment}",
+                "faults": [{"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}],
+                "expect": "starts or refuses" if is_start else "completes",
+            }
+            if endpoint in HTTP_ENDPOINTS:
+                scenario["http"] = True
+            elif (turn // 2 + number + place) % 2:
+                scenario |= {"name": f"{scenario['name']}, over HTTP", "http": True}
+            scenarios.append(scenario)
     return scenarios
 
 
@@ -103,8 +109,8 @@ def answers() -> list[dict]:
 def apart() -> list[dict]:
     """A server of its own that dies at a request: for good, or until somebody starts it again."""
     scenarios = []
-    for endpoint in ENDPOINTS:
-        for moment in MOMENTS:
+    for number, endpoint in enumerate(ENDPOINTS):
+        for moment in moments_of(number):
             fault = {"endpoint": endpoint, "call": moment, "kind": "die"}
             # After the last generation nothing is asked of a server any more.
             scenarios.append(
@@ -116,16 +122,23 @@ def apart() -> list[dict]:
 
 
 def recovery() -> list[dict]:
-    """A second fault while the first is being dealt with, at each request of a recovery."""
-    scenarios = []
-    for first in ("/v1/completions", "/update_weights"):
-        for endpoint in ("/health", "/qarl/state", "/qarl/session", "qarl_describe", *ENDPOINTS):
-            for kind in ("500", "die"):
-                faults = [
-                    {"endpoint": first, "call": "middle", "kind": "die"},
-                    {"endpoint": endpoint, "call": 1, "kind": kind},
-                ]
-                scenarios.append({"name": f"{first} then {endpoint} {kind}", "faults": faults, "expect": "completes"})
+    """
+    A second fault while the first is being dealt with, at each request of a recovery. The two first faults and the two second ones
+    meet each request, and each other.
+    """
+    scenarios, kinds = [], ("500", "die")
+    for turn, first in enumerate(("/v1/completions", "/update_weights")):
+        for number, endpoint in enumerate(("/health", "/qarl/state", "/qarl/session", "qarl_describe", *ENDPOINTS)):
+            kind = kinds[(turn + number) % 2]
+            faults = [
+                {"endpoint": first, "call": "middle", "kind": "die"},
+                {"endpoint": endpoint, "call": 1, "kind": kind},
+            ]
+            name = f"{first} then {endpoint} {kind}"
+            scenario = {"name": name, "faults": faults, "expect": "completes"}
+            if number // 2 % 2:
+                scenario |= {"name": f"{name}, over HTTP", "http": True}
+            scenarios.append(scenario)
     return scenarios
 
 
@@ -314,7 +327,7 @@ def two_ranks() -> list[dict]:
 FAMILIES = {
     **{f"requests, {kind}": requests(kind) for kind in KINDS},
     "answers": every_second_over_http(answers()),
-    "recovery": every_second_over_http(recovery()),
+    "recovery": recovery(),
     "restarts": every_second_over_http(restarts()),
     "moments": every_second_over_http(moments()),
     "apart": every_second_over_http(apart()),

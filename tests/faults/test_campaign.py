@@ -1,6 +1,7 @@
 """Trainers and servers under fire; `scenarios.py` says what happens, `campaign.py` what must come of it."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scenarios import FAMILIES
+from scenarios import ENDPOINTS, FAMILIES, HTTP_ENDPOINTS, KINDS, MOMENTS
 
 
 HERE = Path(__file__).parent
@@ -98,3 +99,18 @@ def test_the_page_on_reliability_lists_the_families_that_are_run():
     assert re.findall(r"^\| ([a-z0-9, ]+) \|", table, re.MULTILINE)[1:] == list(FAMILIES)
     names = [scenario["name"] for scenarios in FAMILIES.values() for scenario in scenarios]
     assert len(set(names)) == len(names) >= 100
+
+
+def test_each_request_meets_each_fault_before_and_after_its_effect_and_at_each_moment():
+    scenarios = [scenario for kind in KINDS for scenario in FAMILIES[f"requests, {kind}"]]
+    met = {(f["endpoint"], f["kind"], f["call"]) for scenario in scenarios for f in scenario["faults"]}
+    endpoints = ENDPOINTS + HTTP_ENDPOINTS
+    before = {(endpoint, kind) for endpoint, kind, call in met if call != "middle"}
+    assert before >= set(itertools.product(endpoints, KINDS))
+    assert met >= set(itertools.product(endpoints, KINDS, ["middle"]))
+    assert {(endpoint, call) for endpoint, _, call in met} >= set(itertools.product(endpoints, MOMENTS))
+    assert {(kind, call) for _, kind, call in met} >= set(itertools.product(KINDS, MOMENTS))
+    transports = {(s["faults"][0]["endpoint"], s["faults"][0]["call"], s.get("http", False)) for s in scenarios}
+    assert transports >= set(itertools.product(ENDPOINTS, MOMENTS, [False, True]))
+    seconds = {(s["faults"][1]["endpoint"], s["faults"][1]["kind"]) for s in FAMILIES["recovery"]}
+    assert seconds >= set(itertools.product(ENDPOINTS, ["500", "die"]))

@@ -37,7 +37,7 @@ def test_what_vllms_kernels_lack_here_is_named(monkeypatch, is_installed, has_av
 @needs_vllm
 @pytest.mark.parametrize("shape", [(64, 128), (96, 576), (1536, 320)])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-observer"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-observer", "w4a16-asym"])
 def test_the_int4_layer_has_the_product_of_its_dequantized_weight(scheme, shape, rows):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(*shape[::-1]))

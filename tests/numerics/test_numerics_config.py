@@ -10,7 +10,7 @@ REFUSED = [
     ({"quantize_learner": False}, "quantize_learner=False: the learner would compute with other weights"),
     (
         {"scheme": "w8a16"},
-        r"scheme='w8a16': .*\['bf16', 'w4a16', 'w8a8', 'fp8', 'mxfp4a16', 'nvfp4a16', 'w3a16', 'w2a16', .*'w2a16-observer'\]",
+        r"scheme='w8a16': .*\['bf16', 'w4a16', 'w8a8', 'fp8', 'mxfp4a16', 'nvfp4a16', 'w3a16', 'w2a16', .*'w4a16-asym'\]",
     ),
     ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: the engine's output head computes in bfloat16"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),

@@ -21,6 +21,7 @@ OUT_FEATURES = [1, 5, 16, 33, 96]
 IN_FEATURES = {
     "w4a16": [32, 64, 96, 160, 384],
     "w4a16-observer": [32, 96, 384],
+    "w4a16-asym": [32, 96, 384],
     "w8a16": [4, 8, 12, 16, 20, 36, 48, 100, 132, 240],
     "mxfp4a16": [32, 96, 384],
     "nvfp4a16": [16, 48, 384],
@@ -34,6 +35,8 @@ FP8 = "emulated FP8: float64 product of E4M3 codes (exact)"
 KERNELS = {
     ("w4a16", True): {"aten::_weight_int4pack_mm_for_cpu", *(f"INT4 {name}" for name in EXPANDED.values())},
     ("w4a16", False): {"aten::_weight_int4pack_mm_for_cpu", f"INT4 {EXPANDED['float32']}"},
+    ("w4a16-asym", True): {f"INT4 {name}" for name in EXPANDED.values()},
+    ("w4a16-asym", False): {f"INT4 {EXPANDED['float32']}"},
     ("w8a16", True): {"aten::_weight_int8pack_mm", *(f"INT8 {name}" for name in EXPANDED.values())},
     ("w8a16", False): {"aten::_weight_int8pack_mm", f"INT8 {EXPANDED['float32']}"},
     ("mxfp4a16", True): {f"MXFP4 {name}" for name in EXPANDED.values()},
@@ -121,7 +124,7 @@ def test_int8_weights_at_an_unaligned_address_are_expanded():
 
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["w4a16", "w4a16-observer", "mxfp4a16", "nvfp4a16", "w8a16"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-observer", "w4a16-asym", "mxfp4a16", "nvfp4a16", "w8a16"])
 def test_a_row_invariant_product_gives_a_row_the_same_bits_whatever_comes_with_it(
     monkeypatch, name, dtype, has_native_instructions
 ):
@@ -150,9 +153,9 @@ DOCUMENTED = re.findall(
 
 
 def test_the_documented_products_cover_every_scheme_and_kernel():
-    assert {scheme for schemes, *_ in DOCUMENTED for scheme in re.findall(r"`(\w+)`", schemes)} == {*IN_FEATURES} - {
-        "w4a16-observer"
-    }
+    assert {scheme for schemes, *_ in DOCUMENTED for scheme in re.findall(r"`([\w-]+)`", schemes)} == {
+        *IN_FEATURES
+    } - {"w4a16-observer"}
     kernels = {gemm.EXPANDED.format(weight=weight, dtype="bfloat16") for weight in ("INT4", "INT8", "MXFP4", "NVFP4")}
     kernels |= {gemm.INT4_KERNEL, gemm.INT8_WEIGHT_KERNEL, gemm.INT8_KERNEL, gemm.INT8_IN_FLOAT32}
     assert {name for *_, name in DOCUMENTED} == kernels | {gemm.FP8_KERNEL, gemm.FP8_EMULATED}

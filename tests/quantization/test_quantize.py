@@ -44,16 +44,20 @@ def grid_args(scheme, group_size, **arguments):
 
 
 def oracle(weight, scheme, scale_dtype):
-    """compressed-tensors' own scale and codes."""
+    """compressed-tensors' own scale, zero points and codes; the zero points are `None` where the scheme has none."""
     group_size = scheme.group_size_for(weight.shape[1])
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
         weight = weight.to(scale_dtype)
+    has_zero_points = scheme.grid.has_zero_points
+    if has_zero_points:
+        weight = weight.float()
     args = grid_args(scheme, group_size, scale_dtype=scale_dtype)
     groups = weight.view(weight.shape[0], -1, group_size or weight.shape[1])
-    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    zero_point = zero_point if has_zero_points else None
     code_dtype = torch.int8 if scheme.grid.type == "int" else torch.float8_e4m3fn
-    return scale, quantize(weight, scale, None, args, dtype=code_dtype)
+    return scale, zero_point, quantize(weight, scale, zero_point, args, dtype=code_dtype)
 
 
 @pytest.mark.parametrize(("weight_dtype", "scale_dtype"), DTYPES)
@@ -63,7 +67,7 @@ def test_scales_and_codes_equal_compressed_tensors_bit_for_bit(name, weight_dtyp
     for seed in range(50):
         weight = awkward_weight(seed, weight_dtype)
         low_bit = LowBitTensor.from_hp(weight, scheme, scale_dtype)
-        scale, codes = oracle(weight, scheme, scale_dtype)
+        scale, zero_point, codes = oracle(weight, scheme, scale_dtype)
         assert torch.equal(low_bit.scale.double(), scale.double())
         tensors = low_bit.checkpoint_tensors()
         if scheme.container.checkpoint_format == "pack-quantized":
@@ -72,13 +76,17 @@ def test_scales_and_codes_equal_compressed_tensors_bit_for_bit(name, weight_dtyp
         else:
             assert torch.equal(tensors["weight"].view(torch.uint8), codes.view(torch.uint8))
         assert tensors["weight_scale"].data_ptr() == low_bit.scale.data_ptr()
+        if zero_point is not None:
+            assert torch.equal(low_bit.zero_point, zero_point)
+            assert torch.equal(tensors["weight_zero_point"], pack_to_int32(zero_point, 4, packed_dim=0))
 
 
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_every_group_size_equals_compressed_tensors(group_size):
-    scheme = get_scheme("w4a16-observer", group_size)
+@pytest.mark.parametrize("name", ["w4a16-observer", "w4a16-asym"])
+def test_every_group_size_equals_compressed_tensors(name, group_size):
+    scheme = get_scheme(name, group_size)
     weight = awkward_weight(0, torch.float32)
-    scale, codes = oracle(weight, scheme, torch.bfloat16)
+    scale, _, codes = oracle(weight, scheme, torch.bfloat16)
     low_bit = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
     assert low_bit.scale.shape == (48, 192 // group_size)
     assert torch.equal(low_bit.qdata, pack_to_int32(codes, 4))
@@ -93,7 +101,7 @@ def test_dequantized_weight_equals_compressed_tensors(name):
     if scheme.container.num_bits == 4:
         codes = unpack_from_int32(codes, 4, weight.shape)
     args = grid_args(scheme, scheme.group_size_for(weight.shape[1]))
-    expected = dequantize(codes, low_bit.scale, None, args=args)
+    expected = dequantize(codes, low_bit.scale, low_bit.zero_point, args=args)
     assert torch.equal(low_bit.dequantize(torch.float32), expected.float())
     assert torch.equal(low_bit.dequantize(torch.bfloat16), expected.float().bfloat16())
 
@@ -130,6 +138,23 @@ def test_error_is_at_most_half_a_step(name):
         bound = torch.maximum(bound, beyond * scale.abs())
     # The largest weight of an INT8 row is exactly half a step from its code; float32 rounds 127.5 steps to 2**-17 steps.
     assert (error <= bound * (1 + 2**-15)).all()
+
+
+def test_zero_points_of_awkward_groups():
+    """What compressed-tensors makes infinities of, and what its rule says of groups on one side of zero and on a grid."""
+    scheme = get_scheme("w4a16-asym", 32)
+    weight = torch.rand(8, 64, generator=torch.Generator().manual_seed(0)) + 0.5
+    weight[1] *= -1
+    weight[2, ::2], weight[2, 1::2] = 3e38, -3e38
+    weight[3] = 0.25 * torch.arange(64).remainder(16) - 1.0
+    low_bit = LowBitTensor.from_hp(weight, scheme, torch.float32)
+    # Zero is the smallest code of positive weights, the largest of negative ones.
+    assert low_bit.zero_point[:4].tolist() == [[-8, -8], [7, 7], [0, 0], [-4, -4]]
+    dense = low_bit.dequantize(torch.float64)
+    assert dense.isfinite().all()
+    assert ((dense - weight).abs() <= low_bit.scale.double().repeat_interleave(32, 1) * (0.5 + 2**-15)).all()
+    # A group that has all codes of a grid keeps its weights.
+    assert torch.equal(dense[3].float(), weight[3]) and low_bit.scale[3].tolist() == [0.25, 0.25]
 
 
 def weight_with_ties(seed: int, shape=(16, 256)) -> torch.Tensor:

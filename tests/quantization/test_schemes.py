@@ -98,6 +98,12 @@ def test_w4a8_has_the_one_group_size_of_its_kernel():
             (GRIDS["int4"], CONTAINERS["int8-packed"], 64),
             "group_size=64 is not supported.*one scale per output channel",
         ),
+        (
+            (GRIDS["int4-asym"], CONTAINERS["int4-packed"], 128),
+            r"does not hold the codes of grid 'int4-asym'.*Choose another of \['int4-zero-points'\]",
+        ),
+        ((GRIDS["int4"], CONTAINERS["int4-zero-points"], 128), "only those of int4-asym"),
+        ((GRIDS["int4-asym"], CONTAINERS["int4-zero-points"], 128, E4M3), "with activations in 'e4m3'"),
     ],
 )
 def test_a_scheme_that_nothing_can_run_or_read_is_refused(arguments, message):
@@ -121,6 +127,21 @@ def test_activations_of_4_bits_are_refused_by_name(name):
         get_scheme(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("W4A16_ASYM", "Did you mean 'w4a16-asym'"),
+        ("w4a8-asym", "vLLM's kernel of 'w4a8' and FP4 have none"),
+        ("nvfp4a16-asym", "FP4 have none.*Use 'w4a16-asym'"),
+        ("w3a16-asym", "fewer bits do not nest"),
+        ("w8a16_asym", "8 bits have next to nothing to gain"),
+    ],
+)
+def test_zero_points_are_refused_where_there_are_none(name, message):
+    with pytest.raises(ValueError, match=rf"Unknown scheme '{name}'.*{message}"):
+        get_scheme(name)
+
+
 def test_another_grid_is_described_as_what_it_is_stored_in():
     for name in ("w3a16", "w2a16", "w4a16-observer", "w3a16-observer", "w2a16-observer"):
         assert get_scheme(name).weight_args(32) == get_scheme("w4a16").weight_args(32)
@@ -133,8 +154,10 @@ def test_a_scheme_is_found_again_in_what_it_writes(name):
     for size in scheme.group_sizes or (None,):
         group = {"weights": scheme.weight_args(size), "input_activations": scheme.activation_args}
         assert scheme_of_group(group_name(3, scheme), group) == scheme
-        other = group | {"weights": group["weights"] | {"symmetric": False}}
-        assert scheme_of_group(group_name(3, scheme), other) is None
+        other = group | {"weights": group["weights"] | {"symmetric": not group["weights"]["symmetric"]}}
+        twins = {"w4a16-asym": "w4a16-observer", "w4a16-observer": "w4a16-asym"}
+        found = scheme_of_group(group_name(3, scheme), other)
+        assert (found and found.name) == twins.get(name)
 
 
 def test_group_of_another_tool_is_read_as_the_grid_that_fills_the_container():

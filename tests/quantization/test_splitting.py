@@ -45,11 +45,11 @@ def test_codes_of_the_halves_sum_to_those_of_the_whole_at_its_scale(model, bits,
         summed = codes[:, :size].index_add(1, channels, codes[:, size:])
         assert torch.equal(summed, (low_bit.dequantize(torch.float32) / step[:, :size]).round())
         # No half of a split weight is near a tie.
-        assert ((weight / step)[:, size:] - codes[:, size:]).abs().max() < 0.495
+        assert ((weight / step)[:, size:] - codes[:, size:]).abs().max() < 0.49995
 
 
 def test_a_split_model_says_the_same_and_quantizes_repeated_rows_alike(model):
-    ids = torch.randint(2, 30, (2, 8))
+    ids = torch.randint(2, 30, (2, 8), generator=torch.Generator().manual_seed(0))
     before = model(ids).logits
     size = model.config.intermediate_size
     up = model.model.layers[0].mlp.up_proj.weight.detach().clone()
@@ -73,6 +73,7 @@ def test_a_split_model_says_the_same_and_quantizes_repeated_rows_alike(model):
         (SIGNED[4], 32, 1.5, "share=1.5 is not in"),
         ("w8a8", None, 0.1, "Scheme 'w8a8' has no groups"),
         ("mxfp4a16", 32, 0.1, "Scheme 'mxfp4a16' has no groups"),
+        ("w4a16-asym", 32, 0.1, "Scheme 'w4a16-asym' has no groups of integer codes without zero points"),
     ],
 )
 def test_what_cannot_be_split_is_refused(model, name, group_size, share, message):

@@ -28,6 +28,7 @@ def same(a, b):
         torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
         # PyTorch compares no FP8 numbers.
         and torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8))
+        and (a.zero_point is b.zero_point or torch.equal(a.zero_point, b.zero_point))
         and (a.scheme, a.shape, a.dtype, a.global_scale) == (b.scheme, b.shape, b.dtype, b.global_scale)
     )
 
@@ -37,15 +38,15 @@ def test_it_looks_like_the_master_and_holds_the_codes_of_the_rule(name):
     torch.manual_seed(0)
     master = torch.randn(96, 256, dtype=torch.float16)
     weight = LowBitTensor.from_hp(master, get_scheme(name), torch.bfloat16)
-    qdata, scale = quantize_weight(master, get_scheme(name), torch.bfloat16, weight.global_scale)
+    qdata, scale, *zero_point = quantize_weight(master, get_scheme(name), torch.bfloat16, weight.global_scale)
     assert (weight.shape, weight.dtype, weight.device) == (master.shape, master.dtype, master.device)
     assert not weight.requires_grad and weight.group_size == get_scheme(name).group_size
-    for ours, theirs in ((weight.qdata, qdata), (weight.scale, scale)):
+    for ours, theirs in zip(weight.parts(), (qdata, scale, *zero_point), strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     assert weight.dequantize().dtype is torch.float16
-    dense = dequantize(qdata, scale, torch.float32, weight.scheme.container, weight.global_scale)
+    dense = dequantize(qdata, scale, torch.float32, weight.scheme.container, weight.global_scale, *zero_point)
     assert torch.equal(weight.dequantize(torch.float32), dense)
-    assert weight.num_bytes == qdata.nbytes + scale.nbytes
+    assert weight.num_bytes == qdata.nbytes + scale.nbytes + sum(part.nbytes for part in zero_point)
 
 
 @pytest.mark.parametrize("rows", [4, 40])

@@ -27,6 +27,7 @@ CASES = {
     "three bits in INT4": ({"scheme": "w3a16-observer", "group_size": 64}, {"w3a16-observer": 14}),
     # One batch at 4 bits, one at 3; then 4 again.
     "signed scales": ({"scheme": "w4a16", "group_size": 32, "precisions": [4, 3]}, {"w4a16": 14}),
+    "zero points": ({"scheme": "w4a16-asym", "group_size": 32}, {"w4a16-asym": 14}),
     "powers of two below FP4": ({"scheme": "mxfp4a16"}, {"mxfp4a16": 14}),
     "E4M3 below FP4": ({"scheme": "nvfp4a16"}, {"nvfp4a16": 14}),
     # Of two layers the first stays in bf16.
@@ -84,6 +85,9 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
         assert torch.equal(read.dequantize(torch.float32), weights[name].dequantize(torch.float32))
         scale = scale_values(read.scale, torch.float64, read.global_scale)
         levels = read.dequantize(torch.float64).view(*scale.shape, -1) / scale.unsqueeze(-1)
+        if read.zero_point is not None:
+            assert torch.equal(read.zero_point, weights[name].zero_point)
+            levels += read.zero_point.unsqueeze(-1)
         assert len(levels.unique()) <= 2**layer.scheme.grid.num_bits
     # vLLM answers with the export as it did in training, bit for bit.
     engine = load_engine(folder, max_model_len=64, max_num_seqs=4)

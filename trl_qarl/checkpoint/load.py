@@ -187,7 +187,14 @@ def _fill(
     low_bit = {
         name: {
             leaf: tensors.pop(f"{name}.{leaf}")
-            for leaf in ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_global_scale")
+            for leaf in (
+                "weight",
+                "weight_packed",
+                "weight_shape",
+                "weight_scale",
+                "weight_zero_point",
+                "weight_global_scale",
+            )
             if f"{name}.{leaf}" in tensors
         }
         for name in scales

@@ -53,7 +53,11 @@ def first_difference(
     """
     generator = torch.Generator().manual_seed(0)
     for name, pairs in (
-        ("product of INT4 weights", lambda: _int4_products(int4_linear, generator)),
+        ("product of INT4 weights", lambda: _int4_products(int4_linear, get_scheme("w4a16"), generator)),
+        (
+            "product of INT4 weights with zero points",
+            lambda: _int4_products(int4_linear, get_scheme("w4a16-asym"), generator),
+        ),
         ("product of unquantized weights", lambda: _products(linear, dispatch, generator)),
         ("attention", lambda: _attentions(attention, num_keys, block_size, generator)),
     ):
@@ -70,24 +74,27 @@ def first_difference(
     return None
 
 
-def _int4_products(int4_linear, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _int4_products(int4_linear, scheme, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
     from vllm.scalar_type import scalar_types
 
     num_outputs, num_inputs = 64, 256
     x, weight, bias = _random(generator, (max(ROWS), num_inputs), (num_outputs, num_inputs), (num_outputs,))
-    low_bit = LowBitTensor.from_hp(weight, get_scheme("w4a16"), torch.bfloat16)
+    low_bit = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
+    has_zero_points = low_bit.zero_point is not None
+    weight_type = scalar_types.uint4 if has_zero_points else scalar_types.uint4b8
     shape = num_inputs, num_outputs
-    config = MPLinearLayerConfig(shape, shape, scalar_types.uint4b8, torch.bfloat16, 128, False)
+    config = MPLinearLayerConfig(shape, shape, weight_type, torch.bfloat16, 128, has_zero_points)
     layer = nn.Module()
     layer.bias = None
-    for name, tensor in (("weight_packed", low_bit.qdata), ("weight_scale", low_bit.scale)):
+    for name, tensor in low_bit.checkpoint_tensors().items():
         parameter = nn.Parameter(tensor.clone(), requires_grad=False)
         # As vLLM's parameters of compressed-tensors say of themselves.
-        parameter.output_dim, parameter.input_dim, parameter.packed_dim = 0, 1, 1
+        parameter.output_dim, parameter.input_dim = 0, 1
+        parameter.packed_dim = 0 if name == "weight_zero_point" else 1
         setattr(layer, name, parameter)
-    kernel = CPUWNA16LinearKernel(config, "weight_packed", "weight_scale")
+    kernel = CPUWNA16LinearKernel(config, "weight_packed", "weight_scale", "weight_zero_point")
     # As every engine that is started here.
     with patch.dict(os.environ, {"VLLM_CPU_INT4_W4A8": "0"}):
         kernel.process_weights_after_loading(layer)

@@ -31,9 +31,20 @@ import torch
 import torch.nn.functional as F
 
 from ..packages import installed
-from ..quantization.formats import int4_packed
+from ..quantization.formats import int4_packed, int4_zero_points
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
-from ..quantization.schemes import E4M3, E4M3_CODES, INT4_PACKED, INT8, INT8_CODES, MXFP4, NVFP4, SCHEMES, QuantScheme
+from ..quantization.schemes import (
+    E4M3,
+    E4M3_CODES,
+    INT4_PACKED,
+    INT4_ZERO_POINTS,
+    INT8,
+    INT8_CODES,
+    MXFP4,
+    NVFP4,
+    SCHEMES,
+    QuantScheme,
+)
 from ..quantization.tensors import LowBitTensor
 from . import cuda, portable
 from .compare import first_difference
@@ -67,7 +78,14 @@ MIN_ROWS = 5
 
 def covers(scheme: QuantScheme) -> bool:
     """Return whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
-    covered = ((INT4_PACKED, None), (MXFP4, None), (NVFP4, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
+    covered = (
+        (INT4_PACKED, None),
+        (INT4_ZERO_POINTS, None),
+        (MXFP4, None),
+        (NVFP4, None),
+        (INT8_CODES, INT8),
+        (E4M3_CODES, E4M3),
+    )
     return (scheme.container, scheme.activation) in covered
 
 
@@ -209,7 +227,7 @@ class PackedInt4Linear:
 
     Args:
         low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
-            Weight `(N, K)` in the container `int4-packed`, both multiples of 32.
+            Weight `(N, K)` in the container `int4-packed` or `int4-zero-points`, both multiples of 32.
     """
 
     name = "vllm::cpu_gemm_wna16"
@@ -222,6 +240,8 @@ class PackedInt4Linear:
         packed = (codes.reshape(num_inputs, -1, 8) << shifts).sum(-1, dtype=torch.int32)
         self._packed = packed.view(num_inputs, -1, 2).permute(1, 0, 2).reshape(-1, num_inputs * 2).contiguous()
         self._scale = low_bit.scale.t().contiguous()
+        zero_point = low_bit.zero_point
+        self._zeros = None if zero_point is None else int4_zero_points.packed_zero_points(zero_point)
         self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -232,7 +252,7 @@ class PackedInt4Linear:
             input=x.contiguous(),
             q_weight=self._packed,
             scales=self._scale.to(x.dtype),
-            zeros=None,
+            zeros=self._zeros,
             bias=None if bias is None else bias.to(x.dtype),
             pack_factor=8,
             isa_hint=self._isa,

@@ -24,6 +24,15 @@ copy. Division by a power of two is exact: of a bf16 master with bf16 scales `w_
 bits are 2 and 4 times those of 4, down to denormal numbers. Where rounding makes a scale smaller, codes are clamped.
 The rule is that of llama.cpp's `Q4_0` (https://github.com/ggml-org/llama.cpp/pull/729), which takes the first of `+a` and `-a`.
 
+A grid with *zero points* (`w4a16-asym`) has its codes where the weights of a group are, which always holds zero:
+
+    scale = (max(w, 0) - min(w, 0)) / 15,  zero = round(clamp(-8 - min(w, 0) / scale, -8, 7))
+    q = round(clamp(w / scale + zero, -8, 7)),  w' = scale * (q - zero)
+
+which is compressed-tensors' arithmetic bit for bit, in float32 (float64 for such masters; a 16-bit master has the codes of its float32
+copy). `zero` follows from the scale before it is rounded to its dtype, codes from the rounded one. A group of zeros has zero point 0. Where
+compressed-tensors makes infinities, of groups that span more than float32 holds, both ends are divided first.
+
 `w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8 E4M3 and
 one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
 (`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So `s` is chosen such that the
@@ -89,7 +98,7 @@ BLOCK_OF_WEIGHTS = 2**24
 @torch.no_grad()
 def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """
     Quantize a master weight.
 
@@ -105,8 +114,8 @@ def quantize_weight(
             What NVFP4's scales are divided by, which no other scheme has.
 
     Returns:
-        `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or `(N, 1)`.
-        Neither carries a gradient.
+        `qdata`, the codes as the module docstring lays them out, and `scale`, `(N, K / group_size)` or `(N, 1)`; of grids with zero
+        points these too, int8 of the shape of `scale`. None carries a gradient.
 
     Raises:
         ValueError: if no group size divides `K`, if the codes of a row do not fill words of the checkpoint, or if weights have
@@ -117,15 +126,14 @@ def quantize_weight(
     quantized = [_quantize_rows(block, scheme, scale_dtype, global_scale) for block in blocks]
     if len(quantized) == 1:
         return quantized[0]
-    codes, scales = zip(*quantized, strict=True)
     # Autocast does not take FP8 codes.
     with torch.autocast(weight.device.type, enabled=False):
-        return torch.cat(codes), torch.cat(scales)
+        return tuple(torch.cat(parts) for parts in zip(*quantized, strict=True))
 
 
 def _quantize_rows(
     weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     grid = scheme.grid
     assert grid is not None
     assert (global_scale is not None) == (scheme.container == NVFP4), (scheme.name, global_scale)
@@ -142,19 +150,26 @@ def _quantize_rows(
     if scheme.scale_dtype is not None:
         scale_dtype = getattr(torch, scheme.scale_dtype)
         weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
-    if grid.has_signed_scales:
+    if grid.has_signed_scales or grid.has_zero_points:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     # Written out, as of no rows, such as a process' part of a small matrix, `-1` would be undetermined.
     groups = weight.reshape(out_features, in_features // group_size, group_size)
-    scale = _largest(groups, grid) / grid.scale_divisor
+    if grid.has_zero_points:
+        scale, zero_point = _spans_and_zero_points(groups, grid)
+    else:
+        scale, zero_point = _largest(groups, grid) / grid.scale_divisor, None
     if scheme.has_fp8_scales:
         scale = _fp8_exact_scales(scale)
     scale = scale.to(scale_dtype)
     scale = torch.where(scale == 0, torch.finfo(scale_dtype).eps, scale)
-    codes = (groups / scale.unsqueeze(-1)).clamp_(*grid.quant_range).view(out_features, in_features)
+    codes = groups / scale.unsqueeze(-1)
+    if zero_point is not None:
+        codes += zero_point.unsqueeze(-1)
+    codes = codes.clamp_(*grid.quant_range).view(out_features, in_features)
     if grid.type == "int":
         codes = codes.round_()
-    return format_of(scheme.container).pack(codes), scale
+    qdata = format_of(scheme.container).pack(codes)
+    return (qdata, scale) if zero_point is None else (qdata, scale, zero_point.to(torch.int8))
 
 
 def coarser(
@@ -203,9 +218,10 @@ def dequantize(
     dtype: torch.dtype,
     container: Container | None = None,
     global_scale: float | None = None,
+    zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Dense weight or activations `(N, K)` in `dtype`: the exact product `scale * code`, rounded once to `dtype`.
+    Dense weight or activations `(N, K)` in `dtype`: the exact product `scale * (code - zero_point)`, rounded once to `dtype`.
 
     Without a `container`, `qdata` are codes of activations, one each.
 
@@ -217,7 +233,10 @@ def dequantize(
     if scale.dtype.itemsize == 1:
         scale = scale_values(scale, product_dtype, global_scale)
     # The group size is spelled out: no rows would leave `-1` undetermined.
-    dense.view(*scale.shape, dense.shape[1] // scale.shape[1]).mul_(scale.unsqueeze(-1))
+    groups = dense.view(*scale.shape, dense.shape[1] // scale.shape[1])
+    if zero_point is not None:
+        groups.sub_(zero_point.unsqueeze(-1))
+    groups.mul_(scale.unsqueeze(-1))
     return dense.to(dtype)
 
 
@@ -275,6 +294,16 @@ def _largest(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
     # Not `argmax`: which of several it finds depends on the order of the weights. `aminmax` is several times slower on a CPU.
     lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
     return torch.where(highest > -lowest, highest, lowest)
+
+
+def _spans_and_zero_points(groups: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps between the codes of each group, before they are rounded, and the codes of zero, in the dtype of `groups`."""
+    lowest, highest = groups.amin(dim=-1).clamp_(max=0), groups.amax(dim=-1).clamp_(min=0)
+    step = (highest - lowest) / grid.scale_divisor
+    step = torch.where(step.isinf(), highest / grid.scale_divisor - lowest / grid.scale_divisor, step)
+    qmin, qmax = grid.quant_range
+    # Of a group of zeros 0 / 0.
+    return step, (qmin - lowest / step).clamp_(qmin, qmax).round_().nan_to_num_(0.0)
 
 
 def _powers_of_two(amax: torch.Tensor) -> torch.Tensor:

@@ -108,10 +108,13 @@ def report_layers(
 
 
 def low_bit_bytes(weight: QuantizedWeight) -> int:
-    """Return the bytes of codes and scales, which need not be computed for it."""
+    """Return the bytes of codes, scales and zero points, which need not be computed for it."""
     *rows, columns = weight.parameter.shape
     scales = columns // (weight.group_size or columns) * math.prod(rows)
     scale_dtype = (
         weight.scale_dtype if weight.scheme.scale_dtype is None else getattr(torch, weight.scheme.scale_dtype)
     )
-    return weight.parameter.numel() * weight.scheme.container.num_bits // 8 + scales * scale_dtype.itemsize
+    container = weight.scheme.container
+    # Zero points are bytes in memory.
+    bytes_per_scale = scale_dtype.itemsize + container.has_zero_points
+    return weight.parameter.numel() * container.num_bits // 8 + scales * bytes_per_scale

@@ -10,11 +10,9 @@ wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], th
 | name | weight | container | granularity | activations | checkpoint format |
 |---|---|---|---|---|---|
 | `w4a16` | INT4 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w3a16` | INT3 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w2a16` | INT2 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w4a16-observer` | INT4 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w3a16-observer` | INT3 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w2a16-observer` | INT2 symmetric | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w3a16`, `w2a16` | INT3 and INT2, the same | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| these with `-observer` | the same without signs | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w4a16-asym` | INT4 with zero points | `int4-zero-points` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
 | `w8a16` | INT8 symmetric | `int8-packed` | output channel | none | `pack-quantized` |
 | `mxfp4a16` | FP4 E2M1 | `mxfp4` | groups of 32 along the input, scales are powers of two | none | `mxfp4-pack-quantized` |
 | `nvfp4a16` | FP4 E2M1 | `nvfp4` | groups of 16 along the input, scales are E4M3 over a power of two | none | `nvfp4-pack-quantized` |
@@ -60,14 +58,17 @@ class Grid:
         num_bits (`int`):
             Bits that tell its codes apart.
         has_signed_scales (`bool`, *optional*, defaults to `False`):
-            Whether the largest of the numbers that share a scale, with its sign, is the smallest code, which may make the
-            scale negative; else the largest magnitude is half the range of codes.
+            Whether the largest of the numbers that share a scale, with its sign, is the smallest code; else the largest
+            magnitude is half the range of codes.
+        has_zero_points (`bool`, *optional*, defaults to `False`):
+            Whether numbers that share a scale share the code of zero too: all codes lie between the smallest and the largest.
     """
 
     name: str
     type: Literal["int", "float"]
     num_bits: int
     has_signed_scales: bool = False
+    has_zero_points: bool = False
 
     @property
     def quant_range(self) -> tuple[float, float]:
@@ -80,17 +81,21 @@ class Grid:
     def scale_divisor(self) -> float:
         """
         What the largest number is divided by to give the scale: half the code range, as compressed-tensors has it (7.5 for INT4,
-        127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4).
+        127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4). With zero points
+        the distance of the smallest from the largest is divided, by the whole range (15 for INT4).
         """
         qmin, qmax = self.quant_range
-        return qmin if self.has_signed_scales else (qmax - qmin) / 2
+        whole = qmax - qmin
+        return whole if self.has_zero_points else qmin if self.has_signed_scales else whole / 2
 
 
 INT2, INT3, INT4, INT8 = (Grid(f"int{bits}", "int", bits) for bits in (2, 3, 4, 8))
 INT2_SIGNED, INT3_SIGNED, INT4_SIGNED = (Grid(f"int{bits}-signed", "int", bits, True) for bits in (2, 3, 4))
+INT4_ASYM = Grid("int4-asym", "int", 4, has_zero_points=True)
 E2M1 = Grid("e2m1", "float", 4)
 E4M3 = Grid("e4m3", "float", 8)
-GRIDS = {grid.name: grid for grid in (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT8, E2M1, E4M3)}
+_GRIDS = (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT4_ASYM, INT8, E2M1, E4M3)
+GRIDS = {grid.name: grid for grid in _GRIDS}
 
 _AGAINST_SIGNED_SCALES = (
     "Signed scales are for weights of at most 4 bits that meet 16-bit activations: the scales of 'w4a8' are chosen such that "
@@ -98,10 +103,14 @@ _AGAINST_SIGNED_SCALES = (
     "Use 'w4a16', or another grid."
 )
 
+_AGAINST_ZERO_POINTS = (
+    "Zero points are for weights of 4 bits that meet 16-bit activations: vLLM's kernel of 'w4a8' and FP4 have none, fewer bits do "
+    "not nest with them, and 8 bits have next to nothing to gain. Use 'w4a16-asym', or the scheme without zero points."
+)
 
 _AGAINST_FP4_ACTIVATIONS = (
-    "There are no 4-bit activations: their scale is a calibrated constant, which a policy in training moves away from, and no "
-    "engine on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
+    "There are no 4-bit activations: their scale is a calibrated constant, which a policy in training moves away from, and no engine "
+    "on a CPU computes with them. Use 'nvfp4a16' or 'mxfp4a16'."
 )
 
 
@@ -126,6 +135,7 @@ class Container:
             Group sizes that its kernels accept, largest first; empty for one scale per output channel.
         activations (`tuple[Grid | None, ...]`, *optional*, defaults to `(None,)`):
             Grids of activations that its kernels multiply with; `None` for activations that are left alone.
+        has_zero_points (`bool`, *optional*, defaults to `False`): whether it holds grids with zero points, and no others.
         takes_signed_scales (`bool`, *optional*, defaults to `False`):
             Whether it holds grids with signed scales, which all its kernels for 16-bit activations multiply by as they are.
         scale_dtype (`str`, *optional*):
@@ -139,6 +149,7 @@ class Container:
     word_size: int = 1
     group_sizes: tuple[int, ...] = ()
     activations: tuple[Grid | None, ...] = (None,)
+    has_zero_points: bool = False
     takes_signed_scales: bool = False
     scale_dtype: str | None = None
 
@@ -146,7 +157,7 @@ class Container:
         """Return whether every code of `grid` is one of the container's, `None` standing for no grid at all."""
         if grid is None or self.type is None:
             return grid is None and self.type is None
-        if grid.has_signed_scales and not self.takes_signed_scales:
+        if (grid.has_signed_scales and not self.takes_signed_scales) or grid.has_zero_points != self.has_zero_points:
             return False
         # Integers of fewer bits are integers of more; floating-point codes of fewer are not.
         return grid.type == self.type and (
@@ -157,13 +168,15 @@ class Container:
 INT4_PACKED = Container(
     "int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3), takes_signed_scales=True
 )
+INT4_ZERO_POINTS = Container("int4-zero-points", "int", 4, "pack-quantized", 8, GROUP_SIZES, has_zero_points=True)
 INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
 INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
 MXFP4 = Container("mxfp4", "float", 4, "mxfp4-pack-quantized", group_sizes=(32,), scale_dtype="uint8")
 NVFP4 = Container("nvfp4", "float", 4, "nvfp4-pack-quantized", group_sizes=(16,), scale_dtype="float8_e4m3fn")
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
 DENSE = Container("dense", None, 16, "dense")
-CONTAINERS = {c.name: c for c in (INT4_PACKED, INT8_PACKED, INT8_CODES, MXFP4, NVFP4, E4M3_CODES, DENSE)}
+_CONTAINERS = (INT4_PACKED, INT4_ZERO_POINTS, INT8_PACKED, INT8_CODES, MXFP4, NVFP4, E4M3_CODES, DENSE)
+CONTAINERS = {container.name: container for container in _CONTAINERS}
 
 
 @dataclass(frozen=True)
@@ -281,7 +294,8 @@ class QuantScheme:
         container = self.container
         if container == NVFP4:
             strategy["strategy"] = "tensor_group"
-        described = {"num_bits": container.num_bits, "type": container.type, "symmetric": True, "dynamic": False}
+        symmetric = not container.has_zero_points
+        described = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}
         scales = {} if container.scale_dtype is None else {"scale_dtype": f"torch.{container.scale_dtype}"}
         return {**described, **strategy, **scales}
 
@@ -309,6 +323,7 @@ SCHEMES = {
         QuantScheme("w4a16-observer", INT4, INT4_PACKED, 128),
         QuantScheme("w3a16-observer", INT3, INT4_PACKED, 128),
         QuantScheme("w2a16-observer", INT2, INT4_PACKED, 128),
+        QuantScheme("w4a16-asym", INT4_ASYM, INT4_ZERO_POINTS, 128),
         QuantScheme("bf16", None, DENSE),
     )
 }
@@ -329,11 +344,15 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
     """
     if isinstance(scheme, str):
         if scheme not in SCHEMES:
-            stem = scheme.lower().partition("-")[0]
-            meant = [stem] if stem in SCHEMES else get_close_matches(scheme.lower(), SCHEMES, n=1)
+            # compressed-tensors has `W4A16_ASYM`.
+            name = scheme.lower().replace("_", "-")
+            stem = name.partition("-")[0]
+            meant = [n for n in (name, stem) if n in SCHEMES] or get_close_matches(name, SCHEMES, n=1)
             hint = f" Did you mean {meant[0]!r}?" if meant else ""
             if stem in ("mxfp4", "nvfp4", "mxfp4a4", "nvfp4a4"):
                 hint = f" {_AGAINST_FP4_ACTIVATIONS}"
+            elif "asym" in name and name not in SCHEMES:
+                hint = f" {_AGAINST_ZERO_POINTS}"
             raise ValueError(f"Unknown scheme {scheme!r}. Choose one of {sorted(SCHEMES)}.{hint}")
         scheme = SCHEMES[scheme]
     if group_size is None:

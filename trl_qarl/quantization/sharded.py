@@ -73,7 +73,7 @@ class MasterShard(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return what this process sends, and what it has to know to read it."""
         low_bit = self.weight.low_bit_weight()
-        parts = [_with_rows(tensor, self.padded_rows) for tensor in (low_bit.qdata, low_bit.scale)]
+        parts = [_with_rows(tensor, self.padded_rows) for tensor in low_bit.parts()]
         if mesh.size() > 1:
             return tuple(parts), None
         # With one process FSDP takes the first tensor alone (torch 2.13, https://github.com/pytorch/pytorch/pull/197999).
@@ -92,8 +92,8 @@ class MasterShard(torch.Tensor):
         if metadata is not None:
             outputs = [held[0][start:][:size].view(dtype).view(shape) for start, size, dtype, shape in metadata]
         shape = self.weight.source.shape(self.weight.parameter)
-        qdata, scale = (tensor[: shape[:-1].numel()] for tensor in outputs)
-        return LowBitTensor(qdata, scale, self.weight.scheme, param_dtype, shape, self.weight.global_scale), held
+        parts = (tensor[: shape[:-1].numel()] for tensor in outputs)
+        return LowBitTensor.of_parts(parts, self.weight.scheme, param_dtype, shape, self.weight.global_scale), held
 
     @override
     def to(self, device, *args, **kwargs):
@@ -135,13 +135,12 @@ class ShardedSource(MasterSource):
 
 
 class FrozenRows(MasterSource):
-    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its scales."""
+    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its scales and zero points."""
 
     is_frozen = True
 
     def __init__(self, low_bit: LowBitTensor):
-        parts = low_bit.qdata, low_bit.scale
-        self._parts = [(part.dtype, part[0].nbytes) for part in parts]
+        self._parts = [(part.dtype, part[0].nbytes) for part in low_bit.parts()]
         self._of_all = low_bit.scheme, low_bit.orig_dtype, None, low_bit.global_scale
         self._width = low_bit.shape[-1]
 
@@ -154,8 +153,8 @@ class FrozenRows(MasterSource):
         """The rows that this process holds."""
         rows = weight.to_local() if isinstance(weight, DTensor) else weight
         parts = rows.split([width for _, width in self._parts], 1)
-        qdata, scale = (part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, self._parts, strict=True))
-        return LowBitTensor(qdata, scale, *self._of_all)
+        parts = (part.contiguous().view(dtype) for part, (dtype, _) in zip(parts, self._parts, strict=True))
+        return LowBitTensor.of_parts(parts, *self._of_all)
 
 
 def as_bytes(model: nn.Module) -> None:
@@ -164,7 +163,7 @@ def as_bytes(model: nn.Module) -> None:
         for weight in layer.quantized_weights.values() if isinstance(layer, QuantizedLayer) else ():
             low_bit = weight.parameter
             if isinstance(low_bit, LowBitTensor) and weight.is_frozen:
-                parts = [part.contiguous().view(torch.uint8).flatten(1) for part in (low_bit.qdata, low_bit.scale)]
+                parts = [part.contiguous().view(torch.uint8).flatten(1) for part in low_bit.parts()]
                 setattr(layer, weight.name, nn.Parameter(torch.cat(parts, 1), requires_grad=False))
                 weight.source = FrozenRows(low_bit)
 

@@ -7,7 +7,7 @@ weight of a converted `nn.Linear`, and what is published and exported. torchao's
 `clone` and flattening; an operation that neither it nor this module knows raises.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -55,10 +55,13 @@ class LowBitTensor(TorchAOBaseTensor):
             tensor shows. FSDP2 frees them after use and fills them again, so nothing that is made of them is kept.
         global_scale (`float`, *optional*):
             What NVFP4's scales are divided by.
+        zero_point (`torch.Tensor`, *optional*):
+            Codes that stand for zero, int8 of the shape of `scale`, of a container that has them.
     """
 
     tensor_data_names = ["qdata", "scale"]
     tensor_attribute_names = ["scheme", "orig_dtype", "gathered_shape", "global_scale"]
+    optional_tensor_data_names = ["zero_point"]
 
     def __new__(
         cls,
@@ -68,6 +71,7 @@ class LowBitTensor(TorchAOBaseTensor):
         orig_dtype: torch.dtype,
         gathered_shape: tuple[int, ...] | None = None,
         global_scale: float | None = None,
+        zero_point: torch.Tensor | None = None,
     ):
         shape = gathered_shape or (qdata.shape[0], format_of(scheme.container).in_features(qdata))
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=orig_dtype, device=qdata.device)
@@ -80,6 +84,7 @@ class LowBitTensor(TorchAOBaseTensor):
         orig_dtype: torch.dtype,
         gathered_shape: tuple[int, ...] | None = None,
         global_scale: float | None = None,
+        zero_point: torch.Tensor | None = None,
     ):
         self.qdata = qdata
         self.scale = scale
@@ -87,6 +92,7 @@ class LowBitTensor(TorchAOBaseTensor):
         self.orig_dtype = orig_dtype
         self.gathered_shape = gathered_shape
         self.global_scale = global_scale
+        self.zero_point = zero_point
         self._operands: dict[Callable[[Any], Any], Any] = {}
 
     @classmethod
@@ -98,18 +104,30 @@ class LowBitTensor(TorchAOBaseTensor):
         `global_scale` NVFP4 has the one that fits `weight`.
         """
         if scheme.container != NVFP4:
-            return cls(*quantize_weight(weight, scheme, scale_dtype), scheme, weight.dtype)
+            parts = quantize_weight(weight, scheme, scale_dtype)
+            return cls.of_parts(parts, scheme, weight.dtype)
         global_scale = global_scale or choose_global_scale(weight)
-        tensors = quantize_weight(weight, scheme, scale_dtype, global_scale)
-        return cls(*tensors, scheme, weight.dtype, global_scale=global_scale)
+        parts = quantize_weight(weight, scheme, scale_dtype, global_scale)
+        return cls.of_parts(parts, scheme, weight.dtype, global_scale=global_scale)
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[torch.Tensor], *attributes, **others) -> "LowBitTensor":
+        """Return the inverse of [`~LowBitTensor.parts`]; what else it takes is that of the class."""
+        codes, scale, *zero_point = parts
+        return cls(codes, scale, *attributes, **others, zero_point=next(iter(zero_point), None))
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Return codes, scales and, where there are any, zero points: one row in each for one of the weight."""
+        return (self.qdata, self.scale) if self.zero_point is None else (self.qdata, self.scale, self.zero_point)
 
     @classmethod
     def stack(cls, matrices: "Sequence[LowBitTensor]") -> "LowBitTensor":
         """Return the rows of all `matrices`, of one scheme and width, one after the other: what [`~LowBitTensor.row_blocks`] undoes."""
         if len(matrices) == 1:
             return matrices[0]
-        codes, scales = (torch.cat(parts) for parts in zip(*((m.qdata, m.scale) for m in matrices), strict=True))
-        return cls(codes, scales, matrices[0].scheme, matrices[0].orig_dtype, global_scale=matrices[0].global_scale)
+        parts = map(torch.cat, zip(*(m.parts() for m in matrices), strict=True))
+        first = matrices[0]
+        return cls.of_parts(parts, first.scheme, first.orig_dtype, global_scale=first.global_scale)
 
     @property
     def group_size(self) -> int | None:
@@ -123,14 +141,14 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.qdata.nbytes + self.scale.nbytes
+        """Bytes of codes, scales and zero points."""
+        return sum(part.nbytes for part in self.parts())
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dense weight: the exact product `scale * code`, rounded once to `output_dtype` or `orig_dtype`."""
+        """Return the dense weight: the exact product of scale and code, rounded once to `output_dtype` or `orig_dtype`."""
         dtype = output_dtype or self.orig_dtype
-        return dequantize(self.qdata, self.scale, dtype, self.scheme.container, self.global_scale)
+        return dequantize(self.qdata, self.scale, dtype, self.scheme.container, self.global_scale, self.zero_point)
 
     def gemm_weight(self) -> "LowBitTensor":
         """Return what the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
@@ -166,20 +184,23 @@ class LowBitTensor(TorchAOBaseTensor):
         """Codes, scales and everything that [`~LowBitTensor.cached`] keeps: what this tensor costs in memory."""
         blocks = [block for make, made in self._operands.items() if isinstance(make, _RowBlocks) for block in made]
         operands = [made for make, made in self._operands.items() if not isinstance(make, _RowBlocks)]
-        return [self.qdata, self.scale, *operands, *(kept for block in blocks for kept in block._operands.values())]
+        return [*self.parts(), *operands, *(kept for block in blocks for kept in block._operands.values())]
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors under compressed-tensors' checkpoint names, without the layer's prefix."""
-        scales = (self.scale,) if self.global_scale is None else (self.scale, self.global_scale)
-        return format_of(self.scheme.container).to_checkpoint(self.qdata, *scales)
+        divisor = () if self.global_scale is None else (self.global_scale,)
+        return format_of(self.scheme.container).to_checkpoint(*self.parts(), *divisor)
 
     @classmethod
     def from_checkpoint(
         cls, tensors: Mapping[str, torch.Tensor], scheme: QuantScheme, orig_dtype: torch.dtype
     ) -> "LowBitTensor":
         """Return the inverse of [`~LowBitTensor.checkpoint_tensors`]."""
-        qdata, scale, *global_scale = format_of(scheme.container).from_checkpoint(tensors)
-        return cls(qdata, scale, scheme, orig_dtype, None, *global_scale)
+        parts = format_of(scheme.container).from_checkpoint(tensors)
+        if scheme.container == NVFP4:
+            *parts, global_scale = parts
+            return cls.of_parts(parts, scheme, orig_dtype, global_scale=global_scale)
+        return cls.of_parts(parts, scheme, orig_dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_operands": {}}
@@ -196,11 +217,11 @@ class _RowBlocks(NamedTuple):
     def __call__(self, weight: LowBitTensor) -> tuple[LowBitTensor, ...]:
         # Of a shard without rows there are no blocks.
         num_rows = len(weight.qdata) // max(self.num_blocks, 1)
-        codes, scales = (tensor.split(num_rows) if num_rows else () for tensor in (weight.qdata, weight.scale))
+        parts = (tensor.split(num_rows) if num_rows else () for tensor in weight.parts())
         shape = (num_rows, weight.shape[-1]) if weight.is_gathered else None
         return tuple(
-            LowBitTensor(*block, weight.scheme, weight.orig_dtype, shape, weight.global_scale)
-            for block in zip(codes, scales, strict=True)
+            LowBitTensor.of_parts(block, weight.scheme, weight.orig_dtype, shape, weight.global_scale)
+            for block in zip(*parts, strict=True)
         )
 
 
@@ -287,8 +308,8 @@ def _to_copy(func, types, args, kwargs):
     to = self._get_to_kwargs(*args[1:], **kwargs)
     if not to["dtype"].is_floating_point:
         raise TypeError(f"A low-bit tensor has no {to['dtype']} form. Its codes are `qdata`.")
-    qdata, scale = (t.to(to["device"], non_blocking=to.get("non_blocking", False)) for t in (self.qdata, self.scale))
-    moved = LowBitTensor(qdata, scale, self.scheme, to["dtype"], global_scale=self.global_scale)
+    parts = (t.to(to["device"], non_blocking=to.get("non_blocking", False)) for t in self.parts())
+    moved = LowBitTensor.of_parts(parts, self.scheme, to["dtype"], global_scale=self.global_scale)
     return return_and_correct_aliasing(func, args, kwargs, moved)
 
 
@@ -298,8 +319,8 @@ def _copy(func, types, args, kwargs):
     fits = isinstance(self, LowBitTensor) and isinstance(source, LowBitTensor)
     if not fits or (self.scheme, self.shape, self.scale.shape) != (source.scheme, source.shape, source.scale.shape):
         raise ValueError(f"copy_ takes a low-bit tensor of the same scheme and shape: {source!r} into {self!r}.")
-    self.qdata.copy_(source.qdata)
-    self.scale.copy_(source.scale)
+    for part, new in zip(self.parts(), source.parts(), strict=True):
+        part.copy_(new)
     self.global_scale = source.global_scale
     self._operands.clear()
     return self
@@ -352,7 +373,7 @@ def _are_equal(input: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(_dense(input), _dense(other))
     if any(getattr(input, name) != getattr(other, name) for name in ("scheme", "shape", "dtype", "global_scale")):
         return False
-    pairs = (input.qdata, other.qdata), (input.scale, other.scale)
+    pairs = zip(input.parts(), other.parts(), strict=True)
     # Codes of FP8 as bytes: PyTorch compares no FP8 numbers.
     return all(torch.equal(*(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in pair)) for pair in pairs)
 

@@ -248,12 +248,14 @@ def _scheme_table(groups: list[Group]) -> str:
             )
             + (f" in INT{scheme.container.num_bits}" if scheme.grid.num_bits < scheme.container.num_bits else "")
             + (", signed scales" if scheme.grid.has_signed_scales else "")
+            + (", zero points" if scheme.grid.has_zero_points else "")
             if scheme.is_quantized
             else "16-bit"
         )
         shared = f"{group_size} input features" if group_size else "output channel" if scheme.is_quantized else "-"
         activations = {INT8: "INT8, per token", E4M3: "FP8 E4M3, per token", None: "16-bit"}[scheme.activation]
         scale_bits = 16 if scheme.container.scale_dtype is None else 8
+        scale_bits += scheme.container.num_bits * scheme.container.has_zero_points
         bits = scheme.container.num_bits + (scale_bits / group_size if group_size else 0)
         rows.append([name, weights, shared, activations, f"{bits:g}"])
     return table(["scheme", "weights", "one scale per", "activations", "bits per weight"], rows)

@@ -65,8 +65,16 @@ def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
     return transfer is not None and transfer.backend in (backends or (FILE_BACKEND,))
 
 
+_WEIGHT_ONLY = {
+    (scalar_types.uint4b8, False): "w4a16",
+    (scalar_types.uint4, True): "w4a16-asym",
+    (scalar_types.uint8b128, False): "w8a16",
+}
+"""A scheme for each of vLLM's weight types, without and with zero points, that this kernel runs."""
+
+
 class QaRLWeightOnlyKernel(MPLinearKernel):
-    """INT4 and INT8 weights with 16- or 32-bit activations."""
+    """INT4 weights, with and without zero points, and INT8 ones with 16- or 32-bit activations."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -74,10 +82,10 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        if c.weight_type not in (scalar_types.uint4b8, scalar_types.uint8b128) or c.zero_points:
-            return False, f"weight type {c.weight_type} is not symmetric INT4 or INT8"
+        if (c.weight_type, c.zero_points) not in _WEIGHT_ONLY:
+            return False, f"weight type {c.weight_type} is not INT4 or symmetric INT8"
         if (
-            c.weight_type == scalar_types.uint4b8
+            c.weight_type != scalar_types.uint8b128
             and c.act_type in (torch.bfloat16, torch.float16)
             and torch.cpu._is_avx512_supported()
             and CPUWNA16LinearKernel.can_implement(c)[0]
@@ -98,12 +106,10 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._low_bit is None:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
-            tensors = {
-                "weight_packed": getattr(layer, self.w_q_name).data,
-                "weight_scale": getattr(layer, self.w_s_name).data,
-            }
             # Of codes on a coarser grid in the same container the product is the same.
-            scheme = get_scheme("w4a16" if self.config.weight_type == scalar_types.uint4b8 else "w8a16")
+            scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
+            names = [self.w_q_name, self.w_s_name, *([self.w_zp_name] if self.config.zero_points else [])]
+            tensors = {name: getattr(layer, name).data for name in names}
             self._low_bit = LowBitTensor.from_checkpoint(tensors, scheme, tensors["weight_scale"].dtype)
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 

@@ -12,4 +12,6 @@ Every file has the same functions. *Codes* are numbers of the grid, one per weig
 | `count_flips(before, after)` | number of codes that differ between two `qdata`, 0-d int64 |
 | `to_checkpoint(qdata, scale)` | tensors under compressed-tensors' names, without the layer's prefix |
 | `from_checkpoint(tensors)` | `qdata` and `scale` of these tensors, without a copy where the layouts agree |
+
+`int4_zero_points` has zero points beside `scale`, and `nvfp4` a divisor.
 """

@@ -3,13 +3,14 @@
 from types import ModuleType
 
 from ..schemes import Container
-from . import e4m3, int4_packed, int8, int8_packed, mxfp4, nvfp4
+from . import e4m3, int4_packed, int4_zero_points, int8, int8_packed, mxfp4, nvfp4
 
 
 __all__ = ["format_of"]
 
 _FORMATS = {
     "int4-packed": int4_packed,
+    "int4-zero-points": int4_zero_points,
     "int8": int8,
     "int8-packed": int8_packed,
     "mxfp4": mxfp4,

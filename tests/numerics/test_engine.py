@@ -232,7 +232,9 @@ def tokens(ids):
     return {"prompt_token_ids": ids}
 
 
-def test_a_server_in_another_process_agrees_too(tmp_path):
+def test_a_server_in_another_process_agrees_too(tmp_path, monkeypatch):
+    # That process is the engine's; one more would import everything once more.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     server = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
     trainer = make_trainer(tmp_path, "qwen3_moe", scheme="w4a16", **server)
     trainer.train()

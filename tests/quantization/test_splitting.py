@@ -45,11 +45,11 @@ def test_codes_of_the_halves_sum_to_those_of_the_whole_at_its_scale(model, bits,
         summed = codes[:, :size].index_add(1, channels, codes[:, size:])
         assert torch.equal(summed, (low_bit.dequantize(torch.float32) / step[:, :size]).round())
         # No half of a split weight is near a tie.
-        assert ((weight / step)[:, size:] - codes[:, size:]).abs().max() < 0.495
+        assert ((weight / step)[:, size:] - codes[:, size:]).abs().max() < 0.49995
 
 
 def test_a_split_model_says_the_same_and_quantizes_repeated_rows_alike(model):
-    ids = torch.randint(2, 30, (2, 8))
+    ids = torch.randint(2, 30, (2, 8), generator=torch.Generator().manual_seed(0))
     before = model(ids).logits
     size = model.config.intermediate_size
     up = model.model.layers[0].mlp.up_proj.weight.detach().clone()

@@ -87,6 +87,8 @@ def trained(tmp_path_factory):
     """A training through a server that the trainer started, which still runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        # An engine process of its own would import everything once more; servers with one are in test_vllm_server.py.
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         server = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
         # Where many share the cores, vLLM takes long to start.
         server["vllm_server_timeout"] = 900

@@ -157,6 +157,26 @@ def test_zero_points_of_awkward_groups():
     assert torch.equal(dense[3].float(), weight[3]) and low_bit.scale[3].tolist() == [0.25, 0.25]
 
 
+@pytest.mark.parametrize(("share_moved", "share_kept"), [(0.0, 0.99), (0.1, 0.95)])
+def test_codes_that_another_tool_chose_are_mostly_those_of_its_decompressed_weights(share_moved, share_kept):
+    """Groups that use both ends of their codes keep scale and zero point; of others both change (docs/schemes.md)."""
+    generator, scheme = torch.Generator().manual_seed(0), get_scheme("w4a16-asym")
+    weight = torch.randn(512, 1024, generator=generator) * 0.02
+    scale, zero_point, codes = oracle(weight, scheme, torch.bfloat16)
+    moved = torch.rand(codes.shape, generator=generator) < share_moved
+    codes = (codes + moved * (torch.randint(0, 2, codes.shape, generator=generator) * 2 - 1)).clamp(-8, 7)
+    args = grid_args(scheme, 128)
+    masters = dequantize(codes.to(torch.int8), scale, zero_point, args=args).bfloat16()
+    ours = LowBitTensor.from_hp(masters, scheme, torch.bfloat16)
+    ours_codes = unpack_from_int32(ours.qdata, 4, weight.shape)
+    assert share_kept < (ours_codes == codes).double().mean() < 1
+    used = codes.view(512, 8, 128)
+    is_whole = (used.amin(-1) == -8) & (used.amax(-1) == 7)
+    kept = (ours.scale == scale) & (ours.zero_point == zero_point)
+    # The ends were rounded to bf16.
+    assert kept[is_whole].double().mean() > 0.93 > kept[~is_whole].double().mean()
+
+
 def weight_with_ties(seed: int, shape=(16, 256)) -> torch.Tensor:
     """[`awkward_weight`] with rows whose largest magnitude occurs with both signs, in both orders, or everywhere."""
     weight = awkward_weight(seed, torch.float32, shape)

@@ -237,7 +237,7 @@ def take_from_another_run(folder):
     shutil.copyfile(folder.parent / "other" / "patch-2.safetensors", folder / "patch-2.safetensors")
 
 
-def flip_bit(path, at=-9):
+def flip_bit(path, at=-14):
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)

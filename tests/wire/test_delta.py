@@ -81,6 +81,17 @@ def test_a_tensor_of_which_most_changed_is_left_to_be_sent_whole():
     assert pack_delta([("a", "x", np.zeros(4, np.uint8), np.ones(4, np.uint8))]) == (b"", ["a"])
 
 
+def test_a_tensor_that_changed_everywhere_by_little_takes_few_bits_per_element():
+    draw = np.random.default_rng(0)
+    old = draw.integers(2**16, size=50_000).astype(np.uint16)
+    new = old + draw.choice(np.array([1, 2, -1, -2], np.int16), size=len(old)).view(np.uint16)
+    block, left_out = pack_delta([("all", "a", old, new)])
+    # Four values are two bits; where they are and that they are small takes next to nothing more.
+    assert not left_out and len(block) < 200 + len(old) * 2.4 / 8
+    assert apply_delta(block, held := {"all": old.copy()}, {"all": "a"}) == ["all"]
+    assert np.array_equal(held["all"], new)
+
+
 def test_changes_are_for_what_was_confirmed_and_nothing_else():
     old, new = make_layer()
     block, _ = pack(old, new)

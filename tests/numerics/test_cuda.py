@@ -410,7 +410,7 @@ def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):
     layer.weight_packed = torch.nn.Parameter(weight.qdata, requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
     kernel = RepeatableInt4Kernel.__new__(RepeatableInt4Kernel)
-    kernel.config = SimpleNamespace(weight_type=scalar_types.uint4b8, act_type=torch.bfloat16)
+    kernel.config = SimpleNamespace(weight_type=scalar_types.uint4b8, act_type=torch.bfloat16, zero_points=False)
     kernel.w_q_name, kernel.w_s_name = "weight_packed", "weight_scale"
     kernel.process_weights_after_loading(layer)
     x = torch.randn(2, 3, 64).bfloat16()

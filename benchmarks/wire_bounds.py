@@ -24,7 +24,16 @@ from trl_qarl.wire.delta import elements, pack_delta
 
 
 _CHUNK = 1 << 22
-_COLUMNS = ("updates", "changed", "if uniform", "told updates", "told their sizes", "exponents", "and last change", "sent")
+_COLUMNS = (
+    "updates",
+    "changed",
+    "if uniform",
+    "told updates",
+    "told their sizes",
+    "exponents",
+    "and last change",
+    "sent",
+)
 
 
 def binary_entropy(probability: torch.Tensor) -> torch.Tensor:
@@ -98,7 +107,9 @@ def row(masters: list[torch.Tensor]) -> dict[str, float]:
     return found
 
 
-def measure(path: str, learning_rate: float, publications: int, updates: int) -> Iterator[tuple[str, dict[str, float], int]]:
+def measure(
+    path: str, learning_rate: float, publications: int, updates: int
+) -> Iterator[tuple[str, dict[str, float], int]]:
     """Yield the updates of each publication, its [`row`], and the bytes of the whole model in bf16."""
     model = load_learner(path, "w4a16", torch.bfloat16)
     size = 2 * sum(parameter.numel() for parameter in model.parameters())

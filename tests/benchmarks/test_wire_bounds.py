@@ -31,8 +31,8 @@ def test_the_bound_is_the_entropy_of_crossing_and_what_is_found(bounds, steps):
     assert changed == pytest.approx(min(1, steps) * len(old), rel=1e-3)
     # The same size and odds everywhere: nothing is left that a code of the values alone does not know, so it reaches the bound.
     found = bounds["row"]([old, new])
-    assert found["exponents"] == pytest.approx(sized, rel=0.01)
-    assert found["changed"] == pytest.approx(found["if uniform"], rel=0.01)
+    assert found["exponents"] == pytest.approx(sized, rel=0.03)
+    assert found["changed"] == pytest.approx(found["if uniform"], rel=0.03)
     assert found["exponents"] < found["sent"] < 1.5 * found["exponents"]
 
 

@@ -187,7 +187,9 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
 def mean_bits(layers: Iterable[_Layer]) -> float:
     """Return the bits that a weight has now, as a mean over those whose grid nests."""
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
-    sizes = [(w.parameter.numel(), w.scheme.grid) for w in weights if w.scheme.grid and w.scheme.grid.has_signed_scales]
+    sizes = [
+        (w.parameter.numel(), w.scheme.grid) for w in weights if w.scheme.grid and w.scheme.grid.has_signed_scales
+    ]
     return sum(size * grid.num_bits for size, grid in sizes) / sum(size for size, _ in sizes)
 
 

@@ -1,5 +1,5 @@
 """
-What a lossless publication of embeddings in bf16 takes at least, beside what it takes: the table of `docs/benchmarks.md`.
+What a lossless publication of embeddings in bf16 takes at least, beside what it takes: the table of bounds in `docs/benchmarks.md`.
 
 `python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, with a folder, a name on the Hub or `0.1b` (random), trains as `trl-qarl bench publish`
 does, eight updates between publications.
@@ -7,7 +7,7 @@ does, eight updates between publications.
 A value in bf16 changes when its float32 master crosses a boundary of rounding. The receiver knows the value, not the master's place within
 the step `u` of bf16 there. Told the master's whole update `d`, it would know by how many steps the value moves but for one:
 `floor(|d| / u)` or one more, the latter with probability `p = |d| / u - floor(|d| / u)` where the place is uniform. So whoever has the value
-and is told `d` needs `H(p) = -p log2 p - (1 - p) log2 (1 - p)` bits, and no code that works from the value alone takes less on average. Told
+and is told `d` needs `H(p) = -p log2 p - (1 - p) log2 (1 - p)` bits, and no code that works from the last value takes less on average. Told
 `|d|` without its sign, as likely up as down, it needs `min(1, |d| / u)` more. Masters that have just been read from a checkpoint in bf16 lie on its values,
 not anywhere: the bound is for later publications.
 """

@@ -80,13 +80,21 @@ def test_a_frozen_model_moves_to_another_dtype_and_is_not_trained(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"num_bits": 3}, "of none of the schemes"), (None, "lacks 1 tensors")]
+    ("change", "message"),
+    [
+        ({"num_bits": 3}, "of none of the schemes"),
+        (None, "lacks 1 tensors"),
+        ("model.layers.0.mlp.up_proj.weight_g_idx", r"actorder: group\): 'model.layers.0.mlp.up_proj.weight_g_idx'"),
+    ],
 )
 def test_other_checkpoints_are_refused(tmp_path, change, message):
     exported(tmp_path)
-    if change is None:
+    if change is None or isinstance(change, str):
         tensors = load_file(tmp_path / "model.safetensors")
-        del tensors["model.norm.weight"]
+        if change is None:
+            del tensors["model.norm.weight"]
+        else:
+            tensors[change] = torch.arange(128)
         save_file(tensors, tmp_path / "model.safetensors")
     else:
         config = json.loads((tmp_path / "config.json").read_text())

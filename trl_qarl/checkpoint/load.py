@@ -233,6 +233,11 @@ def _fill(
     tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
+    if reordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
+        raise ValueError(
+            f"{folder} was quantized with its columns in another order (actorder: group): {reordered[0]!r} says which. No kernel here takes "
+            "that. Quantize it again with `actorder='static'`."
+        )
     scales = {name.removesuffix(".weight_scale"): t for name, t in tensors.items() if name.endswith(".weight_scale")}
     low_bit = {
         name: {

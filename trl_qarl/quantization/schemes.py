@@ -291,16 +291,12 @@ class QuantScheme:
         They describe the container, which is what a reader unpacks: of a coarser grid some codes do not occur.
         """
         strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
-        container = self.container
-        if container == NVFP4:
+        if (container := self.container) == NVFP4:
             strategy["strategy"] = "tensor_group"
-        described = {
-            "num_bits": container.num_bits,
-            "type": container.type,
-            "symmetric": not container.has_zero_points,
-        }
+        symmetric = not container.has_zero_points
+        described = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}
         scales = {} if container.scale_dtype is None else {"scale_dtype": f"torch.{container.scale_dtype}"}
-        return {**described, "dynamic": False, **strategy, **scales}
+        return {**described, **strategy, **scales}
 
     @property
     def activation_args(self) -> dict[str, Any] | None:

@@ -109,6 +109,12 @@ def test_sharded_masters_have_one_precision(tiny_model, tmp_path):
         policy.prepare(policy.load(tiny_model), will_be_sharded=True)
 
 
+def test_a_pattern_of_precisions_that_fits_no_layer_is_refused(tiny_model, tmp_path):
+    policy = Policy(arguments(tmp_path, scheme=SIGNED[4], precisions=[4, {"re:.*layers[.]9[.].*": 3}]))
+    with pytest.raises(ValueError, match=r"pattern 're:.*' matches none of the 14 layers whose bits can change"):
+        policy.prepare(policy.load(tiny_model))
+
+
 def test_evaluation_and_export_have_the_bits_of_the_scheme(tiny_model, tmp_path):
     options = {"scheme": SIGNED[4], "group_size": 32, "precisions": [3, 2], "steps_per_generation": 2, "max_steps": 3}
     options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "bf16": False}
@@ -130,10 +136,10 @@ def test_evaluation_and_export_have_the_bits_of_the_scheme(tiny_model, tmp_path)
     assert [row["quant/bits"] for row in history if "quant/bits" in row] == [3, 2]
     assert max(row["eval_mismatch/abs_logp_mean"] for row in history if "eval_mismatch/abs_logp_mean" in row) < 1e-6
     # As a push within a batch exports it.
-    assert trainer.policy.bits is None
+    assert trainer.policy.precision is None
     trainer.set_precision(2)
     exported = load_file(trainer.export_model(tmp_path / "export") / "model.safetensors")
-    assert trainer.policy.bits == 2
+    assert trainer.policy.precision == 2
     trainer.set_precision(None)
     for name, layer in quantized_layers(trainer.model).items():
         assert layer.scheme.name == SIGNED[4]

@@ -47,6 +47,7 @@ ENGINE = {"numerics": "engine", "learning_rate": 3e-3}
 EVERY_LAYER = {"target_modules": "all-linear"}
 SOME_LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 MERGED = {"lora_mode": "merged", "learning_rate": 1e-2}
+BLOCK = "re:.*layers[.]0[.].*"
 PLAN = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
 
 CASES = {
@@ -75,8 +76,8 @@ CASES = {
     "engine numerics, w4a16": Case(ENGINE | {"temperature": 0.7}, mismatch=0, stop=2),
     "engine numerics, w8a8": Case(ENGINE | {"scheme": "w8a8", "objective": "dr_grpo"}, mismatch=0),
     "engine numerics, fp8": Case(ENGINE | {"scheme": "fp8", "objective": "cispo"}, mismatch=0),
-    "4 and 3 bits in turn": Case(
-        ENGINE | {"scheme": SIGNED[4], "precisions": [4, 3], "beta": 0.1}, mismatch=0, stop=3
+    "4 bits, then 3 in one block": Case(
+        ENGINE | {"scheme": SIGNED[4], "precisions": {0: 4, 2: {BLOCK: 3}}, "beta": 0.1}, mismatch=0, stop=3
     ),
     "LoRA": Case({"objective": "sapo", "beta": 0.1}, lora=EVERY_LAYER, stop=2),
     "LoRA, w8a8": Case({"scheme": "w8a8", "objective": "luspo"}, lora=EVERY_LAYER | {"use_rslora": True}),
@@ -145,8 +146,9 @@ def check_what_was_logged(case, trainer, batches):
         assert max(means) < case.mismatch
         # Learner and sampler have other weights, or sums in another order.
         assert args.quantize_learner or min(means) > 1e-3
-    bits = {row["quant/bits"] for row in history if "quant/bits" in row}
-    assert bits == {float(number) for number in args.precisions or ()}
+    # Both blocks are of one size; a batch whose layers differ is of no precision.
+    assert [row["quant/bits"] for row in history if "quant/bits" in row] == ([4.0, 3.5] if args.precisions else [])
+    assert sum("reward/4_bits" in row for row in history) == bool(args.precisions)
     if isinstance(objective, Preset):
         is_weighed = objective.corrects_mismatch or args.objective in ("icepop", "kpop", "geo-mask")
         assert all(("importance_sampling_ratio" in batch) == is_weighed for batch in batches)

@@ -34,7 +34,7 @@ from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
 from .quantization.global_scales import global_scales
 from .quantization.names import base_model, is_peft_model
-from .quantization.precisions import precision_at, set_precision
+from .quantization.precisions import mean_bits, precision_at, problems_of_patterns, set_precision
 from .quantization.sharded import is_sharded, shard_low_bit
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model, quantized_layers
 from .rollout.failures import all_or_none
@@ -66,8 +66,8 @@ class Policy:
             Which layers were quantized, how, and which were not.
         numerics (`str`):
             How the learner computes: `"engine"` or `"fast"`.
-        bits (`int` or `None`):
-            Bits that it runs at; `None` for those of its schemes.
+        precision (`int`, `dict[str, int]` or `None`):
+            Bits that it runs at, of all layers or by patterns; `None` for those of its schemes.
         exactness ([`~trl_qarl.numerics.exact.Exactness`]):
             What happens where that is not how the engine computed.
     """
@@ -85,7 +85,7 @@ class Policy:
         self._loaded_adapter: dict[str, torch.Tensor] = {}
         self._base: str | None = None
         self._reference: Any = None
-        self.bits: int | None = None
+        self.precision: int | dict[str, int] | None = None
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Return the model of that name, in place of TRL's `create_model_from_path`: also an adapter's folder, or a low-bit base."""
@@ -125,6 +125,8 @@ class Policy:
         check_dropout(model, args)
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         self._quantize()
+        if args.precisions is not None:
+            raise_problems([*problems_of_patterns(args.precisions, self.swap_report.schemes)])
         raise_problems([*problems_of_experts(model, args, self.swap_report.skipped)])
         if not args.quantize_learner:
             disable_quantized_forward(model)
@@ -134,17 +136,24 @@ class Policy:
         logger.info("numerics=%r: %s", self.numerics, reason)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
 
-    def set_precision(self, bits: int | None) -> bool:
+    def set_precision(self, precision: int | dict[str, int] | None) -> bool:
         """
-        Have learner and reference run at `bits` bits, `None` for those of their schemes, and return whether that changes what is to
-        be published.
+        Have learner and reference run at a number of bits, or at bits by patterns, `None` for those of their schemes, and return
+        whether that changes what is to be published.
         """
-        if bits == self.bits:
+        if precision == self.precision:
             return False
-        self.bits = bits
+        self.precision = precision
         if self._reference is not None:
-            set_precision(quantized_layers(self._reference), self.swap_report.schemes, bits)
-        return set_precision(quantized_layers(self.model), self.swap_report.schemes, bits)
+            set_precision(quantized_layers(self._reference), self.swap_report.schemes, precision)
+        return set_precision(quantized_layers(self.model), self.swap_report.schemes, precision)
+
+    @property
+    def bits(self) -> float | None:
+        """Bits that it runs at, a mean over weights where layers differ; `None` for those of its schemes."""
+        if isinstance(self.precision, Mapping):
+            return mean_bits(quantized_layers(self.model).values())
+        return None if self.precision is None else float(self.precision)
 
     @property
     def _swap_arguments(self) -> dict[str, Any]:
@@ -225,12 +234,12 @@ class Policy:
 
     @contextmanager
     def _at_own_bits(self):
-        bits = self.bits
+        precision = self.precision
         self.set_precision(None)
         try:
             yield
         finally:
-            self.set_precision(bits)
+            self.set_precision(precision)
 
 
 class PreparesPolicy(_BaseTrainer):
@@ -265,9 +274,9 @@ class TakesTurns(_BaseTrainer):
     _step: int
     _last_loaded_step: int
 
-    def set_precision(self, bits: int | None) -> None:
-        """Have the policy run at `bits` bits, `None` for those of its scheme, and the engine with it from its next rollout on."""
-        if self.policy.set_precision(bits) and self.use_vllm:
+    def set_precision(self, precision: int | dict[str, int] | None) -> None:
+        """Have the policy run at [`Policy.set_precision`], and the engine with it from its next rollout on."""
+        if self.policy.set_precision(precision) and self.use_vllm:
             self._last_loaded_step = -1
 
     @override

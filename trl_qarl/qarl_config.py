@@ -88,9 +88,10 @@ class QaRLConfig(GRPOConfig):
             `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller one.
-        precisions (`list[int]` or `dict[int, int]`, *optional*):
+        precisions (`list` or `dict[int, Any]`, *optional*):
             Bits of the masters' low-bit form in turn, for schemes with signed scales: `[4, 3]` generates, scores and learns one batch
-            at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 and goes on with 3 from update 60. The engine stays as it is.
+            at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 and goes on with 3 from update 60. In the place of a number may be
+            numbers by patterns of layers' names, `{"re:.*layers[.]0[.].*": 3, "_default": 4}`. The engine stays as it is.
             Evaluation and export have the bits of `scheme`.
         quantize_learner (`bool`, *optional*, defaults to `True`):
             Whether the learner and its reference model run the low-bit weights of `scheme` as the rollout does, which is
@@ -200,7 +201,7 @@ class QaRLConfig(GRPOConfig):
 
     scheme: dict[str, Any] | str | None = "w4a16"
     group_size: int | None = None
-    precisions: list[int] | str | dict[int, int] | None = None
+    precisions: list[Any] | str | dict[int, Any] | None = None
     quantize_learner: bool = True
     exclude_modules: list[str] | None = None
     high_precision_first: int = 0

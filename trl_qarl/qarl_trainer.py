@@ -266,7 +266,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
             if self.policy.bits is not None:
-                publication["quant/bits"] = float(self.policy.bits)
+                publication["quant/bits"] = self.policy.bits
             self.recorder.observe_rollout(output, batch, publication, is_scored=not self._is_scored_by_sampler)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
             if self.numerics == "engine":

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import chain_sums
 import long_starts
 import routes
+from long_tables import BITS
 
 
 # Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.
@@ -63,8 +64,6 @@ VARIANTS |= {
     for name, precisions in NESTED.items()
     if not (suffix and name in ("nested-4", "nested-4to3"))
 }
-# What is read of such masters, and what their warm start, the same for all, takes turns at.
-BITS = [4, 3, 2]
 PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
 # The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_grids.md says how that was chosen.
@@ -172,7 +171,7 @@ def make_trainer(args: Namespace):
         dataloader_pin_memory=False,
     )
     if start == "distill":
-        precisions = BITS if "precisions" in options else None
+        precisions = list(BITS) if "precisions" in options else None
         long_starts.distill(model, options["scheme"], options["group_size"], args.seed, config.bf16, precisions)
     training, _ = chain_sums.make_problems(chain_sums.chain_steps(model))
     trainer = QaRLTrainer(

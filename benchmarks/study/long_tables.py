@@ -78,6 +78,7 @@ ROUTES = (
     ("routes/effective_experts", "experts in use, of 8", 1, 3),
 )
 UPDATES_PER_BATCH = 8
+# What is read of masters of several precisions, and what their warm start, the same for all, takes turns at.
 BITS = (4, 3, 2)
 Cell = dict[str, Any]
 MEASURES: dict[str, Callable[[Cell], float]] = {

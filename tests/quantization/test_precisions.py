@@ -1,5 +1,6 @@
 """Masters at several precisions: grids that nest, the order of precisions, and what is refused."""
 
+import json
 import math
 import re
 
@@ -11,9 +12,13 @@ from trl_qarl.quantization.formats.registry import format_of
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.precisions import (
     at_bits,
+    bits_of,
+    block_by_block,
+    mean_bits,
     parse_precisions,
     plan_at_bits,
     precision_at,
+    problems_of_patterns,
     problems_of_precisions,
     set_precision,
 )
@@ -105,6 +110,60 @@ def test_layers_quantize_their_masters_at_the_bits_that_are_set_and_come_back():
     assert torch.equal(layers["0"].low_bit_weight(), before["0"])
 
 
+class Blocks(torch.nn.Module):
+    """Three decoder layers and a head; the last layer is twice as large."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict({"q": torch.nn.Linear(64, n)}) for n in (32, 32, 64))
+        self.head = torch.nn.Linear(64, 32)
+
+
+@pytest.mark.parametrize(
+    ("order", "bits"),
+    [
+        (range(3), [[4, 4, 4], [3, 4, 4], [3, 3, 4], [3, 3, 3], [3, 3, 3]]),
+        (range(2, -1, -1), [[4, 4, 4], [4, 4, 3], [4, 3, 3], [3, 3, 3], [3, 3, 3]]),
+    ],
+    ids=["first to last", "last to first"],
+)
+def test_block_by_block_each_layer_has_the_codes_of_its_bits(order, bits):
+    precisions = parse_precisions(json.dumps(block_by_block(4, 3, order, every=10)))
+    model = Blocks()
+    schemes = prepare_model(model, get_scheme(FOUR, 32)).schemes
+    assert not [*problems_of_precisions(precisions, get_plan(FOUR), 31)] and bits_of(precisions) == [4, 3]
+    assert not [*problems_of_patterns(precisions, schemes)]
+    layers = quantized_layers(model)
+    for stage, expected in enumerate(bits):
+        # In the middle of a stage, as after a resumption.
+        set_precision(layers, schemes, precision_at(precisions, 10 * stage + 5, 1))
+        for block, of_block in enumerate(expected):
+            low_bit = layers[f"layers.{block}.q"].low_bit_weight()
+            codes = low_bit.dequantize(torch.float64).view(-1, 2, 32) / low_bit.scale.double().unsqueeze(-1)
+            steps = codes * 2 ** (4 - of_block)
+            assert steps.unique().tolist() == [*range(-8, 8, 2 ** (4 - of_block))]
+            assert low_bit.scheme.grid.num_bits == of_block
+        assert layers["head"].scheme.grid.num_bits == (3 if 4 not in expected else 4)
+        head = layers["head"].scheme.grid.num_bits
+        assert mean_bits(layers.values()) == pytest.approx((expected[0] + expected[1] + 2 * expected[2] + head) / 5)
+
+
+def test_layers_that_no_pattern_fits_have_the_bits_of_their_scheme_and_names_come_first():
+    model = Blocks()
+    schemes = prepare_model(model, {"re:layers.*": FOUR, "head": SIGNED[3]}).schemes
+    set_precision(quantized_layers(model), schemes, {"re:layers.*": 2, "layers.1.q": 3})
+    found = {name: layer.scheme.grid.num_bits for name, layer in quantized_layers(model).items()}
+    assert found == {"layers.0.q": 2, "layers.1.q": 3, "layers.2.q": 2, "head": 3}
+
+
+def test_a_pattern_that_changes_nothing_is_named():
+    schemes = {"layers.0.q": get_scheme(FOUR), "layers.1.q": get_scheme("w8a16")}
+    precisions = [4, {"re:layers.*": 3, "layers.9.q": 3, "_default": 4}, {"layers.1.q": 3, "layers.9.q": 2}]
+    problems = [*problems_of_patterns(precisions, schemes)]
+    assert len(problems) == 2 and "'layers.9.q' matches none of the 1 layers" in problems[0]
+    assert "'layers.1.q' matches none" in problems[1] and "such as 'layers.0.q'" in problems[1]
+
+
 @pytest.mark.parametrize("written", [[4, 3], (4, 3), "[4, 3]"])
 def test_a_list_is_a_cycle_over_batches(written):
     precisions = parse_precisions(written)
@@ -128,6 +187,10 @@ def test_a_mapping_is_a_schedule_over_updates(written):
         ({60: 3}, "from update 0 on"),
         ({0: 4, -1: 3}, "from update 0 on"),
         ({"soon": 3, 0: 4}, "numbers of updates"),
+        ({0: 4, 9: {}}, "neither a list of bits"),
+        ([{"a": "3"}], "neither a list of bits.*numbers by patterns"),
+        ([{"re:(": 3}], "precisions: 're:\\(' holds no regular expression"),
+        ([{3: 3}], "precisions: 3 is no pattern"),
     ],
 )
 def test_what_is_no_precision_is_refused(written, message):
@@ -141,6 +204,7 @@ def test_what_is_no_precision_is_refused(written, message):
         ([4, 3], UNSIGNED, -1, "no grid of fewer bits nests.*signed scales.*Choose one of"),
         ([8, 4], FOUR, -1, "has 8 bits, which no layer.*container.*Choose from \\[2, 3, 4\\]"),
         ([4, 1], FOUR, -1, "has 1 bits"),
+        ([4, {"q": 3, "k": 8}], FOUR, -1, "has 8 bits"),
         ({0: 4, 60: 3}, FOUR, 60, "changes at update 60.*max_steps=60"),
     ],
 )

@@ -9,7 +9,9 @@ from torch import nn
 
 from testing_utils import make_mixture
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
-from trl_qarl.quantization.swap import prepare_model
+from trl_qarl.quantization.precisions import set_precision
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.rollout import publisher
 from trl_qarl.rollout.publisher import Publisher, largest_chunk
 from trl_qarl.rollout.transports import DirectTransport, ServerTransport
@@ -181,11 +183,23 @@ def test_an_answer_that_makes_no_sense_is_a_publish_error():
         ServerTransport(Answers(**{"v1/completions": b"<html/>"})).score([5, 7])
 
 
-def make_model():
-    block = lambda: nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": nn.Linear(8, 8)})  # noqa: E731
+def make_model(size=8):
+    block = lambda: nn.ModuleDict({"norm": nn.LayerNorm(size), "mlp": nn.Linear(size, size)})  # noqa: E731
     return nn.ModuleDict(
-        {"layers": nn.ModuleList([block(), block()]), "ln_f": nn.LayerNorm(8), "head": nn.Linear(8, 4)}
+        {"layers": nn.ModuleList([block(), block()]), "ln_f": nn.LayerNorm(size), "head": nn.Linear(size, 4)}
     )
+
+
+def test_of_a_block_that_changes_its_bits_the_tensors_are_sent_and_no_others():
+    model, transport = make_model(32), Recorder()
+    schemes = prepare_model(model, get_scheme("w4a16", 32), scale_dtype=torch.bfloat16).schemes
+    publisher = Publisher(model, torch.bfloat16, transport)
+    publisher.publish("0")
+    set_precision(quantized_layers(model), schemes, {"re:layers[.]1[.].*": 3})
+    measured = publisher.publish("1")
+    assert measured["publish/tensors"] == len(transport.names) > 0
+    assert {name for name in transport.names if "scale" in name} == {"layers.1.mlp.weight_scale"}
+    assert all(name.startswith("layers.1.") for name in transport.names)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def test_a_server_that_is_killed_is_replaced_and_costs_no_step(tmp_path, monkeyp
     # Completions that were rewarded when the server died are used, and what comes after is sampled from the current weights.
     assert trainer.state.global_step == 3
     assert logged(trainer, "rollout/weight_version") == [0, 1, 2]
-    # A difference in the seventh digit can move an activation over the edge of its INT8 step; 7e-4 has been seen.
-    assert max(logged(trainer, "mismatch/abs_logp_max")) < (5e-3 if scheme == "w8a8" else 1e-5)
+    # A difference in the seventh digit can move an activation over the edge of its 8-bit step: 7e-4 has been seen in INT8, 3e-4 in FP8.
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < (5e-3 if scheme in ("w8a8", "fp8") else 1e-5)
     complete = sorted(path.parent.name for path in (tmp_path / "output").glob("checkpoint-*/trainer_state.json"))
     assert complete == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert not trainer.vllm_generation.server.is_running

@@ -337,7 +337,8 @@ def test_an_adapter_inside_the_low_bit_weights_is_trained_resumed_and_pushed_wit
     options = {"peft_config": config, "lora_mode": "merged", "optim": "adamw_torch", "learning_rate": 1e-2}
     trainer = make_trainer(**options, save_strategy="steps", save_steps=2)
     trainer.train()
-    assert logged(trainer, "rollout/weight_version") == [0, 2] and min(logged(trainer, "quant/code_flip_rate")) > 0
+    # Completions that all got the same reward teach nothing; those of both batches hardly ever do.
+    assert logged(trainer, "rollout/weight_version") == [0, 2] and max(logged(trainer, "quant/code_flip_rate")) > 0
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     folder = Path(trainer.args.output_dir) / "checkpoint-2"
 

@@ -1,4 +1,5 @@
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -90,6 +91,24 @@ def test_a_tensor_that_changed_everywhere_by_little_takes_few_bits_per_element()
     assert not left_out and len(block) < 200 + len(old) * 2.4 / 8
     assert apply_delta(block, held := {"all": old.copy()}, {"all": "a"}) == ["all"]
     assert np.array_equal(held["all"], new)
+
+
+def test_memory_grows_by_some_bytes_for_each_change_on_both_sides():
+    """Positions are eight bytes each, and there are never more of them than in a block of two million elements."""
+    peaks = {}
+    for millions in (4, 6):
+        old = np.arange(millions << 20, dtype=np.uint32).astype(np.uint16)
+        held = {"wide": old.copy()}
+        new = old + np.uint16(1)
+        tracemalloc.start()
+        block, _ = pack_delta([("wide", "a", old, new)])
+        peaks["pack", millions] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        apply_delta(block, held, {"wide": "a"})
+        peaks["apply", millions] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert np.array_equal(held["wide"], new)
+    assert all(peaks[side, 6] - peaks[side, 4] < 8 * 2**21 for side in ("pack", "apply"))
 
 
 def test_changes_are_for_what_was_confirmed_and_nothing_else():

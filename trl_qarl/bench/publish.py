@@ -21,7 +21,7 @@ from unittest.mock import patch
 from .engines import load_learner, make_prompts, open_engine, open_server
 
 
-__all__ = ["measure_publish"]
+__all__ = ["measure_publish", "train"]
 
 
 def measure_publish(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
@@ -80,9 +80,9 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
     for rate in args.learning_rates:
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
         # The first steps of AdamW are larger than those of a training.
-        _train(path, model, optimizer, publisher.dtype, args.updates)
+        train(path, model, optimizer, publisher.dtype, args.updates, seed=args.updates)
         changes.publish(f"settled {rate}")
-        _train(path, model, optimizer, publisher.dtype, args.updates)
+        train(path, model, optimizer, publisher.dtype, args.updates, seed=args.updates)
         row = measure(changes, lambda: None, 1)
         rows.append({"scheme": scheme, "sent": f"changes, {args.updates} updates at {rate:g}"} | row)
         print(rows[-1], flush=True)
@@ -149,8 +149,8 @@ def _parts(result: dict[str, float], seconds: dict[str, float], rest: str) -> di
     return {f"{name} s": seconds[name] for name in (*_PARTS, rest) if name in seconds}
 
 
-def _train(path: str, model, optimizer, dtype, updates: int) -> None:
-    """Updates by policy gradients on four random answers each, of which two were good."""
+def train(path: str, model, optimizer, dtype, updates: int, seed: int) -> None:
+    """Make updates by policy gradients on four random answers each, of which two were good."""
     import torch
 
     from ..quantization.gemm import has_fast_bf16
@@ -158,7 +158,7 @@ def _train(path: str, model, optimizer, dtype, updates: int) -> None:
 
     if model.device.type == "cpu" and not has_fast_bf16():
         dtype = torch.float32
-    draw = torch.Generator().manual_seed(updates)
+    draw = torch.Generator().manual_seed(seed)
     prompts = make_prompts(path, 8)
     for update in range(updates):
         prompt = torch.tensor([prompts[update % len(prompts)][-12:]] * 4)

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from ..packages import installed
 from ..quantization.plan import QuantPlan
-from ..quantization.precisions import bits_of
+from ..quantization.precisions import NESTING_BITS, bits_of
 from .serving import ADAPTER_FOLDER, adapter_rank, dtype_option, serve_command
 
 
@@ -292,7 +292,7 @@ def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
     found = {}
     for name, label in (
         ("reward", "reward"),
-        *((f"reward/{bits}_bits", f"reward at {bits} bits") for bits in (4, 3, 2)),
+        *((f"reward/{bits}_bits", f"reward at {bits} bits") for bits in NESTING_BITS),
         ("mismatch/abs_logp_mean", "difference of log-probs between rollout and learner, in nats per token"),
     ):
         values = [row[name] for row in history if row.get(name) is not None]

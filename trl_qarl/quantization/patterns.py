@@ -1,10 +1,60 @@
-"""Which layers a pattern of names stands for. Needs no torch."""
+"""
+Which layers a pattern of names stands for. Needs no torch.
 
-from collections.abc import Callable, Sequence
+A pattern is the whole name of a layer, `"re:"` and an expression over whole names, or `"_default"` for all that no other fits.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
-__all__ = ["covers"]
+__all__ = ["DEFAULT", "check_pattern", "covers", "fits", "pattern_of"]
+
+DEFAULT = "_default"
+_EXPRESSION = "re:"
+
+
+def check_pattern(pattern: Any, option: str) -> None:
+    """
+    Raise unless `pattern` is one.
+
+    Raises:
+        ValueError: naming the option that has it.
+    """
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(
+            f"{option}: {pattern!r} is no pattern. Give names of layers, 're:' and an expression, or '_default'."
+        )
+    if pattern.startswith(_EXPRESSION):
+        try:
+            re.compile(pattern[len(_EXPRESSION) :])
+        except re.error as error:
+            raise ValueError(f"{option}: {pattern!r} holds no regular expression ({error}).") from error
+
+
+def fits(pattern: str) -> Callable[[str], Any]:
+    """Return what says of a name whether `pattern` stands for it."""
+    expression = pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
+    return re.compile(expression).fullmatch
+
+
+def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]] = ()) -> str | None:
+    """
+    Return which of `patterns` counts for a layer: its name, then the first expression, then `"_default"`; `None` if none does.
+
+    Args:
+        patterns (`Iterable[str]`):
+            Patterns in their order.
+        name (`str`):
+            Name of the layer.
+        parts (`Sequence[Sequence[str]]`, *optional*):
+            Names of its parts, in one or more ways.
+    """
+    patterns = list(patterns)
+    ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
+    matching = (p for p in ordered if p != DEFAULT and covers(fits(p), name, parts, f"scheme: pattern {p!r}"))
+    return next(matching, DEFAULT if DEFAULT in patterns else None)
 
 
 def covers(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:

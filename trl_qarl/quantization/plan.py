@@ -1,5 +1,5 @@
 """
-Which scheme each layer gets: patterns of names in order, as torchao's `FqnToConfig` has them. Needs no torch.
+Which scheme each layer gets: patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's `FqnToConfig` has them. Needs no torch.
 
 A plan is written as the name of one scheme, or as a mapping from patterns to schemes:
 
@@ -15,11 +15,11 @@ A name comes before expressions, of which the first one in the order of the mapp
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .patterns import covers
+from .patterns import DEFAULT, check_pattern, covers, fits, pattern_of
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
@@ -34,8 +34,6 @@ __all__ = [
     "todays_names",
 ]
 
-DEFAULT = "_default"
-_EXPRESSION = "re:"
 _HIGH_PRECISION = SCHEMES["bf16"]
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of the names of layers that vLLM holds as one matrix, which has one scheme."""
@@ -124,7 +122,7 @@ class QuantPlan:
 
     def scheme_of(self, name: str) -> QuantScheme:
         """Return the scheme that the rules give to a layer, `bf16` where none does."""
-        return dict(self.rules).get(self._pattern_of(name) or "", _HIGH_PRECISION)
+        return dict(self.rules).get(pattern_of(dict(self.rules), name) or "", _HIGH_PRECISION)
 
     def assign(
         self,
@@ -155,7 +153,7 @@ class QuantPlan:
         for name in names:
             if name in skipped:
                 continue
-            pattern = self._pattern_of(name, parts.get(name, ()))
+            pattern = pattern_of(dict(self.rules), name, parts.get(name, ()))
             scheme = dict(self.rules).get(pattern or "", _HIGH_PRECISION)
             if name in kept:
                 reasons[name] = kept[name]
@@ -165,13 +163,6 @@ class QuantPlan:
                 reasons[name] = "matches no pattern" if pattern is None else f"bf16 by {pattern!r}"
         return schemes, reasons
 
-    def _pattern_of(self, name: str, parts: Sequence[Sequence[str]] = ()) -> str | None:
-        patterns = [pattern for pattern, _ in self.rules if pattern != DEFAULT]
-        # Names come before expressions.
-        ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
-        matching = (p for p in ordered if covers(_fits(p), name, parts, f"scheme: pattern {p!r}"))
-        return next(matching, DEFAULT if len(patterns) < len(self.rules) else None)
-
     def _check_patterns(
         self, names: list[str], skipped: Mapping[str, str], parts: Mapping[str, Sequence[Sequence[str]]]
     ) -> None:
@@ -179,7 +170,7 @@ class QuantPlan:
             if pattern == DEFAULT:
                 continue
             said = f"scheme: pattern {pattern!r}"
-            hits = [name for name in names if covers(_fits(pattern), name, parts.get(name, ()), said)]
+            hits = [name for name in names if covers(fits(pattern), name, parts.get(name, ()), said)]
             if not hits:
                 example = next(iter(names), "")
                 raise ValueError(
@@ -303,25 +294,12 @@ def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> Non
                 )
 
 
-def _fits(pattern: str) -> Callable[[str], Any]:
-    expression = pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
-    return re.compile(expression).fullmatch
-
-
 def _rules(mapping: Mapping[str, Any], group_size: int | None) -> Iterable[tuple[str, QuantScheme]]:
     if not mapping:
         raise ValueError("scheme={} quantizes nothing. Name a scheme, or patterns with schemes.")
     has_groups = False
     for pattern, value in mapping.items():
-        if not isinstance(pattern, str) or not pattern:
-            raise ValueError(
-                f"scheme: {pattern!r} is no pattern. Give names of layers, 're:' and an expression, or '_default'."
-            )
-        if pattern.startswith(_EXPRESSION):
-            try:
-                re.compile(pattern[len(_EXPRESSION) :])
-            except re.error as error:
-                raise ValueError(f"scheme: {pattern!r} holds no regular expression ({error}).") from error
+        check_pattern(pattern, "scheme")
         try:
             scheme, size = _parts(value)
             own = get_scheme(scheme)

@@ -9,28 +9,40 @@ that was started for 4 bits runs 3 and 2 as they are published, and each comes f
 |---|---|
 | `[4, 3]` | of one generation batch after the other, in turn |
 | `{0: 4, 60: 3}` | of the batches that begin at this update or later |
+
+A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a plan has them
+([`trl_qarl.quantization.plan`]): `{"re:.*layers\\.0\\..*": 3, "_default": 4}`. Layers that no pattern fits have the bits of their scheme.
+[`block_by_block`] writes a schedule of these.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from .patterns import DEFAULT, check_pattern, fits, pattern_of
 from .plan import QuantPlan
 from .schemes import GRIDS, SCHEMES, QuantScheme
 
 
 __all__ = [
+    "NESTING_BITS",
     "at_bits",
     "bits_of",
+    "block_by_block",
+    "mean_bits",
     "parse_precisions",
     "plan_at_bits",
     "precision_at",
+    "problems_of_patterns",
     "problems_of_precisions",
     "set_precision",
 ]
 
-Precisions = list[int] | dict[int, int]
+Precision = int | dict[str, int]
+Precisions = list[Precision] | dict[int, Precision]
+NESTING_BITS = tuple(sorted({grid.num_bits for grid in GRIDS.values() if grid.has_signed_scales}, reverse=True))
+"""Bits of the grids that nest, most first."""
 
 
 class _Layer(Protocol):
@@ -42,7 +54,7 @@ def parse_precisions(value: Any) -> Precisions | None:
     Return the precisions that an option says: a list, or a mapping whose keys are numbers; JSON of either, as on a command line.
 
     Raises:
-        ValueError: for anything else, and for a mapping that does not begin at update 0.
+        ValueError: for anything else, also within, and for a mapping that does not begin at update 0.
     """
     if value is None:
         return None
@@ -63,13 +75,26 @@ def parse_precisions(value: Any) -> Precisions | None:
             raise ValueError(f"precisions={written!r} must say the precision from update 0 on, as in {{0: 4, 60: 3}}.")
     if not isinstance(value, list | tuple | dict) or not value or any(type(bits) is not int for bits in _bits(value)):
         raise ValueError(
-            f"precisions={written!r} is neither a list of bits, [4, 3], nor bits by updates, {{0: 4, 60: 3}}."
+            f"precisions={written!r} is neither a list of bits, [4, 3], nor bits by updates, {{0: 4, 60: 3}}. Bits are a number, or "
+            "numbers by patterns of layers' names, {'re:.*layers[.]0[.].*': 3}."
         )
+    for pattern in _patterns(value):
+        check_pattern(pattern, "precisions")
     return value if isinstance(value, dict) else list(value)
 
 
-def _bits(precisions: Any) -> Iterable[Any]:
+def _each(precisions: Any) -> Iterable[Any]:
     return precisions.values() if isinstance(precisions, dict) else precisions
+
+
+def _bits(precisions: Any) -> Iterator[Any]:
+    for precision in _each(precisions):
+        # A mapping that says nothing is none.
+        yield from precision.values() if isinstance(precision, Mapping) and precision else [precision]
+
+
+def _patterns(precisions: Any) -> list[Any]:
+    return list(dict.fromkeys(pattern for of in _each(precisions) if isinstance(of, Mapping) for pattern in of))
 
 
 def bits_of(precisions: Precisions) -> list[int]:
@@ -87,9 +112,7 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
             f"scales do. Choose one of {signed}."
         )
         return
-    allowed = sorted(
-        grid.num_bits for grid in GRIDS.values() if grid.has_signed_scales and grid.num_bits <= max(nesting)
-    )
+    allowed = sorted(bits for bits in NESTING_BITS if bits <= max(nesting))
     for bits in dict.fromkeys(_bits(precisions)):
         if bits not in allowed:
             yield (
@@ -103,8 +126,43 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
         )
 
 
-def precision_at(precisions: Precisions, update: int, updates_per_batch: int) -> int:
-    """Return the bits of the generation batch that begins after `update` updates."""
+def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantScheme]) -> Iterator[str]:
+    """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`, by their names."""
+    nesting = [name for name, scheme in schemes.items() if scheme.grid and scheme.grid.has_signed_scales]
+    for pattern in _patterns(precisions):
+        if pattern != DEFAULT and not any(map(fits(pattern), nesting)):
+            yield (
+                f"precisions: pattern {pattern!r} matches none of the {len(nesting)} layers whose bits can change. Give a whole name, such "
+                f"as {next(iter(nesting), '')!r}, or an expression over whole names, such as 're:.*layers[.]0[.].*'."
+            )
+
+
+def block_by_block(bits: int, fewer: int, blocks: Sequence[int], every: int) -> dict[int, Precision]:
+    """
+    Return the schedule that begins at `bits` bits and has one more decoder layer at `fewer` after each `every` updates.
+
+    Args:
+        bits, fewer (`int`):
+            Bits at the beginning and at the end.
+        blocks (`Sequence[int]`):
+            Numbers of all decoder layers in the order in which they change: `range(12)`, or `range(11, -1, -1)` from last to first.
+        every (`int`):
+            Updates between two changes.
+
+    ```python
+    >>> block_by_block(4, 3, range(2), every=10)
+    {0: 4, 10: {'re:.*layers[.]0[.].*': 3, '_default': 4}, 20: 3}
+    ```
+    """
+    patterns = [f"re:.*layers[.]{block}[.].*" for block in blocks]
+    stages = {
+        count * every: dict.fromkeys(patterns[:count], fewer) | {DEFAULT: bits} for count in range(1, len(patterns))
+    }
+    return {0: bits, **stages, len(patterns) * every: fewer}
+
+
+def precision_at(precisions: Precisions, update: int, updates_per_batch: int) -> Precision:
+    """Return the precision of the generation batch that begins after `update` updates."""
     if isinstance(precisions, dict):
         return precisions[max(start for start in precisions if start <= update)]
     return precisions[update // updates_per_batch % len(precisions)]
@@ -126,20 +184,32 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
     return replace(plan, rules=tuple((pattern, at_bits(scheme, bits)) for pattern, scheme in plan.rules))
 
 
-def set_precision(layers: Mapping[str, _Layer], schemes: Mapping[str, QuantScheme], bits: int | None) -> bool:
+def mean_bits(layers: Iterable[_Layer]) -> float:
+    """Return the bits that a weight has now, as a mean over those whose grid nests."""
+    weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
+    sizes = [
+        (w.parameter.numel(), w.scheme.grid) for w in weights if w.scheme.grid and w.scheme.grid.has_signed_scales
+    ]
+    return sum(size * grid.num_bits for size, grid in sizes) / sum(size for size, _ in sizes)
+
+
+def set_precision(
+    layers: Mapping[str, _Layer], schemes: Mapping[str, QuantScheme], precision: Precision | None
+) -> bool:
     """
-    Have layers quantize their masters at `bits` bits from now on, and return whether that changes any.
+    Have layers quantize their masters at other bits from now on, and return whether that changes any.
 
     Args:
         layers (`Mapping[str, QuantizedLayer]`):
             Quantized layers by name.
         schemes (`Mapping[str, QuantScheme]`):
             The scheme that each was prepared with.
-        bits (`int` or `None`):
-            Bits of the layers whose grid nests; `None` for what they were prepared with.
+        precision (`int`, `dict[str, int]` or `None`):
+            Bits of the layers whose grid nests, or bits by patterns; `None` for what they were prepared with.
     """
     has_changed = False
     for name, layer in layers.items():
+        bits = precision.get(pattern_of(precision, name) or "") if isinstance(precision, Mapping) else precision
         scheme = schemes[name] if bits is None else at_bits(schemes[name], bits)
         for weight in layer.quantized_weights.values():
             if weight.scheme != scheme:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..quantization.precisions import NESTING_BITS
 from ..telemetry.advisor import DROPPED_AIM, STALLED_FLIP_RATE, mismatch_bands
 from .plots import Metric, draw_bars, draw_distribution, draw_finals, draw_metric, has_values, share_axis
 from .runs import printable
@@ -21,7 +22,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("eval_reward", "mean reward on the evaluation set"),
     ),
     "Reward at each precision": tuple(
-        Metric(f"reward/{bits}_bits", f"mean reward of the batches at {bits} bits") for bits in (4, 3, 2)
+        Metric(f"reward/{bits}_bits", f"mean reward of the batches at {bits} bits") for bits in NESTING_BITS
     ),
     "Mismatch between learner and rollout": (
         # The same range in every report, from what rounding leaves to what unaligned weights do.

@@ -156,8 +156,9 @@ class Recorder(TrainerCallback):
         if not self.model.training:
             return
         of_batch = {"reward": self._metrics["train"]["reward"][-1], **row}
-        if (bits := row.get("quant/bits")) is not None:
-            # Apart, as a row of the log is a mean over batches.
+        bits = row.get("quant/bits")
+        if bits is not None and float(bits).is_integer():
+            # Apart, as a row of the log is a mean over batches; a batch whose layers differ is of no precision.
             self.log({f"{name}/{bits:.0f}_bits": of_batch[name] for name in _BY_BITS if name in of_batch})
         self._batches.append(of_batch)
         if is_scored:

@@ -16,7 +16,7 @@ whole result with the learner's. Needs numpy, and torch for [`elements`] alone.
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ DELTA_PREFIX = "qarl.delta."
 
 # Elements at a time: their order takes 16 MiB.
 _BLOCK = 1 << 21
+# Changes at a time.
+_CHUNK = 1 << 18
 # A distance of this much or more is written in four bytes of its own.
 _FAR = 255
 _STREAMS = ("distances", "far", "bytes", "low", "high")
@@ -68,23 +70,15 @@ def pack_delta(tensors: Sequence[tuple[str, str, np.ndarray, np.ndarray]]) -> tu
     parts: dict[str, list[bytes]] = {name: [] for name in _STREAMS}
     entries, left_out = [], []
     for name, base, old, new in tensors:
-        positions, values = _changes(old, new)
-        distances = np.diff(positions, prepend=-1) - 1
-        split = {"distances": np.minimum(distances, _FAR).astype(np.uint8)}
-        if old.itemsize == 1:
-            split["bytes"] = values
-        else:
-            signed = values.view(np.int16)
-            zigzag = ((signed << 1) ^ (signed >> 15)).view(np.uint16)
-            split |= {"low": zigzag.astype(np.uint8), "high": (zigzag >> 8).astype(np.uint8)}
+        split = {stream: np.concatenate(pieces) for stream, pieces in _changes(old, new).items()}
         # Zeros come in runs, which cost next to nothing. Less than an eighth is not worth the work.
-        if 8 * sum(map(np.count_nonzero, split.values())) >= 7 * old.nbytes or len(old) >= 2**32:
+        num_bytes = sum(np.count_nonzero(numbers) for stream, numbers in split.items() if stream != "far")
+        if 8 * num_bytes >= 7 * old.nbytes or len(old) >= 2**32:
             left_out.append(name)
             continue
-        parts["far"].append(distances[distances >= _FAR].astype("<u4").tobytes())
         for stream, numbers in split.items():
             parts[stream].append(numbers.tobytes())
-        entries.append([name, base, len(old), old.itemsize, len(positions)])
+        entries.append([name, base, len(old), old.itemsize, len(split["distances"])])
     if not entries:
         return b"", left_out
     streams = [b"".join(parts[name]) for name in _STREAMS]
@@ -109,29 +103,21 @@ def apply_delta(block: bytes, held: Mapping[str, np.ndarray], confirmed: Mapping
     Raises:
         ValueError: if the block is damaged, or made for other tensors than those. Nothing is written then.
     """
-    entries, streams = _read(block, held, confirmed)
-    distances = np.frombuffer(streams["distances"], np.uint8).astype(np.int64)
-    is_far = distances == _FAR
-    if is_far.sum() * 4 != len(streams["far"]):
+    entries, packed = _read(block, held, confirmed)
+    if 4 * packed["distances"].count(_FAR) != len(packed["far"]):
         raise ValueError("The block of changes is damaged: its distances do not fit together.")
-    distances[is_far] = np.frombuffer(streams["far"], "<u4")
-    ends = np.cumsum([0] + [changed for *_, changed in entries])
-    positions = [np.cumsum(distances[start:end] + 1) - 1 for start, end in zip(ends, ends[1:], strict=False)]
-    for (name, *_), at in zip(entries, positions, strict=True):
-        if len(at) and at[-1] >= len(held[name]):
+    streams = {name: np.frombuffer(data, "<u4" if name == "far" else np.uint8) for name, data in packed.items()}
+    split = []
+    for name, _, length, itemsize, changed in entries:
+        distances = _take(streams, "distances", changed)
+        far = _take(streams, "far", np.count_nonzero(distances == _FAR))
+        if changed + distances.sum(dtype=np.int64) + far.sum(dtype=np.int64) - _FAR * len(far) > length:
             raise ValueError(f"The block of changes is damaged: it changes more of {name} than there is.")
-    zigzag = np.frombuffer(streams["low"], np.uint8) | (
-        np.frombuffer(streams["high"], np.uint8).astype(np.uint16) << 8
-    )
-    values = {
-        1: np.frombuffer(streams["bytes"], np.uint8),
-        2: (zigzag >> 1) ^ (-(zigzag & 1).astype(np.int16)).view(np.uint16),
-    }
-    used = {1: 0, 2: 0}
-    for (name, _, _, itemsize, changed), at in zip(entries, positions, strict=True):
-        _write(held[name], at, values[itemsize][used[itemsize] : used[itemsize] + changed])
-        used[itemsize] += changed
-    return [name for name, *_ in entries]
+        values = [_take(streams, stream, changed) for stream in (("bytes",) if itemsize == 1 else ("low", "high"))]
+        split.append((name, distances, far, values))
+    for name, distances, far, values in split:
+        _write(held[name], _positions(distances, far), values)
+    return [name for name, *_ in split]
 
 
 def _read(block: bytes, held, confirmed) -> tuple[list[list[Any]], dict[str, bytes]]:
@@ -180,9 +166,19 @@ def _read(block: bytes, held, confirmed) -> tuple[list[list[Any]], dict[str, byt
     return entries, streams
 
 
-def _changes(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the elements differ, in the order of `_order`, and by how much."""
-    positions, values = [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
+def _take(streams: dict[str, np.ndarray], name: str, count: int) -> np.ndarray:
+    """The next `count` numbers of a stream."""
+    taken, streams[name] = streams[name][:count], streams[name][count:]
+    return taken
+
+
+def _changes(old: np.ndarray, new: np.ndarray) -> dict[str, list[np.ndarray]]:
+    """The streams of the elements that differ, in the order of `_order`, piece by piece."""
+    kinds = {"distances": np.uint8, "far": "<u4"} | (
+        {"bytes": np.uint8} if old.itemsize == 1 else {"low": np.uint8, "high": np.uint8}
+    )
+    pieces = {stream: [np.empty(0, kind)] for stream, kind in kinds.items()}
+    last = -1
     for start in range(0, len(old), _BLOCK):
         before = old[start : start + _BLOCK]
         difference = new[start : start + _BLOCK] - before
@@ -191,19 +187,53 @@ def _changes(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if old.itemsize == 2:
             difference = difference[_order(before)]
         at = np.flatnonzero(difference)
-        positions.append(at + start)
-        values.append(difference[at])
-    return np.concatenate(positions), np.concatenate(values)
-
-
-def _write(array: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
-    starts = np.arange(0, len(array) + _BLOCK, _BLOCK)
-    bounds = np.searchsorted(positions, starts)
-    for start, first, last in zip(starts, bounds, bounds[1:], strict=False):
-        if first == last:
+        values, distances = difference[at], np.diff(at, prepend=last - start) - 1
+        last = start + int(at[-1])
+        pieces["far"].append(distances[distances >= _FAR].astype("<u4"))
+        pieces["distances"].append(np.minimum(distances, _FAR).astype(np.uint8))
+        if old.itemsize == 1:
+            pieces["bytes"].append(values)
             continue
-        part, at = array[start : start + _BLOCK], positions[first:last] - start
-        part[_order(part)[at] if array.itemsize == 2 else at] += values[first:last]
+        signed = values.view(np.int16)
+        zigzag = ((signed << 1) ^ (signed >> 15)).view(np.uint16)
+        pieces["low"].append(zigzag.astype(np.uint8))
+        pieces["high"].append((zigzag >> 8).astype(np.uint8))
+    return pieces
+
+
+def _positions(distances: np.ndarray, far: np.ndarray) -> Iterator[np.ndarray]:
+    """Where changes are, some at a time, of how far each is from the one before."""
+    last = -1
+    for start in range(0, len(distances), _CHUNK):
+        steps = distances[start : start + _CHUNK].astype(np.int64)
+        is_far = steps == _FAR
+        steps[is_far], far = np.split(far, [np.count_nonzero(is_far)])
+        at = last + np.cumsum(steps + 1)
+        last = at[-1]
+        yield at
+
+
+def _write(array: np.ndarray, positions: Iterator[np.ndarray], values: list[np.ndarray]) -> None:
+    """Add `values`, bytes or low and high ones, a block at a time, whose order is that of its old elements."""
+    at, used = np.empty(0, np.int64), 0
+    for start in range(0, len(array), _BLOCK):
+        part, pieces = array[start : start + _BLOCK], [at]
+        while not len(pieces[-1]) or pieces[-1][-1] < start + _BLOCK:
+            if (piece := next(positions, None)) is None:
+                break
+            pieces.append(piece)
+        at = np.concatenate(pieces)
+        count = np.searchsorted(at, start + _BLOCK)
+        here, at = at[:count] - start, at[count:]
+        added = [stream[used : used + count] for stream in values]
+        used += count
+        if not count:
+            continue
+        if array.itemsize == 1:
+            part[here] += added[0]
+            continue
+        zigzag = added[0] | (added[1].astype(np.uint16) << 8)
+        part[_order(part)[here]] += (zigzag >> 1) ^ (-(zigzag & 1).astype(np.int16)).view(np.uint16)
 
 
 def _order(elements: np.ndarray) -> np.ndarray:

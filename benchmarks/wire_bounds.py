@@ -1,0 +1,147 @@
+"""
+What a lossless publication of embeddings in bf16 takes at least, beside what it takes: the table of bounds in `docs/benchmarks.md`.
+
+`python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, with a folder, a name on the Hub or `0.1b` (random), trains as `trl-qarl bench publish`
+does, eight updates between publications.
+
+A value in bf16 changes when its float32 master crosses a boundary of rounding. The receiver knows the value, not the master's place within
+the step `u` of bf16 there. Told the master's whole update `d`, it would know by how many steps the value moves but for one:
+`floor(|d| / u)` or one more, the latter with probability `p = |d| / u - floor(|d| / u)` where the place is uniform. So whoever has the value
+and is told `d` needs `H(p) = -p log2 p - (1 - p) log2 (1 - p)` bits, and no code that works from the last value takes less on average. Told
+`|d|` without its sign, as likely up as down, it needs `min(1, |d| / u)` more. Masters that have just been read from a checkpoint in bf16 lie on its values,
+not anywhere: the bound is for later publications.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from trl_qarl.bench.engines import load_learner
+from trl_qarl.bench.publish import train
+from trl_qarl.bench.shapes import SHAPES, write_random_model
+from trl_qarl.wire.delta import elements, pack_delta
+
+
+_CHUNK = 1 << 22
+_COLUMNS = (
+    "updates",
+    "changed",
+    "if uniform",
+    "told updates",
+    "told their sizes",
+    "exponents",
+    "and last change",
+    "sent",
+)
+
+
+def binary_entropy(probability: torch.Tensor) -> torch.Tensor:
+    """Return the bits that an event of this probability takes, elementwise; 0 for what is certain."""
+    other = 1 - probability
+    return -(torch.xlogy(probability, probability) + torch.xlogy(other, other)) / torch.log(torch.tensor(2.0))
+
+
+def bits_when_told(old: torch.Tensor, new: torch.Tensor) -> tuple[float, float, float]:
+    """
+    Return the bits that the new values in bf16 take for whoever knows the old ones and each master's update; the same where its sign is
+    unknown; and how many values are expected to change.
+
+    Nothing is counted for an update that might reach the next power of two, where the step is another one.
+
+    Args:
+        old, new (`torch.Tensor`):
+            Masters of the same shape, float32.
+    """
+    told, signs, changed = 0.0, 0.0, 0.0
+    for before, after in zip(old.view(-1).split(_CHUNK), new.view(-1).split(_CHUNK), strict=True):
+        value, update = before.bfloat16().double().abs(), (after.double() - before.double()).abs()
+        exponent = value.frexp().exponent
+        # Seven bits after the leading one.
+        step = torch.ldexp(torch.ones_like(value), exponent - 8)
+        lowest, highest = value - update - step, value + update + step
+        is_inside = (lowest > 0) & (lowest.frexp().exponent == exponent) & (highest.frexp().exponent == exponent)
+        steps = torch.where(is_inside, update / step, 0)
+        certain = steps.clamp(max=1)
+        told += float(binary_entropy(steps - steps.floor()).sum())
+        signs += float(certain.sum())
+        changed += float(torch.where(is_inside, certain, (update / step).clamp(max=1)).nan_to_num().sum())
+    return told, told + signs, changed
+
+
+def entropy_given(changes: torch.Tensor, context: torch.Tensor) -> float:
+    """Return the bits of `changes` for a code that knows how often each occurs in each context, both integers from 0 below 2**16 and 2**31."""
+
+    def bits_of(numbers: torch.Tensor) -> float:
+        counts = numbers.unique(return_counts=True)[1].double()
+        return float((counts * (len(numbers) / counts).log2()).sum())
+
+    return bits_of(context.long() << 16 | changes.long()) - bits_of(context.long())
+
+
+def row(masters: list[torch.Tensor]) -> dict[str, float]:
+    """
+    Return what the last of three publications in a row takes of the embeddings, in bits; with two, without `and last change`.
+
+    Args:
+        masters (`list[torch.Tensor]`):
+            Embeddings at each publication, float32.
+    """
+    values = [elements(master.bfloat16()) for master in masters]
+    codes = [torch.from_numpy(value.astype("int32")) for value in values]
+    changes = (codes[-1] - codes[-2]) & 0xFFFF
+    exponent = codes[-2] >> 7 & 0xFF
+    told, sized, expected = bits_when_told(*masters[-2:])
+    block, _ = pack_delta([("embeddings", "", *values[-2:])])
+    found = {
+        "changed": float(changes.count_nonzero()) / len(changes),
+        "if uniform": expected / len(changes),
+        "told updates": told,
+        "told their sizes": sized,
+        "exponents": entropy_given(changes, exponent),
+        "sent": 8.0 * (len(block) or values[-1].nbytes),
+    }
+    if len(codes) > 2:
+        last = (codes[-2] - codes[-3]).sign() + 1
+        found["and last change"] = entropy_given(changes, exponent * 3 + last)
+    return found
+
+
+def measure(
+    path: str, learning_rate: float, publications: int, updates: int
+) -> Iterator[tuple[str, dict[str, float], int]]:
+    """Yield the updates of each publication, its [`row`], and the bytes of the whole model in bf16."""
+    model = load_learner(path, "w4a16", torch.bfloat16)
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
+    embeddings = model.get_input_embeddings().weight
+    masters = [embeddings.detach().clone()]
+    for number in range(publications):
+        train(path, model, optimizer, torch.bfloat16, updates, seed=number)
+        masters = [*masters[-2:], embeddings.detach().clone()]
+        yield f"{number * updates + 1} to {(number + 1) * updates}", row(masters), size
+
+
+def written(name: str, value: float, size: int) -> str:
+    """A cell: a share, or bits as MB and as a multiple of the model's `size` bytes in bf16."""
+    if name in ("changed", "if uniform"):
+        return f"{value:.1%}"
+    return f"{value / 8e6:.2f} MB, {value / 8 / size:.4f}x"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help=f"folder, name on the Hub, or one of {list(SHAPES)} with random weights")
+    parser.add_argument("--learning_rate", type=float, default=1e-5)
+    parser.add_argument("--publications", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=8, help="between two publications")
+    args = parser.parse_args()
+    path = write_random_model(args.model) if args.model in SHAPES else args.model
+    print("| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|", sep="\n", flush=True)
+    for updates, found, size in measure(path, args.learning_rate, args.publications, args.updates):
+        cells = [written(name, found[name], size) if name in found else "-" for name in _COLUMNS[1:]]
+        print("| " + " | ".join([updates, *cells]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -79,12 +79,15 @@ def test_settings_of_the_paper_are_what_the_command_line_reads():
 
 
 def test_launch_configurations_are_read_as_they_say(monkeypatch):
-    """fsdp2.yaml is launched in distributed/test_shards.py."""
+    """fsdp2.yaml is launched in distributed/test_shards.py, those for DeepSpeed in distributed/test_zero.py."""
     from accelerate import FullyShardedDataParallelPlugin
 
     names = sorted(path.name for path in (EXAMPLES / "accelerate_configs").iterdir())
-    assert names == ["ddp.yaml", "fsdp2.yaml", "fsdp2_two_nodes.yaml"]
-    ddp, one, two = map(launch_environment, names)
+    assert names == ["ddp.yaml", "deepspeed_zero1.yaml", "deepspeed_zero2.yaml", "fsdp2.yaml", "fsdp2_two_nodes.yaml"]
+    ddp, zero1, zero2, one, two = map(launch_environment, names)
+    for stage, zero in (("1", zero1), ("2", zero2)):
+        assert zero["ACCELERATE_USE_DEEPSPEED"] == "true" and zero["ACCELERATE_MIXED_PRECISION"] == "bf16"
+        assert zero["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == stage
     assert "ACCELERATE_USE_FSDP" not in ddp and ddp["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert {name: value for name, value in one.items() if "FSDP" in name} == {
         name: value for name, value in two.items() if "FSDP" in name

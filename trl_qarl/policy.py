@@ -95,9 +95,9 @@ class Policy:
             self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         return model
 
-    def prepare(self, model: Any, will_be_sharded: bool = False) -> None:
+    def prepare(self, model: Any, will_be_sharded: bool = False, is_zero: bool = False) -> None:
         """
-        Quantize `model`, in place, and choose the numerics; with `will_be_sharded`, for FSDP2.
+        Quantize `model`, in place, and choose the numerics; with `will_be_sharded`, for FSDP2, with `is_zero` for DeepSpeed.
 
         Raises:
             ValueError: if the model cannot be trained as configured, naming all that is wrong.
@@ -131,8 +131,8 @@ class Policy:
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
-        if will_be_sharded:
-            self.numerics, reason = "fast", "FSDP2 shards the masters"
+        if will_be_sharded or is_zero:
+            self.numerics, reason = "fast", f"{'DeepSpeed' if is_zero else 'FSDP2'} shards the masters"
         logger.info("numerics=%r: %s", self.numerics, reason)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
 
@@ -254,7 +254,7 @@ class PreparesPolicy(_BaseTrainer):
         super().__init__(*args, **kwargs)
         check_launch(self.accelerator, self.args, self.model)
         with all_or_none(self.accelerator):
-            self.policy.prepare(self.model, will_be_sharded=self.is_fsdp_enabled)
+            self.policy.prepare(self.model, self.is_fsdp_enabled, self.is_deepspeed_enabled)
         check_agreement(self.accelerator, self.policy.record())
         if self.is_fsdp_enabled:
             shard_when_prepared(self.accelerator)

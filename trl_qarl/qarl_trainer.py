@@ -15,6 +15,7 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from .checks.arguments import PICTURES, check_arguments
+from .checks.zero import compute_in_bfloat16
 from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
 from .muon import create_muon_adamw
 from .objectives.registry import get_objective
@@ -126,6 +127,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             GenerationConfig=self._make_generation_config,
         ):
             super().__init__(**given)
+        if self.is_deepspeed_enabled and args.bf16:
+            # After TRL has given the model another forward.
+            compute_in_bfloat16(self.model)
         if self.is_fsdp_enabled and not self.use_vllm and (tools or environment_factory):
             raise NotImplementedError(
                 "Tools with FSDP2 need `use_vllm=True`: processes call them each as often as they need, and generate together."
@@ -328,10 +332,11 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         )
 
     @override
-    def training_step(self, *args, **kwargs):
+    def training_step(self, model, *args, **kwargs):
         """Measures forward and backward alone; TRL's `step_time` includes what happens once per generation batch."""
-        with self.recorder.time("forward_backward"):
-            loss = super().training_step(*args, **kwargs)
+        steps = self.recorder.steps_within(model) if self.is_deepspeed_enabled else nullcontext()
+        with self.recorder.time("forward_backward"), steps:
+            loss = super().training_step(model, *args, **kwargs)
             self.recorder.synchronize()
         # TRL has closed the step.
         if self._current_train_step_time == 0.0:

@@ -315,7 +315,7 @@ def files_of(folder):
 
 
 def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=None, **options):
-    """A training of four updates, with FSDP2 where `launch` has options for it."""
+    """A training of four updates, with FSDP2 where `launch` has options for it, or within another `launch`."""
     given = {
         "per_device_train_batch_size": 2,
         # The norm of all gradients is added up in another order.
@@ -327,7 +327,8 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
     lora = given.pop("lora", None)
     peft_config = None if lora is None else LoraConfig(**lora)
     prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
-    with nullcontext() if launch is None else launched(**launch):
+    is_fsdp = isinstance(launch, dict)
+    with launched(**launch) if is_fsdp else launch or nullcontext():
         trainer = make_trainer(
             f"{folder}/{arch}",
             f"{folder}/{name}",
@@ -337,7 +338,7 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
             **given,
         )
         trainer.train(resume_from_checkpoint=resume)
-        if launch is not None:
+        if is_fsdp:
             assert_sharded(trainer.model)
         yield trainer
 
@@ -357,7 +358,7 @@ def assert_trained_the_same(trainer, ddp):
         assert isinstance(theirs, LowBitTensor) or torch.equal(whole(ours.detach()), theirs), name
     for ours, theirs in zip(weights_of(trainer.model), weights_of(ddp.model), strict=True):
         assert same(whole_low_bit(ours), theirs.low_bit_weight())
-    export = trainer.export_model()
+    export = trainer.export_model(None if is_sharded(trainer.model) else f"{trainer.export_dir}{dist.get_rank()}")
     dist.barrier()
     expected = files_of(ddp.export_model(f"{export}-alone{dist.get_rank()}"))
     found = files_of(export)
@@ -367,6 +368,23 @@ def assert_trained_the_same(trainer, ddp):
     expected = dict(iter_adapter_tensors(ddp.model, trainer.policy.dtype))
     assert sent.keys() == expected.keys() and all(torch.equal(sent[name], expected[name]) for name in sent)
     return rows
+
+
+def assert_publishes(trainer, ddp):
+    """What one process has, and again after a failure; every process takes part where masters are sharded."""
+    tokenizer = trainer.processing_class
+    expected = dict(iter_checkpoint_tensors(ddp.model, trainer.policy.dtype))
+    if dist.get_rank():
+        follower = Publisher(trainer.model, trainer.policy.dtype, None, tokenizer)
+        for _ in range(2 if is_sharded(trainer.model) else 0):
+            follower.join()
+    else:
+        engine = Engine()
+        Publisher(trainer.model, trainer.policy.dtype, engine, tokenizer).publish("1")
+        assert engine.tensors.keys() == expected.keys() == engine.fingerprints.keys()
+        assert all(torch.equal(bits(engine.tensors[name]), bits(tensor)) for name, tensor in expected.items())
+        with pytest.raises(PublishError, match="gone"):
+            Publisher(trainer.model, trainer.policy.dtype, Engine(fails=True), tokenizer).publish("2")
 
 
 def a_mixture_trains_what_it_trains_with_whole_masters(folder):
@@ -418,19 +436,28 @@ def a_trainer_trains_what_it_trains_with_whole_masters(folder):
             n for row in rows for n in row
         }
         assert any(row.get("quant/code_flip_rate") for row in rows) and any("probe" in n for row in rows for n in row)
-        tokenizer = trainer.processing_class
-        expected = dict(iter_checkpoint_tensors(ddp.model, trainer.policy.dtype))
-        if dist.get_rank():
-            follower = Publisher(trainer.model, trainer.policy.dtype, None, tokenizer)
-            for _ in range(2):
-                follower.join()
-        else:
-            engine = Engine()
-            Publisher(trainer.model, trainer.policy.dtype, engine, tokenizer).publish("1")
-            assert engine.tensors.keys() == expected.keys() == engine.fingerprints.keys()
-            assert all(torch.equal(bits(engine.tensors[name]), bits(tensor)) for name, tensor in expected.items())
-            with pytest.raises(PublishError, match="gone"):
-                Publisher(trainer.model, trainer.policy.dtype, Engine(fails=True), tokenizer).publish("2")
+        assert_publishes(trainer, ddp)
+
+
+def zero_trains_what_it_trains_with_whole_state(folder):
+    if find_spec("deepspeed") is None:
+        return
+    import zero
+
+    # ZeRO-2 reduces the gradients of each micro-batch, and so adds them up in another order.
+    for stage, options in ((1, {"bf16": False, "gradient_accumulation_steps": 2}), (2, {"bf16": True})):
+        options |= {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "mismatch_probe_steps": 0}
+        [ddp] = train(folder, f"zero{stage}-ddp", **options)
+        for trainer in train(folder, f"zero{stage}", launch=zero.launched(stage, options["bf16"]), **options):
+            zero.assert_sharded(trainer, stage)
+            rows = assert_trained_the_same(trainer, ddp)
+            assert any(row.get("quant/update_to_step") for row in rows)
+            assert_publishes(trainer, ddp)
+        masters = [p.detach().clone() for p in ddp.model.parameters()]
+        resume = f"{folder}/zero{stage}/checkpoint-2"
+        launch = zero.launched(stage, options["bf16"])
+        for trainer in train(folder, f"zero{stage}-resumed", resume=resume, launch=launch, **options):
+            assert all(map(torch.equal, trainer.model.parameters(), masters))
 
 
 def a_server_is_filled_and_filled_again(folder):
@@ -565,6 +592,7 @@ CLAIMS = [
     a_reference_is_low_bit_and_sharded_too,
     a_run_goes_on_from_its_checkpoint,
     processes_that_disagree_are_told_so,
+    zero_trains_what_it_trains_with_whole_state,
 ]
 LAUNCHES = [
     (2, CLAIMS),

@@ -23,6 +23,7 @@ CLAIMS = [
     "one_process_goes_on_from_a_checkpoint_of_two",
     "two_processes_go_on_from_a_checkpoint_of_one",
     "processes_that_disagree_are_told_so",
+    "zero_trains_what_it_trains_with_whole_state",
     "a_killed_process_leaves_a_checkpoint",
 ]
 
@@ -51,6 +52,8 @@ def said(tmp_path_factory):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_with_sharded_masters(said, claim):
+    if claim.startswith("zero_"):
+        pytest.importorskip("deepspeed")
     assert said.keys() == set(CLAIMS), "a claim is checked that is not listed here, or none that is"
     for rank in said[claim]:
         assert rank == "holds", rank

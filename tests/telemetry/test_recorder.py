@@ -194,6 +194,34 @@ def test_an_optimizer_step_is_measured_in_time_codes_and_quantization_steps(monk
     assert logged["quant/update_to_step"][0] == 0 and logged["quant/update_to_step"][1] > 1
 
 
+def test_a_step_within_backward_is_measured_as_one_after_it(monkeypatch):
+    """DeepSpeed's engine steps before transformers calls anyone."""
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(nn.Linear(128, 8))
+    prepare_model(model, "w8a8")
+    recorder, metrics = make_recorder(model)
+
+    class Engine(nn.Module):
+        def step(self):
+            with torch.no_grad():
+                model[0].weight += 0.1
+            clock.wait(5)
+
+    engine = Engine()
+    for _ in range(2):
+        with recorder.time("forward_backward"), recorder.steps_within(engine):
+            clock.wait(7)
+            engine.step()
+        recorder.on_pre_optimizer_step(None, None, None)
+        clock.wait(1)
+        recorder.on_optimizer_step(None, None, None)
+        assert recorder.pop_seconds("forward_backward") == 7
+    assert "step" not in vars(engine)
+    logged = metrics["train"]
+    assert logged["step/optimizer_seconds"] == [6, 6]
+    assert logged["quant/code_flip_rate"][1] > 0.5 and min(logged["quant/update_to_step"]) > 1
+
+
 @pytest.mark.parametrize(
     ("steps", "options", "expected"),
     [

@@ -21,6 +21,7 @@ from ..quantization.sharded import as_bytes, shard_low_bit
 from ..quantization.swap import quantized_layers
 from ..quantization.walk import layer_of
 from .options import raise_problems
+from .zero import given_configuration, keep_float32_masters, problems_of_zero
 
 
 __all__ = ["check_agreement", "check_launch", "check_units", "shard_when_prepared"]
@@ -39,11 +40,12 @@ OPTIMIZERS_WITHOUT_SHARDS = {
 
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     """
-    Check what `accelerate launch` was told, and have FSDP2 add up gradients in float32.
+    Check what `accelerate launch` was told, have FSDP2 add up gradients in float32, and DeepSpeed leave masters in it.
 
     Raises:
         NotImplementedError: for what is not supported.
-        ValueError: if FSDP or DeepSpeed was asked for and accelerate has left it out, or for options that FSDP2 cannot serve.
+        ValueError: if FSDP or DeepSpeed was asked for and accelerate has left it out, or for options that FSDP2 or ZeRO
+            cannot serve.
     """
     state = accelerator.state
     plugin, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
@@ -53,11 +55,6 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
                 f"accelerate was launched with {name}, but it shards on GPUs alone and would train on {accelerator.num_processes} "
                 f"{accelerator.device.type.upper()} processes with whole masters. Launch with `distributed_type: MULTI_CPU`."
             )
-    if deepspeed is not None:
-        raise NotImplementedError(
-            "DeepSpeed keeps master weights in flat buffers, rounds those of the model to 16 bits with bf16, so that low-bit weights would "
-            "be made of rounded masters, and steps within backward. That is not supported in this release. Launch with FSDP2 (`distributed_type: FSDP`, `fsdp_version: 2`) or DDP (`accelerate launch --multi_gpu`)."
-        )
     parallel = accelerator.parallelism_config
     if parallel is not None:
         raise NotImplementedError(
@@ -72,6 +69,10 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
         )
     if plugin is not None:
         _check_fsdp(plugin, args, model)
+    if deepspeed is not None:
+        config, kind = deepspeed.deepspeed_config, _kind_of_optimizer(args)
+        raise_problems([*problems_of_zero(config, given_configuration(), args, is_peft_model(model), kind)])
+        keep_float32_masters(config)
 
 
 def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
@@ -109,10 +110,9 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "sync_ref_model=True with FSDP2: what is written into the reference's gathered weights is lost. Leave it out"
         )
-    name = str(getattr(args.optim, "value", args.optim))
-    kind = _kind_of_optimizer(args, name)
+    kind = _kind_of_optimizer(args)
     if kind in OPTIMIZERS_WITHOUT_SHARDS:
-        yield f"optim={name!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
+        yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
     if not args.quantize_learner:
         yield (
             "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
@@ -146,7 +146,13 @@ def _problems_of_adapter(plugin: Any, args: Any, model: nn.Module) -> Iterator[s
         )
 
 
-def _kind_of_optimizer(args: Any, name: str) -> str | None:
+def _name_of_optimizer(args: Any) -> str:
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def _kind_of_optimizer(args: Any) -> str | None:
+    """Return its package, or its name where that is what matters; `None` for Muon."""
+    name = _name_of_optimizer(args)
     for kind in ("GaLore", "APOLLO", "LOMO"):
         if kind.lower() in name:
             return kind

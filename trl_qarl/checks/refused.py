@@ -81,7 +81,8 @@ REFUSED = {
     "bf16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
     "fp16_full_eval": "full 16-bit evaluation casts the master weights in place; `bf16=True` already evaluates in bf16",
     "fsdp": "the masters are sharded by what `accelerate launch --config_file` says; launch with FSDP2 (`fsdp_version: 2`)",
-    "deepspeed": "its flat buffers of master weights are not supported in this release; launch with FSDP2 (`fsdp_version: 2`)",
+    "deepspeed": "the masters are sharded by what `accelerate launch --config_file` says; launch with `distributed_type: DEEPSPEED` and "
+    "`zero_stage: 2`",
     "parallelism_config": "master weights and sequences split over processes are not supported in this release; use DDP "
     "(`accelerate launch --multi_gpu`)",
     "neftune_noise_alpha": "noise on the embeddings makes rollout, scoring and loss see different policies; leave it unset",

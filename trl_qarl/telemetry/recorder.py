@@ -270,20 +270,40 @@ class Recorder(TrainerCallback):
             counts = torch.cat([counts, ratio_histograms(sequences, advantages, mask.bool().any(-1))])
         self._histograms = counts if self._histograms is None else self._histograms + counts
 
+    @contextmanager
+    def steps_within(self, engine: Any) -> Iterator[None]:
+        """Measure the steps of DeepSpeed's `engine`, which come within backward, before a callback hears of them."""
+        step = engine.step
+
+        def measured_step(*args, **kwargs):
+            self.synchronize()
+            with self.time("step"):
+                self._masters = sampled_masters(self._trained_layers())
+                step(*args, **kwargs)
+                self.synchronize()
+
+        engine.step = measured_step
+        try:
+            yield
+        finally:
+            del engine.step
+
     @override
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._step_start = time.perf_counter()
-        self._masters = sampled_masters(self._trained_layers())
+        if not self._masters:
+            self._masters = sampled_masters(self._trained_layers())
 
     @override
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Quantize the masters and measure how many codes changed."""
         rate = code_flip_rate((layer for _, layer in self._trained_layers()), self._add_up)
         self.synchronize()
-        self.log({"step/optimizer_seconds": time.perf_counter() - self._step_start})
-        if not self._masters:
+        self.log({"step/optimizer_seconds": self.pop_seconds("step") + time.perf_counter() - self._step_start})
+        masters, self._masters = self._masters, {}
+        if not masters:
             return
-        step = update_to_step(self._masters, self._trained_layers(), self._add_up)
+        step = update_to_step(masters, self._trained_layers(), self._add_up)
         self.log({"quant/code_flip_rate": rate, "quant/update_to_step": step})
 
     def _add_up(self, sums: list[float]) -> list[float]:

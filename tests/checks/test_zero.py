@@ -1,0 +1,84 @@
+"""What DeepSpeed is told: two processes train with it in distributed/zero.py."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from trl_qarl import QaRLConfig
+from trl_qarl.checks.launch import check_launch
+from trl_qarl.checks.zero import compute_in_bfloat16
+
+
+def launched(stage=2, **config):
+    config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "fp16": {"enabled": False}} | config
+    return SimpleNamespace(
+        state=SimpleNamespace(
+            fsdp_plugin=None,
+            deepspeed_plugin=SimpleNamespace(deepspeed_config=config),
+            dynamo_plugin=SimpleNamespace(backend="NO"),
+        ),
+        device=torch.device("cpu"),
+        num_processes=2,
+        parallelism_config=None,
+    )
+
+
+def config(**options):
+    return QaRLConfig("out", **({"use_cpu": True, "report_to": [], "optim": "adamw_torch_fused"} | options))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_masters_stay_in_float32(stage, optim):
+    accelerator = launched(stage)
+    check_launch(accelerator, config(optim=optim), nn.Linear(2, 2))
+    # accelerate's doing, for `mixed_precision: bf16`.
+    assert accelerator.state.deepspeed_plugin.deepspeed_config["bf16"] == {"enabled": False}
+
+
+def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    for state, options, message in (
+        ({"stage": 0}, {}, "zero_stage=0: it shards nothing"),
+        ({"stage": 3}, {}, "zero_stage=3: its slices cut through rows .* Use zero_stage: 2, or launch with FSDP2"),
+        ({"zero_optimization": zero}, {}, "offload_optimizer_device='cpu' with DeepSpeed"),
+        ({"fp16": {"enabled": True}}, {}, r"fp16.enabled=true .* rounds the model's weights to 16 bits"),
+        ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.enabled=true"),
+        ({"optimizer": {}}, {}, "'optimizer' in DeepSpeed's configuration: `optim` chooses it"),
+        ({"scheduler": {}}, {}, "'scheduler' in DeepSpeed's configuration"),
+        ({}, {"optim": "muon"}, "optim='muon' with DeepSpeed: .* Use 'adamw_torch_fused'"),
+        ({}, {"optim": "adafactor"}, "optim='adafactor' with DeepSpeed"),
+        ({}, {"beta": 0.1}, "beta=0.1 with DeepSpeed"),
+        ({}, {"numerics": "engine"}, "numerics='engine' with DeepSpeed: .* Use numerics='fast'"),
+    ):
+        args = config()
+        vars(args).update(options)
+        with pytest.raises(ValueError, match=message):
+            check_launch(launched(**state), args, nn.Linear(2, 2))
+    file = tmp_path / "zero.json"
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    for given in ("auto", False):
+        file.write_text(json.dumps({"bf16": {"enabled": given}}))
+        check_launch(launched(), config(), nn.Linear(2, 2))
+    file.write_text(json.dumps({"bf16": {"enabled": True}}))
+    with pytest.raises(ValueError, match=r"bf16.enabled=true in DeepSpeed's .* made of rounded masters. Leave it out"):
+        check_launch(launched(), config(), nn.Linear(2, 2))
+
+
+def test_an_adapter_is_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
+    with pytest.raises(ValueError, match="an adapter with DeepSpeed"):
+        check_launch(launched(), config(), model)
+
+
+def test_the_forward_computes_in_bfloat16_and_returns_float32():
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    compute_in_bfloat16(model)
+    assert expected.dtype is torch.bfloat16 and model.weight.dtype is torch.float32
+    assert model(x).dtype is torch.float32 and torch.equal(model(x), expected.float())

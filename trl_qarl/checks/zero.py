@@ -1,0 +1,94 @@
+"""Checks of what DeepSpeed was told, and float32 masters for ZeRO-1 and 2, which would round them with `bf16`."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from torch import nn
+
+
+__all__ = ["compute_in_bfloat16", "given_configuration", "keep_float32_masters", "problems_of_zero"]
+
+logger = logging.getLogger(__name__)
+
+_OTHER_STAGES = {
+    0: "it shards nothing. Use zero_stage: 2, or launch with DDP (`accelerate launch --multi_gpu`)",
+    3: "its slices cut through rows of masters and their scales, so that every forward would gather masters. Use zero_stage: 2, or "
+    "launch with FSDP2 (`distributed_type: FSDP`, `fsdp_version: 2`), which gathers codes",
+}
+_ROUNDED = (
+    "it rounds the model's weights to 16 bits, and low-bit weights would be made of rounded masters. Leave it out: with bf16=True "
+    "the forward computes in bfloat16 all the same"
+)
+_OTHER_LAUNCHES = "it has not been tried. Leave it out, or launch with FSDP2 or DDP"
+
+
+def given_configuration() -> Mapping[str, Any]:
+    """Return what the file of `deepspeed_config_file` says, which accelerate fills up; nothing where there is none."""
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    return {} if file == "none" else HfDeepSpeedConfig(file).config
+
+
+def problems_of_zero(
+    config: Mapping[str, Any], given: Mapping[str, Any], args: Any, has_adapter: bool, optimizer: str | None
+) -> Iterator[str]:
+    """
+    Yield what ZeRO cannot serve.
+
+    Args:
+        config (`Mapping`):
+            DeepSpeed's configuration, as accelerate has filled it up.
+        given (`Mapping`):
+            As it was given ([`given_configuration`]).
+        args ([`QaRLConfig`]):
+            Configuration of the run.
+        has_adapter (`bool`):
+            Whether an adapter is trained.
+        optimizer (`str` or `None`):
+            Package or kind of `args.optim`.
+    """
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2):
+        yield f"zero_stage={stage}: {_OTHER_STAGES.get(stage, 'there is no such stage. Use zero_stage: 2')}"
+    for name in ("offload_optimizer", "offload_param"):
+        device = (zero.get(name) or {}).get("device")
+        if device not in (None, "none"):
+            yield f"{name}_device={device!r} with DeepSpeed: it has not been tried. Use none, or launch with FSDP2"
+    for name in ("bf16", "fp16", "torch_autocast"):
+        # What accelerate makes of `mixed_precision: bf16` is taken back.
+        found = (given if name == "bf16" else config).get(name) or {}
+        if found.get("enabled") is True:
+            yield f"{name}.enabled=true in DeepSpeed's configuration: {_ROUNDED}"
+    for name, option in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
+        if name in config:
+            yield f"{name!r} in DeepSpeed's configuration: `{option}` chooses it. Leave it out"
+    if optimizer != "torch":
+        name = str(getattr(args.optim, "value", args.optim))
+        yield (
+            f"optim={name!r} with DeepSpeed: it is given slices of all masters in a row, of which it sees no matrices, or has not "
+            "been tried. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
+        )
+    if has_adapter:
+        yield f"an adapter with DeepSpeed: {_OTHER_LAUNCHES}"
+    if args.beta != 0.0:
+        yield f"beta={args.beta} with DeepSpeed: {_OTHER_LAUNCHES}"
+    if args.numerics == "engine":
+        yield "numerics='engine' with DeepSpeed: it has not been tried. Use numerics='fast', or launch with DDP"
+
+
+def keep_float32_masters(config: dict[str, Any]) -> None:
+    """Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its configuration."""
+    if config.get("bf16", {}).get("enabled"):
+        logger.info("DeepSpeed leaves masters in float32, and the forward computes in bfloat16 under autocast.")
+        config["bf16"] = {"enabled": False}
+
+
+def compute_in_bfloat16(model: nn.Module) -> None:
+    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP."""
+    device = next(model.parameters()).device
+    model.forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(model.forward))

@@ -1,12 +1,18 @@
-"""Times of the experts of one layer, forward and backward, and what their low-bit form weighs; the table of docs/moe.md."""
+"""
+Times of the experts of one layer, forward and backward, and what their low-bit form weighs; the table of docs/moe.md. With `grouped` as an
+argument, of one product for all experts against one for each, in turn.
+"""
 
+import sys
 import time
 
 import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from trl_qarl.quantization import experts
 from trl_qarl.quantization.experts import QuantizedExperts
+from trl_qarl.quantization.gemm import has_fast_bf16
 from trl_qarl.quantization.schemes import get_scheme
 
 
@@ -24,13 +30,45 @@ def seconds(function) -> float:
     return min(times[1:])
 
 
-def main() -> None:
+def make_experts(num_experts: int, hidden: int, intermediate: int) -> Qwen3MoeExperts:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS)
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=num_experts)
     config._experts_implementation = "grouped_mm"
     plain = Qwen3MoeExperts(config)
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
+    return plain
+
+
+def compare_grouped(num_experts: int, topk: int, tokens: int, hidden: int, intermediate: int) -> None:
+    """Print processor seconds of forward and backward in `w4a16`, the median of three, which take turns."""
+    layer = QuantizedExperts.from_experts(
+        make_experts(num_experts, hidden, intermediate), get_scheme("w4a16"), torch.bfloat16
+    )
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16 if has_fast_bf16() else torch.float32, requires_grad=True)
+    ids = torch.stack([torch.randperm(num_experts)[:topk] for _ in range(tokens)])
+    weights = torch.rand(tokens, topk)
+    reasons, taken = {"one by one": "compared", "grouped": None}, {"one by one": [], "grouped": []}
+    for _ in range(4):
+        for name, reason in reasons.items():
+            experts.reason_against_grouping = lambda *arguments, reason=reason: reason
+            start = time.process_time()
+            layer(x, ids, weights).float().sum().backward()
+            taken[name].append(time.process_time() - start)
+            layer.zero_grad()
+    one, grouped = (sorted(times[1:])[1] for times in taken.values())
+    sizes = f"{num_experts} experts, {topk} active, {tokens} tokens, {hidden} x {intermediate}"
+    print(
+        f"{sizes}, {x.dtype}: one by one {one:.3f} s, grouped {grouped:.3f} s, ratio {grouped / one:.2f}", flush=True
+    )
+
+
+def main() -> None:
+    if sys.argv[1:] == ["grouped"]:
+        for sizes in ((8, 2, 256, 256, 128), (64, 8, 256, 1024, 512)):
+            compare_grouped(*sizes)
+        return
+    plain = make_experts(EXPERTS, HIDDEN, INTERMEDIATE)
     billions = sum(parameter.numel() for parameter in plain.parameters()) / 1e9
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
     ids = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(TOKENS)])

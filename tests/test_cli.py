@@ -189,6 +189,7 @@ def test_accelerate_config_names_a_file_of_trl():
         (["--accelerate_config", "no_such_config"], "neither a file nor a valid config"),
         (["--config", "no_such_file.yaml"], "No such file or directory: 'no_such_file.yaml'"),
         (["--shceme", "fp8"], "Unknown option `--shceme`. Did you mean `--scheme`?"),
+        (["--router_replay", "true"], "Unknown option `--router_replay`."),
         (["--num-proceses", "2"], "Unknown option `--num-proceses`. Did you mean `--num_processes`?"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_config
+from testing_utils import make_mixture, make_tiny_config
 from trl_qarl.doctor import checks as doctor
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
@@ -126,6 +126,13 @@ def test_layers_that_no_group_divides_are_an_error_with_their_names():
     assert levels(findings) == ["error"]
     assert "2 layers (model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj): in_features=200" in str(findings[0])
     assert len(report.converted) == 12
+
+
+def test_experts_of_a_layer_are_judged_as_one():
+    findings, report = doctor.check_model(make_mixture(moe_intermediate_size=48), get_scheme("w4a16"))
+    assert levels(findings)[0] == "error" and not report.num_experts
+    experts = "2 layers (model.layers.0.mlp.experts, model.layers.1.mlp.experts): experts of hidden size 128 and intermediate size 48"
+    assert experts in str(findings[0])
 
 
 def test_plan_is_judged_layer_by_layer():

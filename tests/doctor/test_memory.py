@@ -1,3 +1,4 @@
+import re
 import runpy
 import weakref
 from collections import defaultdict
@@ -133,6 +134,14 @@ def test_the_table_of_the_documentation_is_calculated():
     assert rows[3].startswith("|  | 8 |")
     calculated = runpy.run_path(str(ROOT / "benchmarks" / "what_fits.py"))["row"]("Qwen3-1.7B", 8)
     assert rows[3] == calculated, "run `python benchmarks/what_fits.py --fill docs/sharding.md`"
+
+
+def test_the_memory_of_a_mixture_on_its_page_is_calculated():
+    page = (ROOT / "docs" / "moe.md").read_text()
+    [total] = re.findall(r"^\| all weights, FSDP2 on 8 GPUs \|.*\| (\d+) \|$", page, re.MULTILINE)
+    calculated = runpy.run_path(str(ROOT / "benchmarks" / "what_fits.py"))["sizes"]("Qwen3-30B-A3B", 8, 0)["fsdp2"]
+    # That one is rounded up, the page to the nearest.
+    assert calculated - int(total) in (0, 1)
 
 
 def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):

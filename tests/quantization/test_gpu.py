@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from testing_utils import logged, make_vllm_trainer, product_reference, relative_error
+from testing_utils import logged, make_mixture, make_vllm_trainer, product_reference, relative_error
+from trl_qarl.quantization import experts
+from trl_qarl.quantization.experts import QuantizedExperts
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 
@@ -42,6 +44,30 @@ def test_low_bit_weights_are_those_of_the_cpu(name):
     ours, theirs = (QuantizedLinear.from_linear(layer, scheme, torch.bfloat16).low_bit_weight() for layer in layers)
     assert torch.equal(ours.qdata.view(torch.uint8), theirs.qdata.cpu().view(torch.uint8))
     assert torch.equal(ours.scale, theirs.scale.cpu())
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a16"])
+def test_grouped_experts_compute_what_they_do_one_by_one(name, monkeypatch):
+    module = make_mixture().get_submodule("model.layers.1.mlp.experts").cuda()
+    layer = QuantizedExperts.from_experts(module, get_scheme(name), torch.bfloat16)
+    # Of 8 experts the last has no token, and one slot has no expert.
+    ids = torch.stack([torch.randperm(7)[:2] for _ in range(200)]).cuda()
+    ids[3, 1] = 8
+    x, weights = torch.randn(200, 128, device="cuda", requires_grad=True), torch.rand(200, 2, device="cuda")
+    masters = layer.gate_up_proj, layer.down_proj
+
+    def value_and_gradients():
+        with torch.autocast("cuda", torch.bfloat16):
+            y = layer(x, ids, weights)
+        return y, *torch.autograd.grad(y.float().square().sum(), (x, *masters))
+
+    actual = value_and_gradients()
+    assert layer.kernel_name.endswith("aten::_grouped_mm")
+    assert not actual[2][-1].any() and not actual[3][-1].any()
+    monkeypatch.setattr(experts, "reason_against_grouping", lambda *arguments: "compared")
+    expected = value_and_gradients()
+    assert layer.kernel_name.endswith("aten::linear")
+    assert all(relative_error(a, b.double()) < 1e-2 for a, b in zip(actual, expected, strict=True))
 
 
 # w4a8 needs Hopper.

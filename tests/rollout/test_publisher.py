@@ -82,6 +82,7 @@ def test_a_kernel_that_would_round_activations_to_4_bits_is_refused():
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 1 is supported, the engine has 2"),
         ({"data_parallel_size": 4}, "data_parallel_size: 1 is supported, the engine has 4"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel: not supported, as a rank holds some experts"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the learner keeps keys and values in 'float32', engine 'fp8'"),
         ({"is_speculative": True}, "no weights are published to a draft model"),
         ({"use_w4a8": True}, "rounds them to 8 bits.*VLLM_CPU_INT4_W4A8=0"),
@@ -248,11 +249,16 @@ def test_stacked_experts_are_refused():
         NotImplementedError, match=r"is a mixture of experts \('mlp.experts'\) .* that of MixtralForCausalLM"
     ):
         Publisher(model, torch.float32, Recorder())
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16-asym"])
+def test_experts_in_schemes_that_were_not_compared_are_refused(scheme):
     model = make_mixture("qwen3_moe")
-    prepare_model(model, "w8a16", scale_dtype=torch.bfloat16)
-    with pytest.raises(
-        NotImplementedError, match=r"experts \('model.layers.0.mlp.experts'\) with scheme 'w8a16' .* 'w4a16'"
-    ):
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    message = (
+        rf"experts \('model.layers.0.mlp.experts'\) with scheme '{scheme}' have not been compared in vLLM; .* 'w4a16'"
+    )
+    with pytest.raises(NotImplementedError, match=message):
         Publisher(model, torch.bfloat16, Recorder())
 
 

@@ -108,6 +108,18 @@ def test_a_matrix_of_another_shape_or_dtype_is_sent_whole():
     assert engine.receive(sent, wider)
 
 
+def test_a_layer_of_another_plan_is_sent_whole_and_nothing_is_kept_of_the_old_one():
+    engine = Engine()
+    deltas = Deltas(engine)
+    assert engine.receive(publish(deltas, engine, LAYER, {}), LAYER)
+    unquantized = {"layers.0.q.weight": torch.ones(60, 800), "layers.0.norm.bias": LAYER["layers.0.norm.bias"]}
+    for layer, whole in ((unquantized, ["layers.0.q.weight"]), (LAYER, [*LAYER][:2])):
+        sent = publish(deltas, engine, layer, engine.published)
+        assert [name for name, _ in sent] == [*whole, "qarl.delta.layers.0"] and engine.receive(sent, layer)
+        deltas.begin(engine.published)
+        assert layer.keys() == engine.copy._tensors.keys() == engine.copy._elements.keys() == deltas._copy.keys()
+
+
 def test_an_adapter_is_always_sent_whole():
     engine = Engine()
     deltas = Deltas(engine)

@@ -15,7 +15,8 @@ from torch import nn
 from typing_extensions import override
 
 from .experts_product import experts_product
-from .gemm import low_bit_linear
+from .gemm import GROUPED, expanded_name, low_bit_linear
+from .grouped import grouped_experts, reason_against_grouping
 from .schemes import E2M1, QuantScheme, get_scheme
 from .tensors import LowBitTensor, straight_through_linear
 from .weight import QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
@@ -107,11 +108,18 @@ class QuantizedExperts(QuantizedLayer):
     ) -> torch.Tensor:
         """
         Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, as
-        [`~trl_qarl.quantization.experts_product.experts_product`] does; under autocast in its dtype, as linear layers.
+        [`~trl_qarl.quantization.experts_product.experts_product`] does; under autocast in its dtype, as linear layers. On GPUs as
+        [`~trl_qarl.quantization.grouped.grouped_experts`] does, where that pays.
         """
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         is_quantized = self.use_quantized_forward or self.is_frozen
+        if is_quantized and self._is_grouped(tokens, top_k_index):
+            operands = map(self._stacked_operand, self.quantized_weights.values())
+            y = grouped_experts(tokens, top_k_index, top_k_weights, self.num_experts, *operands, self.act_fn)
+            self.kernel_name = expanded_name(GROUPED, self.scheme, tokens.dtype)
+            return y.view_as(hidden_states)
         operands = self._low_bit_operands if is_quantized else self._dense_operands
         gate_up, down = map(operands, self.quantized_weights.values())
         kernels: set[str] = set()
@@ -128,7 +136,6 @@ class QuantizedExperts(QuantizedLayer):
             low_bit, master = operand
             return straight_through_linear(rows, low_bit, None, master, product)
 
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         y = experts_product(tokens, top_k_index, top_k_weights, gate_up, down, linear, self.act_fn)
         # Experts with few tokens may run another one.
         self.kernel_name = " and ".join(sorted(kernels)) or self.kernel_name
@@ -136,12 +143,22 @@ class QuantizedExperts(QuantizedLayer):
 
     def _low_bit_operands(self, weight: QuantizedWeight) -> Sequence[tuple[LowBitTensor, torch.Tensor | None]]:
         """Low-bit matrix of each expert, and the master that its gradient goes to."""
-        low_bit = weight.low_bit_weight().row_blocks(self.num_experts)
-        takes_gradient = torch.is_grad_enabled() and not weight.is_frozen
-        master = weight.source.gradient(weight.parameter) if takes_gradient else None
+        stacked, master = self._stacked_operand(weight)
+        low_bit = stacked.row_blocks(self.num_experts)
         # Of `master[expert]` each gradient would be as large as the whole.
         masters = [None] * self.num_experts if master is None else master.unbind()
         return list(zip(low_bit, masters, strict=True))
+
+    def _stacked_operand(self, weight: QuantizedWeight) -> tuple[LowBitTensor, torch.Tensor | None]:
+        takes_gradient = torch.is_grad_enabled() and not weight.is_frozen
+        return weight.low_bit_weight(), weight.source.gradient(weight.parameter) if takes_gradient else None
+
+    def _is_grouped(self, tokens: torch.Tensor, top_k_index: torch.Tensor) -> bool:
+        # Other products than the learner's own are there for their bits.
+        if self.product is not low_bit_linear:
+            return False
+        sizes = tokens.shape[-1], self.down_proj.shape[-1]
+        return reason_against_grouping(tokens, top_k_index.numel(), self.num_experts, sizes, self.scheme) is None
 
     def _dense_operands(self, weight: QuantizedWeight) -> Sequence[torch.Tensor]:
         return weight.master().unbind()

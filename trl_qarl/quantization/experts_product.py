@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from .gemm import low_bit_linear
 
 
-__all__ = ["experts_product"]
+__all__ = ["experts_product", "routed"]
 
 
 def _row_invariant(rows: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -60,20 +60,39 @@ def experts_product(
     Returns:
         `(T, H)` in the dtype of `x`; zeros for a token without experts.
     """
+
+    def one_by_one(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        results = []
+        for expert, tokens in enumerate(rows.split(counts)):
+            if counts[expert]:
+                gate, up = linear(tokens, gate_up[expert]).chunk(2, dim=-1)
+                results.append(linear(activation(gate) * up, down[expert]))
+        return torch.cat(results)
+
+    return routed(x, ids, weights, len(gate_up), one_by_one)
+
+
+def routed(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    product: Callable[[torch.Tensor, list[int]], torch.Tensor],
+) -> torch.Tensor:
+    """
+    Return what [`experts_product`] does, given what multiplies: `product` takes the rows of all tokens and experts, `(S, H)`, those of one
+    expert after those of the one before, and how many each of the `num_experts` has, and returns their outputs `(S, H)`. It is not called
+    without rows.
+    """
     num_tokens, topk = ids.shape
     slots = ids.reshape(-1).long()
     order = torch.argsort(slots, stable=True)
-    counts = torch.bincount(slots, minlength=len(gate_up) + 1)[: len(gate_up)].tolist()
+    counts = torch.bincount(slots, minlength=num_experts + 1)[:num_experts].tolist()
     order = order[: sum(counts)]
-    rows = x.index_select(0, order // topk).split(counts)
-    results = []
-    for expert, tokens in enumerate(rows):
-        if counts[expert]:
-            gate, up = linear(tokens, gate_up[expert]).chunk(2, dim=-1)
-            results.append(linear(activation(gate) * up, down[expert]))
-    if not results:
+    if not len(order):
         return torch.zeros_like(x)
-    of_slots = x.new_zeros(slots.shape[0], x.shape[1]).index_copy(0, order, torch.cat(results))
+    y = product(x.index_select(0, order // topk), counts)
+    of_slots = x.new_zeros(slots.shape[0], x.shape[1]).index_copy(0, order, y)
     return _weighted_sum(of_slots.view(num_tokens, topk, -1), weights.float()).to(x.dtype)
 
 

@@ -37,6 +37,7 @@ from .schemes import INT4_PACKED, INT8_PACKED, QuantScheme
 
 
 __all__ = [
+    "expanded_name",
     "fp8_product",
     "has_fast_bf16",
     "int4_kernel_operands",
@@ -60,6 +61,7 @@ EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
 INT4_KERNEL = "aten::_weight_int4pack_mm_for_cpu"
 INT8_WEIGHT_KERNEL = "aten::_weight_int8pack_mm"
 EXPANDED = "{weight} expanded to {dtype} + aten::linear"
+GROUPED = "{weight} expanded to {dtype} + aten::_grouped_mm"
 INT8_KERNEL = "aten::_int_mm"
 INT8_IN_FLOAT32 = "float32 product of INT8 codes (exact)"
 FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
@@ -194,13 +196,18 @@ def _weight_only_linear(x, weight, bias, row_invariant):
     if x.device.type == "cpu" and dtype is not torch.float32 and not has_fast_bf16():
         dtype = torch.float32
     dense = weight.dequantize(dtype)
-    container = weight.scheme.container
-    codes = f"INT{container.num_bits}" if container.type == "int" else container.name.upper()
-    name = EXPANDED.format(weight=codes, dtype=str(dtype).removeprefix("torch."))
+    name = expanded_name(EXPANDED, weight.scheme, dtype)
     if row_invariant:
         return _add_bias(linear_in_blocks(x.to(dtype), dense).to(x.dtype), bias), f"{name} in blocks of rows"
     y = F.linear(x.to(dtype), dense, None if bias is None else bias.to(dtype)).to(x.dtype)
     return y, name
+
+
+def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
+    """Return the name of a product with a weight of `scheme` that is expanded to `dtype` before: `EXPANDED` or `GROUPED`, filled in."""
+    container = scheme.container
+    codes = f"INT{container.num_bits}" if container.type == "int" else container.name.upper()
+    return product.format(weight=codes, dtype=str(dtype).removeprefix("torch."))
 
 
 def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

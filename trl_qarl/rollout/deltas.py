@@ -41,6 +41,7 @@ class Deltas:
         """
         held = self._transport.keep_copy()
         self._confirmed = dict(published) if published and held == base_digest(published) else {}
+        self._copy = {name: tensor for name, tensor in self._copy.items() if name in self._confirmed}
         return dict(self._confirmed)
 
     @torch.no_grad()
@@ -53,8 +54,7 @@ class Deltas:
                 kept.append(name)
                 continue
             old, new = self._copy.get(name), tensor.cpu().contiguous()
-            is_known = old is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
-            if is_known and name in self._confirmed:
+            if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
                 changes.append((name, self._confirmed[name], elements(old), elements(new)))
             else:
                 kept.append(name)

@@ -31,7 +31,7 @@ class CheckpointCopy:
 
     def keep(self, published: Mapping[str, str]) -> str:
         """
-        Keep what is loaded from now on.
+        Keep what is loaded from now on, and of what is here already what `published` names.
 
         Args:
             published (`Mapping[str, str]`):
@@ -42,6 +42,9 @@ class CheckpointCopy:
         """
         self._is_kept = True
         needed = {name for name in published if not is_adapter_tensor(name)}
+        for name in self._tensors.keys() - needed:
+            # Of a trainer with another plan.
+            del self._tensors[name], self._elements[name]
         return base_digest(published) if needed <= self._tensors.keys() else ""
 
     def take(

@@ -1,0 +1,134 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from testing_utils import make_mixture, relative_error
+from trl_qarl.numerics.modules import expert_product
+from trl_qarl.quantization import experts, grouped
+from trl_qarl.quantization.experts import QuantizedExperts
+from trl_qarl.quantization.grouped import grouped_experts, reason_against_grouping
+from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
+
+
+EXPERTS = 8
+
+
+@pytest.fixture
+def layer():
+    module = make_mixture().get_submodule("model.layers.1.mlp.experts")
+    return QuantizedExperts.from_experts(module, get_scheme("w4a16"))
+
+
+def route(num_tokens=40):
+    """Random routes of which the last expert has none, and one is a slot without an expert."""
+    torch.manual_seed(1)
+    ids = torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(num_tokens)])
+    ids[3, 1] = EXPERTS
+    return torch.randn(num_tokens, 128, requires_grad=True), ids, torch.rand(num_tokens, 2, requires_grad=True)
+
+
+def gradients(y, layer, *inputs):
+    torch.manual_seed(2)
+    return torch.autograd.grad(y, (*inputs, layer.gate_up_proj, layer.down_proj), torch.randn(y.shape).to(y.dtype))
+
+
+def test_value_and_every_gradient_equal_the_float64_loop(layer):
+    x, ids, weights = route()
+    operands = [(w.low_bit_weight(), w.parameter) for w in layer.quantized_weights.values()]
+    y = grouped_experts(x, ids, weights, EXPERTS, *operands, F.silu)
+    leaves = [t.detach().double().requires_grad_() for t in (x, weights)]
+    # Straight through: the gradient of the low-bit weight is that of its master.
+    leaves += [low_bit.dequantize(torch.float64).view(master.shape).requires_grad_() for low_bit, master in operands]
+    rows, scales, gate_up, down = leaves
+    expected = []
+    for token, chosen in enumerate(ids.tolist()):
+        terms = [torch.zeros(128, dtype=torch.float64)]
+        for slot, expert in enumerate(chosen):
+            if expert < EXPERTS:
+                gate, up = (gate_up[expert] @ rows[token]).chunk(2)
+                terms.append(scales[token, slot] * (down[expert] @ (F.silu(gate) * up)))
+        expected.append(sum(terms))
+    expected = torch.stack(expected)
+    assert relative_error(y, expected) < 1e-6
+    torch.manual_seed(2)
+    wanted = torch.autograd.grad(expected, leaves, torch.randn(y.shape).double())
+    for actual, reference in zip(gradients(y, layer, x, weights), wanted, strict=True):
+        assert relative_error(actual, reference) < 1e-6
+
+
+def test_a_layer_computes_and_trains_as_with_one_product_per_expert(layer, monkeypatch):
+    """Under autocast, with operands that CUDA's kernel takes by torch's own checks, whatever it leaves for an idle expert."""
+    x, ids, weights = route()
+
+    def checked(a, b, offs):
+        product = torch._grouped_mm(a, b, offs=offs)
+        assert a.dtype is b.dtype is torch.bfloat16 and offs.dtype is torch.int32
+        torch._grouped_mm(*(t.to("meta") for t in (a, b)), offs=offs.to("meta"))
+        if product.dim() == 3:
+            product[-1] = torch.nan
+        return product
+
+    with torch.autocast("cpu", torch.bfloat16):
+        one_by_one = layer(x, ids, weights)
+        monkeypatch.setattr(experts, "reason_against_grouping", lambda *arguments: None)
+        monkeypatch.setattr(grouped.F, "grouped_mm", checked)
+        together = layer(x, ids, weights)
+    assert layer.kernel_name == "INT4 expanded to bfloat16 + aten::_grouped_mm"
+    expected, actual = (gradients(y, layer, x, weights) for y in (one_by_one, together))
+    # Both round what goes through the activation, and the output, to 8 bits; one may multiply in float32.
+    assert relative_error(together, one_by_one.double()) < 1e-2
+    assert all(relative_error(a, b.double()) < 1e-2 for a, b in zip(actual, expected, strict=True))
+    for grad in actual[2:]:
+        assert grad.dtype is torch.float32 and not grad[-1].any(), "an expert without tokens"
+
+
+def test_engine_numerics_and_frozen_experts(layer, monkeypatch):
+    x, ids, weights = route()
+    monkeypatch.setattr(experts, "reason_against_grouping", lambda *arguments: None)
+    y = layer(x, ids, weights)
+    layer.product = expert_product
+    layer(x, ids, weights)
+    assert "grouped" not in layer.kernel_name, "bits are those of one product per expert"
+    layer.product = experts.low_bit_linear
+    layer.freeze()
+    frozen = layer(x, ids, weights)
+    assert torch.equal(frozen, y) and "grouped" in layer.kernel_name
+    assert torch.autograd.grad(frozen.sum(), x)[0].any()
+    assert not layer(x, torch.full_like(ids, EXPERTS), weights).any()
+
+
+def test_experts_that_fsdp_has_gathered_take_their_gradient(layer):
+    x, ids, weights = route()
+    plain = [(w.low_bit_weight(), w.parameter) for w in layer.quantized_weights.values()]
+    gathered = []
+    for low_bit, master in plain:
+        whole = LowBitTensor(low_bit.qdata, low_bit.scale, low_bit.scheme, torch.float32, master.shape)
+        gathered.append((parameter := torch.nn.Parameter(whole), parameter))
+    for operands in (plain, gathered):
+        grouped_experts(x, ids, weights, EXPERTS, *operands, F.silu).sum().backward()
+    for (_, master), (_, parameter) in zip(plain, gathered, strict=True):
+        assert torch.equal(master.grad, parameter.grad) and master.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"scheme": get_scheme("w8a8")}, "activations are quantized"),
+        ({"device": "cpu"}, "on CPUs"),
+        ({"dtype": torch.float32}, "for bfloat16"),
+        ({"capability": (7, 5)}, "from compute capability 8.0"),
+        ({"sizes": (128, 36)}, "multiples of 16 bytes"),
+        ({"num_rows": 7}, "most experts are idle"),
+    ],
+)
+def test_where_experts_are_multiplied_one_by_one(monkeypatch, changes, reason):
+    given = {"num_rows": 8, "num_experts": 8, "sizes": (128, 64), "scheme": get_scheme("w4a16")} | changes
+    x = SimpleNamespace(device=torch.device(given.pop("device", "cuda")), dtype=given.pop("dtype", torch.bfloat16))
+    capability = given.pop("capability", (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = reason_against_grouping(x, **given)
+    assert found is None if reason is None else reason in found

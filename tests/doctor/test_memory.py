@@ -1,13 +1,17 @@
 import re
 import runpy
+import weakref
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import launch_environment, make_trainer
+from testing_utils import launch_environment, make_tiny_model, make_trainer
 from trl_qarl import cli
 from trl_qarl.doctor.memory import LAUNCHES, Run, launch_configuration, parts_of_memory
 from trl_qarl.quantization.plan import get_plan
@@ -54,6 +58,74 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
     }
     for name, value in measured.items():
         assert parts[name] == pytest.approx(value, rel=1e-3), name
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, and keeps the largest count in each phase."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.num_bytes, self.phase, self.peaks = set(), 0, "", defaultdict(int)
+
+    def add(self, tensor):
+        if isinstance(tensor, LowBitTensor):
+            for part in tensor.parts():
+                self.add(part)
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.live:
+            self.live.add(key)
+            self.num_bytes += size
+            weakref.finalize(storage, self.drop, key, size)
+            self.peaks[self.phase] = max(self.peaks[self.phase], self.num_bytes)
+
+    def drop(self, key, size):
+        self.live.remove(key)
+        self.num_bytes -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor)
+        return output
+
+
+def give_completions(prompts, trainer):
+    ids = torch.randint(4, 260, (len(prompts), 60), generator=torch.Generator().manual_seed(0)).tolist()
+    logps = [[-5.5] * 60] * len(prompts)
+    return {"prompt_ids": [[5, 6, 7, 8]] * len(prompts), "completion_ids": ids, "logprobs": logps}
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "shape"),
+    [
+        (4, {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048}),
+        (8, {"hidden_size": 128, "intermediate_size": 768, "vocab_size": 512}),
+    ],
+)
+def test_the_peak_is_what_was_calculated(tmp_path, num_sequences, shape):
+    model, num_tokens, live = make_tiny_model(tmp_path, "qwen2", **shape), 64 * num_sequences, LiveBytes()
+    options = {"per_device_train_batch_size": num_sequences, "num_generations": num_sequences, "bf16": True}
+    # Gradients and state of an update are there in the second micro-batch of the next one.
+    options |= {"gradient_accumulation_steps": 2, "max_steps": 2, "rollout_func": give_completions}
+    with live:
+        trainer = make_trainer(model, tmp_path, **options)
+        trainer.model.model.norm.register_full_backward_pre_hook(lambda *args: setattr(live, "phase", "layers"))
+        trainer.model.register_forward_pre_hook(lambda *args: setattr(live, "phase", "head"))
+        for parameter in trainer.model.parameters():
+            live.add(parameter.detach())
+        trainer.train()
+    plan, run = get_plan("w4a16"), Run(1, "adamw_torch", num_tokens=num_tokens)
+    parts = parts_of_memory(shapes_of(model), plan, run)["ddp"] | {"weight sync": 0}
+    # With which codes are unpacked on a CPU.
+    parts["table"] = 2**20
+    without_head = sum(parts.values()) - parts["logits"]
+    assert without_head == pytest.approx(live.peaks["layers"], rel=0.1)
+    # A GPU turns a tile of the logits into its gradient in place; a CPU has seven others of float32, and one of booleans.
+    on_cpu = 29 * num_tokens * shape["vocab_size"]
+    assert sum(parts.values()) + on_cpu == pytest.approx(live.peaks["head"], rel=0.1)
 
 
 def test_the_table_of_the_documentation_is_calculated():

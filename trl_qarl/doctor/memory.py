@@ -10,16 +10,17 @@ With `P` parameters, of which `M` are in linear layers other than the head, on `
 | optimizer | `muon` `(4 M + 8 (P - M)) / s`, AdamW `8 P / s`, in 8 bits `2 P / s` |
 | low-bit weights | codes and scales, `/ s` |
 | gathered (FSDP2) | low-bit weights of two decoder layers, gradients of one in 16 bits; embedding and head, and the head's gradient, in 16 bits |
-| activations | `b L T H` for the inputs of `L` layers, which gradient checkpointing keeps, `b` 4 with autocast and 2 with FSDP2; `2 T (8 H + 5 I)` for the layer that is computed again |
-| logits | `12 T V`: in 16 bits, in float32, their log-softmax, and a gradient in 16 bits |
+| activations | `b L T H` for the inputs of `L` layers, which gradient checkpointing keeps, `b` 4 with autocast and 2 with FSDP2; `T (16 H + 22 I)` for the layer that is computed again, in its backward |
+| logits | `2 t v + 2 v H + 4 V H`, as far as it is more than that layer, which comes after: TRL's tile of `t = min(T, 4096)` tokens and `v = 32768` words, the head's weight for it, both in 16 bits, and the gradient of the head |
 | weight sync | one chunk, [`~trl_qarl.rollout.publisher.largest_chunk`] |
 | engine | the share of the GPU that a colocated vLLM is given |
 
 Beside LoRA, with `A` parameters in adapters on all linear layers and `Q` quantized ones of the base, `4 (P - Q + A) / s` take the place of
 the masters, and gradients and optimizer are those of `A`, with AdamW; neither the gradients of a layer nor of the head are gathered.
 
-`T` is the number of tokens of a micro-batch, `H`, `I` and `V` are the sizes of hidden state, MLP and vocabulary. Activations and logits are
-rough: kernels, attention and the allocator add to them. What the state takes is exact.
+`T` is the number of tokens of a micro-batch, `H`, `I` and `V` are the sizes of hidden state, MLP and vocabulary. The factors of `T H` and `T I`
+are those that fit what tensors take on a CPU, within 10 % in all. Kernels, attention and the allocator of a GPU add to them. What the state
+takes is exact.
 """
 
 from collections.abc import Mapping
@@ -39,6 +40,9 @@ __all__ = ["LAUNCHES", "OPTIMIZERS", "Run", "launch_configuration", "parts_of_me
 
 LAUNCHES = ("ddp", "fsdp2")
 """From the simplest on."""
+
+TILE = (4096, 32768)
+"""Tokens and words of which TRL computes logits at once (`trl.kernels.chunked_logprob`)."""
 
 OPTIMIZERS = ("muon", "adamw_torch", "adamw_torch_8bit")
 
@@ -111,11 +115,18 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
         parts["gathered"] = _gathered(model, low_bit_bytes, has_gradients=not run.lora_rank)
     tokens, hidden, width = run.num_tokens, config.hidden_size, 2 if is_sharded else 4
     inner = getattr(config, "intermediate_size", 4 * hidden)
-    parts["activations"] = tokens * (width * config.num_hidden_layers * hidden + 2 * (8 * hidden + 5 * inner))
-    parts["logits"] = 12 * tokens * config.vocab_size
+    layer = tokens * (16 * hidden + 22 * inner)
+    parts["activations"] = width * config.num_hidden_layers * tokens * hidden + layer
+    parts["logits"] = max(_head(tokens, hidden, config.vocab_size, is_trained=not run.lora_rank) - layer, 0)
     parts["weight sync"] = chunk
     parts["engine"] = run.engine_bytes
     return parts
+
+
+def _head(tokens: int, hidden: int, vocabulary: int, is_trained: bool) -> int:
+    """Backward of `trl.trainer.utils.add_fused_lm_head`, which has one tile of the logits at a time."""
+    tile = 2 * min(tokens, TILE[0]) * TILE[1] + 2 * min(vocabulary, TILE[1]) * hidden
+    return tile + (4 * vocabulary * hidden if is_trained else 0)
 
 
 def _quantized(model: nn.Module) -> list[torch.Tensor]:

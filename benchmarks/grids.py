@@ -47,9 +47,12 @@ KL_SCHEMES = (
     ("mxfp4a16", 32),
     ("nvfp4a16", 16),
     ("w8a16", None),
+    ("w8a16-asym", 128),
     ("w8a8", None),
     ("fp8", None),
 )
+# 128 does not divide the input features of SmolLM2.
+SUMS_SCHEMES = (*KL_SCHEMES, ("w4a8", 128))
 # With the share of the channels of its MLPs that is split.
 SPLITS = tuple((name, *rest) for name in ("w4a16", "w3a16") for rest in ((128,), (128, 0.08), (32,), (32, 0.02)))
 # Weights of SmolLM2-135M, and those of its linear layers but the head.
@@ -60,6 +63,7 @@ PLACES = {
     "w4a16": (YES, "Machete or Marlin", "Marlin", YES),
     "w4a16-asym": (YES, "Machete or Marlin", "Marlin", YES),
     "w8a16": (PLUGIN, "Machete or Marlin", "Marlin", YES),
+    "w8a16-asym": (PLUGIN, "Machete", NO, YES),
     "w8a8": (YES, "CUTLASS", NO, YES),
     "fp8": (PLUGIN, "CUTLASS", "CUTLASS", YES),
     "w4a8": (NO, "CUTLASS", NO, YES),
@@ -155,31 +159,27 @@ def bytes_in_checkpoint(weight: LowBitTensor) -> int:
 def divergences_of_sums(folder: str) -> str:
     """Table of nats per token from the model of chain sums, which was trained in float32 and never rounded, to itself with low-bit weights."""
     from study.chain_sums import make_problems
+    from study.divergence import divergences as divergences_over
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from trl_qarl import prepare_model, restore_model
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
-    answers = []
+    rows, starts = [], []
     for problem in make_problems()[1][:64]:
         ids = tokenizer(problem["prompt"], return_tensors="pt")["input_ids"]
-        sampled = model.generate(ids, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=200)
-        answers.append((sampled, ids.shape[1]))
-
-    def log_probs():
-        return torch.cat([model(ids).logits[0, start - 1 : -1].log_softmax(-1) for ids, start in answers])
-
-    before = log_probs()
+        rows.append(model.generate(ids, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=200)[0])
+        starts.append(ids.shape[1])
+    places = torch.arange(max(map(len, rows)))
+    mask = torch.stack([(places >= start) & (places < len(row)) for start, row in zip(starts, rows, strict=True)])
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     lines = ["| scheme | one scale per | nats per token |", "|---|---|---|"]
-    for name, group_size in KL_SCHEMES:
-        prepare_model(model, get_scheme(name, group_size), scale_dtype=torch.bfloat16)
-        nats = (before.exp() * (before - log_probs())).sum(-1).mean().item()
-        restore_model(model)
+    schemes = [get_scheme(*setting) for setting in SUMS_SCHEMES]
+    found = divergences_over(model, tokens, mask, schemes, torch.bfloat16)
+    for (name, group_size), nats in zip(SUMS_SCHEMES, found, strict=True):
         lines.append(f"| `{name}` | {group_size or 'output channel'} | {nats:.3g} |")
         print(lines[-1], flush=True)
-    print(len(before), "tokens")
+    print(mask.sum().item(), "tokens")
     return "\n".join(lines)
 
 
@@ -215,7 +215,7 @@ def choices() -> str:
     ]
     for name, per in (*measured, ("w4a8", "128"), ("bf16", "-")):
         scheme = SCHEMES[name]
-        bits, nats = measured.get((name, per), (16.0 if name == "bf16" else 4.125, "0" if name == "bf16" else NO))
+        bits, nats = measured.get((name, per), (16.0, "0") if name == "bf16" else (4.125, NO))
         megabytes = (bits / 8 * NUM_LOW_BIT + 2 * (NUM_WEIGHTS - NUM_LOW_BIT)) / 1e6
         # Measured with the largest groups.
         fast = f"{aligned[name]['fast: mean']:.2g}" if name in aligned and per != "32" else NO

@@ -67,7 +67,9 @@ CASES = {
     "w4a16-asym": Case({"scheme": "w4a16-asym", "group_size": 32, "objective": "grpo-tis"}, stop=2),
     "bf16": Case({"scheme": "bf16", "objective": "bypass"}, mismatch=None),
     "several schemes": Case({"scheme": PLAN, "high_precision_last": 1, "objective": "acr", "group_size": 64}),
-    "layers left out": Case({"exclude_modules": ("o_proj", "up_proj"), "objective": "dapo", "beta": 0.1}),
+    "w8a16-asym, layers left out": Case(
+        {"scheme": "w8a16-asym", "exclude_modules": ("o_proj", "up_proj"), "objective": "dapo", "beta": 0.1}
+    ),
     # Of a run that is resumed within a batch, nothing has quantized the masters before its first update moves them.
     "rollout only": Case(
         {"quantize_learner": False, "objective": "grpo", "beta": 0.1, "bf16": False}, mismatch=1.0, stop=2

@@ -84,7 +84,7 @@ class QaRLConfig(GRPOConfig):
         scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
             Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"`
             (3 or 2 bits, stored as INT4), `"w4a16-observer"`, `"w3a16-observer"` or `"w2a16-observer"` (with compressed-tensors'
-            scales), `"w4a16-asym"` (INT4 with zero points), or `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
+            scales), `"w4a16-asym"` and `"w8a16-asym"` (INT4 and INT8 with zero points), or `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
             `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller one.

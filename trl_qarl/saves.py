@@ -108,7 +108,9 @@ class SavesRuns(PushesPolicy):
         # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
-        self._weights_card().save(folder / "README.md")
+        # Of a checkpoint TRL has had the same card written beside it.
+        card = self._card if self._is_saving else None
+        (card or self._weights_card()).save(folder / "README.md")
 
     @override
     def _save_checkpoint(self, model, trial):
@@ -124,7 +126,7 @@ class SavesRuns(PushesPolicy):
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.begin(folder)
-        self._is_saving = True
+        self._is_saving, self._card = True, None
         try:
             with all_or_none(self.accelerator), generation_batch.hold_back_rotation() as rotate:
                 super()._save_checkpoint(model, trial)

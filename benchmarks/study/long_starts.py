@@ -7,15 +7,15 @@ import copy
 import tempfile
 
 import chain_sums
+import divergence
 import torch
 from datasets import Dataset
-from torch.nn import functional as F
 from transformers import AutoTokenizer
 from trl import DistillationConfig
 from warm_start import warm_start
 
-from trl_qarl import get_scheme, prepare_model
-from trl_qarl.quantization.swap import disable_quantized_forward, quantized_layers, restore_model
+from trl_qarl import get_scheme
+from trl_qarl.quantization.swap import disable_quantized_forward, quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
@@ -95,31 +95,19 @@ def distill(model, scheme: str, group_size: int, seed: int, bf16: bool, precisio
     warm_start(model, teacher, scheme, prompts, tokenizer, config, precisions)
 
 
-def log_probs(model, ids: torch.Tensor, bf16: bool) -> torch.Tensor:
-    """`(B, T - 1, V)` of the next tokens."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return logits.float().log_softmax(-1)
-
-
-def divergence(teacher: torch.Tensor, student: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) in nats per token that `mask` keeps, from log-probs `(B, T - 1, V)` and a mask `(B, T)`."""
-    each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
-    return each[mask[:, 1:]].mean()
-
-
-@torch.no_grad()
 def measure_divergence(trainer, schemes: dict[str, dict], problems: list[dict[str, str]]) -> dict[str, float]:
     """KL(unquantized || low-bit) by scheme, in nats per token that the unquantized model has sampled."""
-    model, bf16 = trainer.model, trainer.args.bf16
     tokens, mask = sample_answers(trainer, problems)
-    unquantized = log_probs(model, tokens, bf16)
-    found = {}
-    for name, options in schemes.items():
-        prepare_model(model, get_scheme(**options), scale_dtype=torch.bfloat16 if bf16 else torch.float32)
-        found[name] = divergence(unquantized, log_probs(model, tokens, bf16), mask).item()
-        restore_model(model)
-    return found
+    bf16 = trainer.args.bf16
+    found = divergence.divergences(
+        trainer.model,
+        tokens,
+        mask,
+        [get_scheme(**options) for options in schemes.values()],
+        torch.bfloat16 if bf16 else torch.float32,
+        bf16,
+    )
+    return dict(zip(schemes, found, strict=True))
 
 
 @torch.no_grad()
@@ -148,7 +136,7 @@ def round_by_gptq(trainer, tokens: torch.Tensor, damping: float = 0.01) -> None:
     disable_quantized_forward(model)
     hooks = [layer.register_forward_hook(add(name)) for name, layer in layers.items()]
     for ids in tokens.split(BATCH_SIZE):
-        log_probs(model, ids, trainer.args.bf16)
+        divergence.log_probs(model, ids, trainer.args.bf16)
     for hook in hooks:
         hook.remove()
     for name, layer in layers.items():

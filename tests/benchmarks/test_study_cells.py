@@ -415,9 +415,13 @@ def test_warm_start_brings_the_low_bit_policy_nearer(chain_sums, long_starts, tm
     def distance(bits):
         prepare_model(student, scheme if bits is None else at_bits(scheme, bits), scale_dtype=torch.float32)
         with torch.no_grad():
-            low_bit, unquantized = (long_starts.log_probs(model.eval(), tokens, False) for model in (student, teacher))
+            low_bit, unquantized = (
+                long_starts.divergence.log_probs(model.eval(), tokens) for model in (student, teacher)
+            )
         restore_model(student)
-        return long_starts.divergence(unquantized, low_bit, torch.ones_like(tokens, dtype=torch.bool)).item()
+        return long_starts.divergence.divergence(
+            unquantized, low_bit, torch.ones_like(tokens, dtype=torch.bool)
+        ).item()
 
     bits = precisions and min(precisions)
     before = distance(bits)

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
-from trl_qarl.checkpoint.cards import TrainingFacts, export_card, save_export_card, summarize
+from trl_qarl.checkpoint import pushes
+from trl_qarl.checkpoint.cards import TrainingFacts, export_card, masters_card, save_export_card, summarize
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
 from trl_qarl.cli import main
@@ -51,6 +52,20 @@ def test_cards_of_several_precisions_say_how_to_get_each(tiny_model, tmp_path):
     assert "trained at the bits that `precisions` names" in card.text
     rewards = summarize([{"step": 1, "reward": 0.5, "reward/3_bits": 0.75, "reward/2_bits": 0.25}])
     assert rewards["reward at 3 bits, last logged"] == "0.75" and rewards["reward at 2 bits, last logged"] == "0.25"
+
+
+def test_the_card_of_a_checkpoint_and_that_beside_it_are_made_once(tiny_model, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(pushes, "masters_card", lambda *given: made.append(masters_card(*given)) or made[-1])
+    run = tmp_path / "run"
+    trainer = make_trainer(tiny_model, run, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    texts = [(folder / "README.md").read_text() for folder in (run, run / "checkpoint-1", run / "checkpoint-2")]
+    assert len(made) == 2 and len({*texts}) == 1
+    # A save at any other time has a card of its own.
+    trainer.create_model_card(tags="mine")
+    trainer.save_model()
+    assert len(made) == 4 and "- mine" in (run / "README.md").read_text()
 
 
 def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tmp_path):

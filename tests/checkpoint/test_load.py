@@ -1,14 +1,16 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_mixture, make_tiny_config
 from trl_qarl.checkpoint.export import export_checkpoint
-from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_renamed
-from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_masters, load_renamed
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import freeze_model, prepare_model, quantized_layers, report_frozen
 
 
@@ -22,6 +24,8 @@ MIXED = {
     "_default": "w8a8",
 }
 TOKENS = torch.arange(12).view(2, 6)
+# What llm-compressor 0.14.0.1 wrote of a random Llama of one layer, calibrated on the text of docs/; embeddings of 16 tokens.
+FILES = Path(__file__).parent / "llm_compressor"
 
 
 def exported(folder, scheme="w4a16", **kwargs):
@@ -76,13 +80,21 @@ def test_a_frozen_model_moves_to_another_dtype_and_is_not_trained(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"num_bits": 3}, "of none of the schemes"), (None, "lacks 1 tensors")]
+    ("change", "message"),
+    [
+        ({"num_bits": 3}, "of none of the schemes"),
+        (None, "lacks 1 tensors"),
+        ("model.layers.0.mlp.up_proj.weight_g_idx", r"actorder: group\): 'model.layers.0.mlp.up_proj.weight_g_idx'"),
+    ],
 )
 def test_other_checkpoints_are_refused(tmp_path, change, message):
     exported(tmp_path)
-    if change is None:
+    if change is None or isinstance(change, str):
         tensors = load_file(tmp_path / "model.safetensors")
-        del tensors["model.norm.weight"]
+        if change is None:
+            del tensors["model.norm.weight"]
+        else:
+            tensors[change] = torch.arange(128)
         save_file(tensors, tmp_path / "model.safetensors")
     else:
         config = json.loads((tmp_path / "config.json").read_text())
@@ -120,3 +132,71 @@ def test_experts_under_names_that_are_not_known_are_not_left_as_they_are(tmp_pat
     )
     with pytest.raises(ValueError, match=r"does not hold 'model.layers.0.mlp.experts.gate_up_proj' under a name"):
         load_renamed(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "num_moved"),
+    [
+        ("gptq", "w4a16-observer", 0),
+        ("gptq-asym", "w4a16-asym", 2),
+        ("awq-asym", "w4a16-asym", 0),
+        ("autoround", "w4a16", 0),
+    ],
+)
+def test_masters_of_a_checkpoint_of_llm_compressor_start_on_its_own_grid(name, scheme, num_moved, caplog):
+    folder = FILES / name
+    theirs = load_file(folder / "model.safetensors")
+    model, frozen = load_masters(str(folder)), load_frozen_model(str(folder))
+    assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())
+    assert (f"of 768 groups of weights {num_moved} start with one code" in caplog.text) == (num_moved > 0)
+    prepare_model(model, get_scheme(scheme, 32), scale_dtype=torch.bfloat16)
+    layers, low_bit = quantized_layers(model), quantized_layers(frozen)
+    assert layers.keys() == low_bit.keys() and len(layers) == 7
+    num_words = num_weights = 0
+    for layer in layers:
+        assert low_bit[layer].scheme.name == scheme
+        tensors = layers[layer].checkpoint_tensors()
+        words = tensors["weight_packed"] != theirs[f"{layer}.weight_packed"]
+        num_words += words.sum().item()
+        for leaf, tensor in low_bit[layer].checkpoint_tensors().items():
+            # Frozen, as below an adapter, all of it is the file's.
+            assert torch.equal(tensor, theirs[f"{layer}.{leaf}"]), (layer, leaf)
+            assert leaf == "weight_packed" or torch.equal(tensors[leaf], tensor), (layer, leaf)
+        # The weight, as compressed-tensors unpacks it.
+        shape, scale = theirs[f"{layer}.weight_shape"].tolist(), theirs[f"{layer}.weight_scale"].double()
+        codes = unpack_from_int32(theirs[f"{layer}.weight_packed"], 4, shape).double()
+        if scheme == "w4a16-asym":
+            packed = theirs[f"{layer}.weight_zero_point"]
+            codes -= unpack_from_int32(packed, 4, scale.shape, 0).double().repeat_interleave(32, 1)
+        steps = layers[layer].low_bit_weight().dequantize(torch.float64) / scale.repeat_interleave(32, 1) - codes
+        assert (steps.abs() <= 1).all()
+        num_weights += steps.count_nonzero().item()
+    assert num_words == num_weights == num_moved
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
+def test_groups_whose_codes_no_masters_give_back_are_counted_and_keep_their_weights(tmp_path, caplog, arch):
+    model = make_mixture(arch) if arch == "qwen3_moe" else AutoModelForCausalLM.from_config(make_tiny_config(arch))
+    scheme = get_scheme("w4a16-observer", 32)
+    report = prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    folder = export_checkpoint(model, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj"
+    # One group of -1.
+    tensors[f"{name}.weight_packed"][3, :4] = 0x77777777
+    save_file(tensors, folder / "model.safetensors")
+    again, frozen = load_masters(str(folder)), load_frozen_model(str(folder))
+    assert "weights 0 start with one code moved by one, and 1 with another scale" in caplog.text
+    kept = quantized_layers(frozen)[name].low_bit_weight().dequantize(torch.float32)
+    assert torch.equal(again.get_submodule(name).weight[3, :32], kept[3, :32])
+    assert prepare_model(again, scheme, scale_dtype=torch.bfloat16).converted == report.converted
+    for layer, ours in quantized_layers(again).items():
+        for leaf, weight in ours.quantized_weights.items():
+            theirs = quantized_layers(model)[layer].quantized_weights[leaf].low_bit_weight()
+            assert torch.equal(weight.low_bit_weight(), theirs) == (layer != name), (layer, leaf)
+
+
+def test_masters_of_floating_point_codes_are_refused(tmp_path):
+    exported(tmp_path, "mxfp4a16")
+    with pytest.raises(ValueError, match="'mxfp4a16' has no integer codes"):
+        load_masters(str(tmp_path))

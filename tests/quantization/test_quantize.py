@@ -78,18 +78,21 @@ def test_scales_and_codes_equal_compressed_tensors_bit_for_bit(name, weight_dtyp
         assert tensors["weight_scale"].data_ptr() == low_bit.scale.data_ptr()
         if zero_point is not None:
             assert torch.equal(low_bit.zero_point, zero_point)
-            assert torch.equal(tensors["weight_zero_point"], pack_to_int32(zero_point, 4, packed_dim=0))
+            assert torch.equal(
+                tensors["weight_zero_point"], pack_to_int32(zero_point, scheme.container.num_bits, packed_dim=0)
+            )
 
 
 @pytest.mark.parametrize("group_size", [32, 64])
-@pytest.mark.parametrize("name", ["w4a16-observer", "w4a16-asym"])
+@pytest.mark.parametrize("name", ["w4a16-observer", "w4a16-asym", "w8a16-asym"])
 def test_every_group_size_equals_compressed_tensors(name, group_size):
     scheme = get_scheme(name, group_size)
     weight = awkward_weight(0, torch.float32)
     scale, _, codes = oracle(weight, scheme, torch.bfloat16)
     low_bit = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
     assert low_bit.scale.shape == (48, 192 // group_size)
-    assert torch.equal(low_bit.qdata, pack_to_int32(codes, 4))
+    packed = low_bit.checkpoint_tensors()["weight_packed"]
+    assert torch.equal(packed, pack_to_int32(codes, scheme.container.num_bits))
 
 
 @pytest.mark.parametrize("name", OBSERVED + SIGNED)
@@ -155,26 +158,6 @@ def test_zero_points_of_awkward_groups():
     assert ((dense - weight).abs() <= low_bit.scale.double().repeat_interleave(32, 1) * (0.5 + 2**-15)).all()
     # A group that has all codes of a grid keeps its weights.
     assert torch.equal(dense[3].float(), weight[3]) and low_bit.scale[3].tolist() == [0.25, 0.25]
-
-
-@pytest.mark.parametrize(("share_moved", "share_kept"), [(0.0, 0.99), (0.1, 0.95)])
-def test_codes_that_another_tool_chose_are_mostly_those_of_its_decompressed_weights(share_moved, share_kept):
-    """Groups that use both ends of their codes keep scale and zero point; of others both change (docs/schemes.md)."""
-    generator, scheme = torch.Generator().manual_seed(0), get_scheme("w4a16-asym")
-    weight = torch.randn(512, 1024, generator=generator) * 0.02
-    scale, zero_point, codes = oracle(weight, scheme, torch.bfloat16)
-    moved = torch.rand(codes.shape, generator=generator) < share_moved
-    codes = (codes + moved * (torch.randint(0, 2, codes.shape, generator=generator) * 2 - 1)).clamp(-8, 7)
-    args = grid_args(scheme, 128)
-    masters = dequantize(codes.to(torch.int8), scale, zero_point, args=args).bfloat16()
-    ours = LowBitTensor.from_hp(masters, scheme, torch.bfloat16)
-    ours_codes = unpack_from_int32(ours.qdata, 4, weight.shape)
-    assert share_kept < (ours_codes == codes).double().mean() < 1
-    used = codes.view(512, 8, 128)
-    is_whole = (used.amin(-1) == -8) & (used.amax(-1) == 7)
-    kept = (ours.scale == scale) & (ours.zero_point == zero_point)
-    # The ends were rounded to bf16.
-    assert kept[is_whole].double().mean() > 0.93 > kept[~is_whole].double().mean()
 
 
 def weight_with_ties(seed: int, shape=(16, 256)) -> torch.Tensor:

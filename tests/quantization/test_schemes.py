@@ -100,7 +100,7 @@ def test_w4a8_has_the_one_group_size_of_its_kernel():
         ),
         (
             (GRIDS["int4-asym"], CONTAINERS["int4-packed"], 128),
-            r"does not hold the codes of grid 'int4-asym'.*Choose another of \['int4-zero-points'\]",
+            r"does not hold the codes of grid 'int4-asym'.*Choose another of \['int4-zero-points', 'int8-zero-points'\]",
         ),
         ((GRIDS["int4"], CONTAINERS["int4-zero-points"], 128), "only those of int4-asym"),
         ((GRIDS["int4-asym"], CONTAINERS["int4-zero-points"], 128, E4M3), "with activations in 'e4m3'"),
@@ -131,10 +131,10 @@ def test_activations_of_4_bits_are_refused_by_name(name):
     ("name", "message"),
     [
         ("W4A16_ASYM", "Did you mean 'w4a16-asym'"),
-        ("w4a8-asym", "vLLM's kernel of 'w4a8' and FP4 have none"),
-        ("nvfp4a16-asym", "FP4 have none.*Use 'w4a16-asym'"),
+        ("W8A16_ASYM", "Did you mean 'w8a16-asym'"),
+        ("w4a8-asym", "no kernel has them with others"),
+        ("nvfp4a16-asym", "Zero points are for integer weights.*Use 'w4a16-asym'"),
         ("w3a16-asym", "fewer bits do not nest"),
-        ("w8a16_asym", "8 bits have next to nothing to gain"),
     ],
 )
 def test_zero_points_are_refused_where_there_are_none(name, message):

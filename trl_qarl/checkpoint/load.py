@@ -5,7 +5,9 @@ Format: https://github.com/vllm-project/compressed-tensors, as [`~trl_qarl.check
 """
 
 import json
+import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,16 @@ from ..quantization.checkpoint_names import checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_state_dict, is_adapted
-from ..quantization.schemes import SCHEMES, QuantScheme, scheme_of_group
+from ..quantization.own_grid import compare_groups, masters_on_grid
+from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme, scheme_of_group
 from ..quantization.selection import quantizable_layers, stacked_experts
+from ..quantization.swap import quantized_layers, restore_model
 from ..quantization.tensors import LowBitTensor
 
 
-__all__ = ["is_low_bit_checkpoint", "load_deployed", "load_frozen_model", "load_renamed"]
+__all__ = ["is_low_bit_checkpoint", "load_deployed", "load_frozen_model", "load_masters", "load_renamed"]
+
+logger = logging.getLogger(__name__)
 
 
 def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> bool:
@@ -89,6 +95,50 @@ def load_frozen_model(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config._name_or_path = model.name_or_path = str(name_or_path)
     return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
+    """
+    Load a low-bit checkpoint, such as one that AWQ, GPTQ or AutoRound made, as a model in float32 to train: quantized with the scheme and
+    group size of the checkpoint, which the log says, it has its codes and scales ([`trl_qarl.quantization.own_grid`]). A warning says of how
+    many groups it has not.
+
+    Args:
+        name_or_path (`str`):
+            Folder or name on the Hub.
+        options:
+            `revision`, `trust_remote_code` and `attn_implementation`, as `from_pretrained` takes them.
+
+    Raises:
+        ValueError: as [`load_frozen_model`] does, and for weights in floating-point codes.
+    """
+    model = load_frozen_model(name_or_path, **options)
+    num_groups = num_moved = num_lost = 0
+    settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in quantized_layers(model).values())
+    for layer in quantized_layers(model).values():
+        for name, weight in layer.quantized_weights.items():
+            theirs = weight.low_bit_weight()
+            masters = masters_on_grid(theirs)
+            scheme = replace(weight.scheme, group_size=weight.group_size)
+            same, differing = compare_groups(LowBitTensor.from_hp(masters, scheme, weight.scale_dtype), theirs)
+            num_groups += same.numel()
+            num_moved += (same & (differing > 0)).sum().item()
+            num_lost += (~same).sum().item()
+            shape = (layer.num_experts, -1) if isinstance(layer, QuantizedExperts) else (-1,)
+            setattr(layer, name, nn.Parameter(masters.unflatten(0, shape)))
+    restore_model(model)
+    logger.info("%s: masters for %s", name_or_path, " and ".join(f"scheme={n!r}, group_size={g}" for n, g in settings))
+    if num_moved or num_lost:
+        logger.warning(
+            "%s: of %d groups of weights %d start with one code moved by one, and %d with another scale and other codes: they use too few "
+            "codes to be given their scale by masters.",
+            name_or_path,
+            num_groups,
+            num_moved,
+            num_lost,
+        )
+    return model.requires_grad_(True)
 
 
 def load_deployed(name_or_path: str) -> PreTrainedModel:
@@ -183,6 +233,11 @@ def _fill(
     tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
+    if reordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
+        raise ValueError(
+            f"{folder} was quantized with its columns in another order (actorder: group): {reordered[0]!r} says which. No kernel here takes "
+            "that. Quantize it again with `actorder='static'`."
+        )
     scales = {name.removesuffix(".weight_scale"): t for name, t in tensors.items() if name.endswith(".weight_scale")}
     low_bit = {
         name: {
@@ -217,6 +272,9 @@ def _fill(
         if first not in low_bit:
             continue
         scheme = _scheme_of(first, schemes, folder)
+        if scheme.name == "w4a16-observer" and (scales[first] < 0).any():
+            # AutoRound's, whose groups do not say so.
+            scheme = get_scheme("w4a16")
         # Where scales have a dtype of their own they do not tell the engine's.
         scale_dtype = scales[first].dtype if scheme.container.scale_dtype is None else model.config.dtype
         if isinstance(module, nn.Linear):

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 from trl.trainer.base_trainer import _BaseTrainer
@@ -37,6 +38,8 @@ class PushesPolicy(_BaseTrainer):
     export_dir: Path
     # What a card was told last: cards that later saves write are told nothing.
     _card_arguments: dict[str, Any] = {}
+    # The last one that was written here.
+    _card: ModelCard | None = None
 
     @override
     def create_model_card(
@@ -48,7 +51,8 @@ class PushesPolicy(_BaseTrainer):
         """
         self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.is_world_process_zero():
-            self._weights_card().save(Path(self.args.output_dir) / "README.md")
+            self._card = self._weights_card()
+            self._card.save(Path(self.args.output_dir) / "README.md")
 
     def _remember(self, **given) -> None:
         self._card_arguments = self._card_arguments | {name: value for name, value in given.items() if value}

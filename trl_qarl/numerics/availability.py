@@ -14,7 +14,7 @@ from torch import nn
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model, base_modules
-from ..quantization.schemes import E4M3_CODES, INT4_PACKED, INT4_ZERO_POINTS, MXFP4, NVFP4, QuantScheme
+from ..quantization.schemes import E4M3_CODES, MXFP4, NVFP4, QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
@@ -238,12 +238,12 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
                 f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
             )
             yield (
-                not on_gpu or scheme.container not in (INT4_ZERO_POINTS, MXFP4, NVFP4),
+                not on_gpu or not (scheme.container.has_zero_points or scheme.container in (MXFP4, NVFP4)),
                 f"{path!r} has scheme {scheme.name!r}, whose product on a GPU has not been compared",
             )
             shape = tuple(module.weight.shape)
             yield (
-                scheme.container not in (INT4_PACKED, INT4_ZERO_POINTS)
+                scheme.container not in kernels.INT4_CONTAINERS
                 or not is_engine
                 or not any(size % 32 for size in shape),
                 f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",

@@ -52,6 +52,7 @@ from .cpu_attention import IN_ONE_PASS, KV_BLOCK_SIZE, attend_with_vllm
 
 
 __all__ = [
+    "INT4_CONTAINERS",
     "PackedInt4Linear",
     "PackedLinear",
     "attention",
@@ -72,6 +73,9 @@ __all__ = [
 ]
 
 
+INT4_CONTAINERS = (INT4_PACKED, INT4_ZERO_POINTS)
+"""What [`PackedInt4Linear`] multiplies by."""
+
 MIN_ROWS = 5
 """Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
 
@@ -79,8 +83,7 @@ MIN_ROWS = 5
 def covers(scheme: QuantScheme) -> bool:
     """Return whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
     covered = (
-        (INT4_PACKED, None),
-        (INT4_ZERO_POINTS, None),
+        *((container, None) for container in INT4_CONTAINERS),
         (MXFP4, None),
         (NVFP4, None),
         (INT8_CODES, INT8),
@@ -227,7 +230,7 @@ class PackedInt4Linear:
 
     Args:
         low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
-            Weight `(N, K)` in the container `int4-packed` or `int4-zero-points`, both multiples of 32.
+            Weight `(N, K)` in one of `INT4_CONTAINERS`, both multiples of 32.
     """
 
     name = "vllm::cpu_gemm_wna16"

@@ -26,7 +26,6 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import weight_version
-from ..quantization.schemes import INT4_PACKED, INT4_ZERO_POINTS
 from ..quantization.tensors import LowBitTensor
 from . import cpu as kernels
 from . import cuda, experts, ops
@@ -106,7 +105,7 @@ def engine_product(
     if kernels.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
     scheme = low_bit.scheme
-    if scheme.container not in (INT4_PACKED, INT4_ZERO_POINTS) or not kernels.has_engine_kernels():
+    if scheme.container not in kernels.INT4_CONTAINERS or not kernels.has_engine_kernels():
         return low_bit_linear(rows, low_bit, bias, row_invariant=scheme.activation is None)
     product = low_bit.cached(kernels.PackedInt4Linear)
     return product(rows, bias), (rows,), product.name

@@ -12,7 +12,7 @@ wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], th
 | `w4a16` | INT4 symmetric, signed scales | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
 | `w3a16`, `w2a16` | INT3 and INT2, the same | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
 | these with `-observer` | the same without signs | `int4-packed` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
-| `w4a16-asym` | INT4 with zero points | `int4-zero-points` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
+| `w4a16-asym`, `w8a16-asym` | INT4 and INT8 with zero points | `int4-zero-points`, `int8-zero-points` | groups of 128, 64 or 32 along the input | none | `pack-quantized` |
 | `w8a16` | INT8 symmetric | `int8-packed` | output channel | none | `pack-quantized` |
 | `mxfp4a16` | FP4 E2M1 | `mxfp4` | groups of 32 along the input, scales are powers of two | none | `mxfp4-pack-quantized` |
 | `nvfp4a16` | FP4 E2M1 | `nvfp4` | groups of 16 along the input, scales are E4M3 over a power of two | none | `nvfp4-pack-quantized` |
@@ -91,10 +91,9 @@ class Grid:
 
 INT2, INT3, INT4, INT8 = (Grid(f"int{bits}", "int", bits) for bits in (2, 3, 4, 8))
 INT2_SIGNED, INT3_SIGNED, INT4_SIGNED = (Grid(f"int{bits}-signed", "int", bits, True) for bits in (2, 3, 4))
-INT4_ASYM = Grid("int4-asym", "int", 4, has_zero_points=True)
-E2M1 = Grid("e2m1", "float", 4)
-E4M3 = Grid("e4m3", "float", 8)
-_GRIDS = (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT4_ASYM, INT8, E2M1, E4M3)
+INT4_ASYM, INT8_ASYM = (Grid(f"int{bits}-asym", "int", bits, has_zero_points=True) for bits in (4, 8))
+E2M1, E4M3 = Grid("e2m1", "float", 4), Grid("e4m3", "float", 8)
+_GRIDS = (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT4_ASYM, INT8, INT8_ASYM, E2M1, E4M3)
 GRIDS = {grid.name: grid for grid in _GRIDS}
 
 _AGAINST_SIGNED_SCALES = (
@@ -104,8 +103,8 @@ _AGAINST_SIGNED_SCALES = (
 )
 
 _AGAINST_ZERO_POINTS = (
-    "Zero points are for weights of 4 bits that meet 16-bit activations: vLLM's kernel of 'w4a8' and FP4 have none, fewer bits do "
-    "not nest with them, and 8 bits have next to nothing to gain. Use 'w4a16-asym', or the scheme without zero points."
+    "Zero points are for integer weights of 4 or 8 bits that meet 16-bit activations: no kernel has them with others, and fewer bits do "
+    "not nest with them. Use 'w4a16-asym', 'w8a16-asym', or the scheme without zero points."
 )
 
 _AGAINST_FP4_ACTIVATIONS = (
@@ -169,14 +168,15 @@ INT4_PACKED = Container(
     "int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3), takes_signed_scales=True
 )
 INT4_ZERO_POINTS = Container("int4-zero-points", "int", 4, "pack-quantized", 8, GROUP_SIZES, has_zero_points=True)
+INT8_ZERO_POINTS = Container("int8-zero-points", "int", 8, "pack-quantized", 4, GROUP_SIZES, has_zero_points=True)
 INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
 INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
 MXFP4 = Container("mxfp4", "float", 4, "mxfp4-pack-quantized", group_sizes=(32,), scale_dtype="uint8")
 NVFP4 = Container("nvfp4", "float", 4, "nvfp4-pack-quantized", group_sizes=(16,), scale_dtype="float8_e4m3fn")
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
 DENSE = Container("dense", None, 16, "dense")
-_CONTAINERS = (INT4_PACKED, INT4_ZERO_POINTS, INT8_PACKED, INT8_CODES, MXFP4, NVFP4, E4M3_CODES, DENSE)
-CONTAINERS = {container.name: container for container in _CONTAINERS}
+_INTEGERS = (INT4_PACKED, INT4_ZERO_POINTS, INT8_PACKED, INT8_ZERO_POINTS, INT8_CODES)
+CONTAINERS = {container.name: container for container in (*_INTEGERS, MXFP4, NVFP4, E4M3_CODES, DENSE)}
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,7 @@ class QuantScheme:
         They describe the container, which is what a reader unpacks: of a coarser grid some codes do not occur.
         """
         strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
-        container = self.container
-        if container == NVFP4:
+        if (container := self.container) == NVFP4:
             strategy["strategy"] = "tensor_group"
         symmetric = not container.has_zero_points
         described = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}
@@ -324,6 +323,7 @@ SCHEMES = {
         QuantScheme("w3a16-observer", INT3, INT4_PACKED, 128),
         QuantScheme("w2a16-observer", INT2, INT4_PACKED, 128),
         QuantScheme("w4a16-asym", INT4_ASYM, INT4_ZERO_POINTS, 128),
+        QuantScheme("w8a16-asym", INT8_ASYM, INT8_ZERO_POINTS, 128),
         QuantScheme("bf16", None, DENSE),
     )
 }

@@ -33,8 +33,8 @@ def split_outlier_channels(
 
     Args:
         model (`nn.Module`):
-            A transformers model in float32 (16 bits round the halves once more), with `gate_proj`, `up_proj` and `down_proj`; `intermediate_size` of its configuration
-            grows.
+            A transformers model in float32 (16 bits round the halves once more), with `gate_proj`, `up_proj` and `down_proj`;
+            `intermediate_size` of its configuration grows.
         scheme ([`QuantScheme`]):
             Whose codes are to be the same at the same scale.
         share (`float`):

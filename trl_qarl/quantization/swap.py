@@ -352,5 +352,6 @@ def _check_not_quantized(model: nn.Module) -> None:
         method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")
         raise ValueError(
             f"The model is quantized already (quant_method={getattr(method, 'value', method)!r}): its masters are gone. Load "
-            "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it."
+            "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it; or, of a compressed-tensors "
+            "checkpoint with integer codes, masters that have these (`trl_qarl.checkpoint.load.load_masters`)."
         )

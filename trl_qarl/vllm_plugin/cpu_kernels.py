@@ -3,7 +3,7 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 
 | scheme | vLLM's kernel | taken from here when |
 |---|---|---|
-| `w4a16`, `w4a16-asym`, `w8a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only | float32, no AVX512, INT8 weights, odd shapes |
+| INT4 or INT8 and `a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only | float32, no AVX512, INT8 weights, odd shapes |
 | `mxfp4a16`, `nvfp4a16` | none | always |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |

@@ -69,12 +69,13 @@ _WEIGHT_ONLY = {
     (scalar_types.uint4b8, False): "w4a16",
     (scalar_types.uint4, True): "w4a16-asym",
     (scalar_types.uint8b128, False): "w8a16",
+    (scalar_types.uint8, True): "w8a16-asym",
 }
 """A scheme for each of vLLM's weight types, without and with zero points, that this kernel runs."""
 
 
 class QaRLWeightOnlyKernel(MPLinearKernel):
-    """INT4 weights, with and without zero points, and INT8 ones with 16- or 32-bit activations."""
+    """INT4 and INT8 weights, with and without zero points, with 16- or 32-bit activations."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -83,9 +84,9 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         if (c.weight_type, c.zero_points) not in _WEIGHT_ONLY:
-            return False, f"weight type {c.weight_type} is not INT4 or symmetric INT8"
+            return False, f"weight type {c.weight_type} is not INT4 or INT8"
         if (
-            c.weight_type != scalar_types.uint8b128
+            c.weight_type in (scalar_types.uint4b8, scalar_types.uint4)
             and c.act_type in (torch.bfloat16, torch.float16)
             and torch.cpu._is_avx512_supported()
             and CPUWNA16LinearKernel.can_implement(c)[0]

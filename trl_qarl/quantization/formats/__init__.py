@@ -13,5 +13,5 @@ Every file has the same functions. *Codes* are numbers of the grid, one per weig
 | `to_checkpoint(qdata, scale)` | tensors under compressed-tensors' names, without the layer's prefix |
 | `from_checkpoint(tensors)` | `qdata` and `scale` of these tensors, without a copy where the layouts agree |
 
-`int4_zero_points` has zero points beside `scale`, and `nvfp4` a divisor.
+`int4_zero_points` and `int8_zero_points` have zero points beside `scale`, and `nvfp4` a divisor.
 """

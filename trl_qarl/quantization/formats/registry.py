@@ -3,7 +3,7 @@
 from types import ModuleType
 
 from ..schemes import Container
-from . import e4m3, int4_packed, int4_zero_points, int8, int8_packed, mxfp4, nvfp4
+from . import e4m3, int4_packed, int4_zero_points, int8, int8_packed, int8_zero_points, mxfp4, nvfp4
 
 
 __all__ = ["format_of"]
@@ -13,6 +13,7 @@ _FORMATS = {
     "int4-zero-points": int4_zero_points,
     "int8": int8,
     "int8-packed": int8_packed,
+    "int8-zero-points": int8_zero_points,
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "e4m3": e4m3,

@@ -1,0 +1,122 @@
+r"""
+Masters for codes that another tool chose, such that the rule of the scheme gives these codes and scales back.
+
+AWQ, GPTQ and AutoRound choose scales by rules of their own, and codes for them. A scheme computes the scale of a group from its masters
+([`~trl_qarl.quantization.quantize`]), so the dequantized weights have it only where they are as far apart as the rule takes for granted. But
+a code is that of all masters within half a step, and the largest code that of all beyond it. So one master of a group is put where the
+rule looks for it:
+
+| grid | where the rule finds the scale | what is moved, in steps |
+|---|---|---|
+| INT4, INT8 | the largest magnitude is 7.5 (127.5) steps | -8 to -7.5; without a code -8 one 7 to 7.5; without both one -7 next to -7.5 |
+| with zero points | the ends are 15 (255) steps apart | nothing where -8 and 7 occur; else, where one end is a single code short, both ends |
+| signed scales | the largest weight is -8 steps | nothing |
+
+The scale so found is off by up to 0.00014 of its value, which rounding to 16 bits takes back. Groups that are one more code short have no
+such masters: one of their codes is moved by one, outwards, and the others, scale and zero point are kept. Groups of still fewer codes get
+the dequantized weights, a smaller scale, and other codes.
+"""
+
+import torch
+
+from .formats.registry import format_of
+from .schemes import Grid
+from .tensors import LowBitTensor
+
+
+__all__ = ["compare_groups", "masters_on_grid"]
+
+# Of a step: how far from a tie a master is put that belongs to the code beside it.
+_FROM_TIE = 1e-3
+# Of a scale with zero points: how much smaller it is made, so that the zero point is no tie either. 16-bit floats are further apart.
+_SMALLER = 2.0**-13
+
+
+@torch.no_grad()
+def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
+    """
+    Return masters of an integer weight, in float32, that [`LowBitTensor.from_hp`] quantizes to `low_bit` wherever there are such.
+
+    Args:
+        low_bit ([`LowBitTensor`]):
+            Weight `(N, K)` with scales in bfloat16 or float16.
+
+    Raises:
+        ValueError: for floating-point codes.
+    """
+    grid = low_bit.scheme.grid
+    if grid is None or grid.type != "int":
+        raise ValueError(
+            f"Scheme {low_bit.scheme.name!r} has no integer codes, and only of these it is known which masters give them back. Start from the "
+            "high-precision checkpoint."
+        )
+    codes = format_of(low_bit.scheme.container).unpack(low_bit.qdata, torch.float32)
+    scale = low_bit.scale.float().unsqueeze(-1)
+    codes = codes.view(*low_bit.scale.shape, -1)
+    if low_bit.zero_point is not None:
+        zero = low_bit.zero_point.float().unsqueeze(-1)
+        places = _with_zero_points(codes, zero, grid) - zero
+    else:
+        places = codes if grid.has_signed_scales else _symmetric(codes, grid)
+    return (places * scale).view(low_bit.shape)
+
+
+def compare_groups(ours: LowBitTensor, theirs: LowBitTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return of two weights of one scheme which groups, `(N, K / group_size)`, have the same scale and zero point, and in how many of their
+    codes they differ.
+    """
+    unpack = format_of(ours.scheme.container).unpack
+    codes, other_codes = (unpack(w.qdata, torch.float32).view(*w.scale.shape, -1) for w in (ours, theirs))
+    pairs = zip(ours.parts()[1:], theirs.parts()[1:], strict=True)
+    return torch.stack([part == other for part, other in pairs]).all(0), (codes != other_codes).sum(-1)
+
+
+def _symmetric(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Places, in steps, for codes `(N, groups, group_size)` whose largest magnitude gives the scale."""
+    smallest, largest = grid.quant_range
+    edge = grid.scale_divisor
+    is_short = codes.abs().amax(-1, keepdim=True) == largest - 1
+    codes = torch.where(is_short & _first(codes.abs() == largest - 1), largest * codes.sign(), codes)
+    places = codes.clamp(min=-edge)
+    # Where no code is the smallest, the first 7 is moved, or else the first -7.
+    lacks = codes.amin(-1, keepdim=True) > smallest
+    has_largest = codes.amax(-1, keepdim=True) == largest
+    up, down = _first(codes == largest), _first(codes == -largest)
+    places = torch.where(lacks & up, edge, places)
+    return torch.where(lacks & ~has_largest & down, _FROM_TIE - edge, places)
+
+
+def _with_zero_points(codes: torch.Tensor, zero: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The same where the distance of the ends, zero among them, gives the scale; in steps from the code 0."""
+    smallest, largest = grid.quant_range
+    span = grid.scale_divisor * (1 - _SMALLER)
+    low, high = _ends(codes, zero)
+    # Two codes short: one end is moved, so that the other is one short at most.
+    is_short = high - low == largest - smallest - 2
+    is_lower = is_short & ((high == largest) | (low == smallest + 1))
+    codes = torch.where(is_lower & _first(codes == low), low - 1, codes)
+    codes = torch.where(is_short & ~is_lower & _first(codes == high), high + 1, codes)
+    low, high = _ends(codes, zero)
+    # One end, `near`, comes next to a tie with the code that does not occur, the other as far from it as the scale asks for.
+    places = codes
+    for is_short, near, end, sign in (
+        ((low == smallest + 1) & (high == largest), low, high, -1.0),
+        ((low == smallest) & (high == largest - 1), high, low, 1.0),
+    ):
+        ends = codes == near, codes == end
+        is_short &= ends[0].any(-1, keepdim=True) & ends[1].any(-1, keepdim=True)
+        edge = near + sign * (0.5 - _SMALLER / 8)
+        places = torch.where(is_short & _first(ends[0]), edge, places)
+        places = torch.where(is_short & _first(ends[1]), edge - sign * span, places)
+    return places
+
+
+def _ends(codes: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest code of each group, that of zero among them."""
+    return torch.minimum(codes.amin(-1, keepdim=True), zero), torch.maximum(codes.amax(-1, keepdim=True), zero)
+
+
+def _first(where: torch.Tensor) -> torch.Tensor:
+    """The first of each last dimension that is true."""
+    return where & (where.cumsum(-1) == 1)

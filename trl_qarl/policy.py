@@ -259,6 +259,14 @@ class PreparesPolicy(_BaseTrainer):
         if self.is_fsdp_enabled:
             shard_when_prepared(self.accelerator)
 
+    @property
+    def swap_report(self) -> SwapReport:
+        return self.policy.swap_report
+
+    @property
+    def numerics(self) -> str:
+        return self.policy.numerics
+
 
 class TakesTurns(_BaseTrainer):
     """

@@ -21,7 +21,7 @@ from .muon import create_muon_adamw
 from .objectives.registry import get_objective
 from .policy import Policy, PreparesPolicy, TakesTurns, replaced_in_trl
 from .qarl_config import QaRLConfig
-from .quantization.swap import SwapReport, quantized_forward, quantized_layers
+from .quantization.swap import quantized_forward, quantized_layers
 from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
@@ -141,14 +141,6 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
         self._add_callbacks()
-
-    @property
-    def swap_report(self) -> SwapReport:
-        return self.policy.swap_report
-
-    @property
-    def numerics(self) -> str:
-        return self.policy.numerics
 
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
         """The engine of the rollouts, made in the middle of TRL's constructor, when the policy is prepared."""

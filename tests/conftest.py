@@ -10,6 +10,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
+# accelerate imports DeepSpeed where it is installed, which says what it found unless it is told.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # No test needs a network, and none reports to a tracker.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

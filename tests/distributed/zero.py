@@ -18,10 +18,6 @@ from accelerate.utils import DistributedType
 from testing_utils import launch_environment
 
 
-# Read when it is imported.
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-
 def without_cpu(init):
     def init_without_cpu(self, *args, **kwargs):
         given = inspect.signature(init).bind(self, *args, **kwargs).arguments

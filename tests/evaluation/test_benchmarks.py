@@ -134,7 +134,9 @@ def test_a_set_without_a_task_in_the_harness_is_scored_as_mathematics(masters, t
     task = harness.own_task(
         "local", "json", harness.OWN_TASKS["olympiad"][1], dataset_kwargs={"data_files": {"test": str(data)}}
     )
-    loaded = lm_eval.tasks.TaskManager(include_defaults=False).load([task])["tasks"]
+    from lm_eval.tasks import TaskManager
+
+    loaded = TaskManager(include_defaults=False).load([task])["tasks"]
     prompts = []
 
     def sampler(tokens, seed, stop):

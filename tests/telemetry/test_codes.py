@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from testing_utils import make_mixture
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
 from trl_qarl.quantization.walk import iter_quantized_weights
 from trl_qarl.telemetry.codes import (
@@ -49,6 +50,20 @@ def test_sqnr_of_each_family_of_layers():
     assert set(ratios) == {"quant/sqnr", "quant/sqnr/up", "quant/sqnr/down"}
     ups = {name: layer for name, layer in iter_quantized_weights(net) if name.endswith("up")}
     assert len(ups) == 2 and sqnr(ups.items())["quant/sqnr"] == ratios["quant/sqnr/up"] != ratios["quant/sqnr/down"]
+
+
+def test_sqnr_of_experts_is_that_of_all_of_them():
+    model = make_mixture()
+    prepare_model(model, "w4a16")
+    signal = noise = 0.0
+    for layer in model.model.layers:
+        master = layer.mlp.experts.down_proj.detach().double()
+        low_bit = layer.mlp.experts.quantized_weights["down_proj"].low_bit_weight().dequantize(torch.float32)
+        signal += master.square().sum()
+        noise += (master - low_bit.view_as(master)).square().sum()
+    ratios = sqnr(iter_quantized_weights(model))
+    assert ratios["quant/sqnr/down_proj"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
+    assert ratios["quant/sqnr"] != ratios["quant/sqnr/gate_up_proj"] != ratios["quant/sqnr/down_proj"]
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16-observer", "w8a8", "w8a16", "fp8"])

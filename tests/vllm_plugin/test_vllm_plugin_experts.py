@@ -268,3 +268,13 @@ def test_any_other_engine_has_vllms_experts_where_it_has_some(config, monkeypatc
 def test_experts_that_compute_something_else_are_refused(config, changes, what):
     with pytest.raises(NotImplementedError, match=f"'model.layers.0.mlp.experts' have {what}"):
         config.get_quant_method(make_layer(**changes), "model.layers.0.mlp.experts")
+
+
+def test_a_router_that_the_engine_has_under_two_names_is_no_tied_weight():
+    from trl_qarl.vllm_plugin.engine_tensors import tied_names
+
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "gate": torch.nn.Linear(4, 2)})
+    model["runner"] = torch.nn.ModuleDict({"gate": model["gate"]})
+    model["head"] = torch.nn.Linear(4, 8, bias=False)
+    model["head"].weight = model["embed"].weight
+    assert list(tied_names(model)) == [("head.weight", "embed.weight")]

@@ -149,11 +149,11 @@ class Policy:
         return set_precision(quantized_layers(self.model), self.swap_report.schemes, precision)
 
     @property
-    def bits(self) -> float | None:
-        """Bits that it runs at, a mean over weights where layers differ; `None` for those of its schemes."""
+    def bits(self) -> tuple[float | None, bool]:
+        """Bits that it runs at, a mean over weights where layers differ, and whether they do; `None` for those of its schemes."""
         if isinstance(self.precision, Mapping):
             return mean_bits(quantized_layers(self.model).values())
-        return None if self.precision is None else float(self.precision)
+        return None if self.precision is None else float(self.precision), False
 
     @property
     def _swap_arguments(self) -> dict[str, Any]:

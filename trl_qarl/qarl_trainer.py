@@ -261,9 +261,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
-            if self.policy.bits is not None:
-                publication["quant/bits"] = self.policy.bits
-            self.recorder.observe_rollout(output, batch, publication, is_scored=not self._is_scored_by_sampler)
+            bits, is_mixed = self.policy.bits
+            if bits is not None:
+                publication["quant/bits"] = bits
+            self.recorder.observe_rollout(output, batch, publication, not self._is_scored_by_sampler, is_mixed)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
             if self.numerics == "engine":
                 llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None

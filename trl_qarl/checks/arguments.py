@@ -28,7 +28,7 @@ from .adapter import (
     problems_of_quantized_base,
     problems_of_start,
 )
-from .options import low_precision_masters, raise_problems
+from .options import low_precision_masters, name_of_optimizer, raise_problems
 
 
 __all__ = [
@@ -135,7 +135,7 @@ def problems_of_optimizer(args: Any) -> Iterator[str]:
     """Yield that an optimizer cannot be made here, if so; transformers makes it when training starts, after the model and the engine."""
     if args.optim == "muon":
         return
-    name = str(getattr(args.optim, "value", args.optim))
+    name = name_of_optimizer(args)
     try:
         optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
     except ImportError as error:

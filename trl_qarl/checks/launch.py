@@ -20,7 +20,7 @@ from ..quantization.names import base_model, base_modules, is_peft_model
 from ..quantization.sharded import as_bytes, shard_low_bit
 from ..quantization.swap import quantized_layers
 from ..quantization.walk import layer_of
-from .options import raise_problems
+from .options import name_of_optimizer, raise_problems
 from .zero import given_configuration, keep_float32_masters, problems_of_zero
 
 
@@ -112,7 +112,7 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         )
     kind = _kind_of_optimizer(args)
     if kind in OPTIMIZERS_WITHOUT_SHARDS:
-        yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
+        yield f"optim={name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
     if not args.quantize_learner:
         yield (
             "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
@@ -146,13 +146,9 @@ def _problems_of_adapter(plugin: Any, args: Any, model: nn.Module) -> Iterator[s
         )
 
 
-def _name_of_optimizer(args: Any) -> str:
-    return str(getattr(args.optim, "value", args.optim))
-
-
 def _kind_of_optimizer(args: Any) -> str | None:
     """Return its package, or its name where that is what matters; `None` for Muon."""
-    name = _name_of_optimizer(args)
+    name = name_of_optimizer(args)
     for kind in ("GaLore", "APOLLO", "LOMO"):
         if kind.lower() in name:
             return kind

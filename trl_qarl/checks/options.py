@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ __all__ = [
     "check_scheme",
     "check_vllm",
     "low_precision_masters",
+    "name_of_optimizer",
     "raise_problems",
     "raise_problems_of_config",
     "refused_by_all",
@@ -239,6 +241,11 @@ def refused_by_all(config) -> Iterator[str]:
     for name, why in REFUSED.items():
         if getattr(config, name, None):
             yield f"{name}={getattr(config, name)!r} is not supported: {why}."
+
+
+def name_of_optimizer(args: Any) -> str:
+    """Return what `optim` says, which transformers may have made a member of its enumeration."""
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def raise_problems(problems: list[str]) -> None:

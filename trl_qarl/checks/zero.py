@@ -10,6 +10,8 @@ from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 
+from .options import name_of_optimizer
+
 
 __all__ = ["compute_in_bfloat16", "given_configuration", "keep_float32_masters", "problems_of_zero"]
 
@@ -68,9 +70,8 @@ def problems_of_zero(
         if name in config:
             yield f"{name!r} in DeepSpeed's configuration: `{option}` chooses it. Leave it out"
     if optimizer != "torch":
-        name = str(getattr(args.optim, "value", args.optim))
         yield (
-            f"optim={name!r} with DeepSpeed: it is given slices of all masters in a row, of which it sees no matrices, or has not "
+            f"optim={name_of_optimizer(args)!r} with DeepSpeed: it is given slices of all masters in a row, of which it sees no matrices, or has not "
             "been tried. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
         )
     if has_adapter:

@@ -184,13 +184,14 @@ def plan_at_bits(plan: QuantPlan, bits: int) -> QuantPlan:
     return replace(plan, rules=tuple((pattern, at_bits(scheme, bits)) for pattern, scheme in plan.rules))
 
 
-def mean_bits(layers: Iterable[_Layer]) -> float:
-    """Return the bits that a weight has now, as a mean over those whose grid nests."""
+def mean_bits(layers: Iterable[_Layer]) -> tuple[float, bool]:
+    """Return the bits that a weight has now, as a mean over those whose grid nests, and whether they differ."""
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
     sizes = [
         (w.parameter.numel(), w.scheme.grid) for w in weights if w.scheme.grid and w.scheme.grid.has_signed_scales
     ]
-    return sum(size * grid.num_bits for size, grid in sizes) / sum(size for size, _ in sizes)
+    mean = sum(size * grid.num_bits for size, grid in sizes) / sum(size for size, _ in sizes)
+    return mean, len({grid.num_bits for _, grid in sizes}) > 1
 
 
 def set_precision(

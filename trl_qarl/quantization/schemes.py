@@ -175,8 +175,18 @@ MXFP4 = Container("mxfp4", "float", 4, "mxfp4-pack-quantized", group_sizes=(32,)
 NVFP4 = Container("nvfp4", "float", 4, "nvfp4-pack-quantized", group_sizes=(16,), scale_dtype="float8_e4m3fn")
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
 DENSE = Container("dense", None, 16, "dense")
-_INTEGERS = (INT4_PACKED, INT4_ZERO_POINTS, INT8_PACKED, INT8_ZERO_POINTS, INT8_CODES)
-CONTAINERS = {container.name: container for container in (*_INTEGERS, MXFP4, NVFP4, E4M3_CODES, DENSE)}
+_CONTAINERS = (
+    INT4_PACKED,
+    INT4_ZERO_POINTS,
+    INT8_PACKED,
+    INT8_ZERO_POINTS,
+    INT8_CODES,
+    MXFP4,
+    NVFP4,
+    E4M3_CODES,
+    DENSE,
+)
+CONTAINERS = {container.name: container for container in _CONTAINERS}
 
 
 @dataclass(frozen=True)
@@ -291,7 +301,8 @@ class QuantScheme:
         They describe the container, which is what a reader unpacks: of a coarser grid some codes do not occur.
         """
         strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
-        if (container := self.container) == NVFP4:
+        container = self.container
+        if container == NVFP4:
             strategy["strategy"] = "tensor_group"
         symmetric = not container.has_zero_points
         described = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}

@@ -135,7 +135,12 @@ class Recorder(TrainerCallback):
         self.log({f"rollout/{name}_share": share for name, share in shares.items()})
 
     def observe_rollout(
-        self, output: dict[str, Any], batch: Batch, publication: Mapping[str, float], is_scored: bool = True
+        self,
+        output: dict[str, Any],
+        batch: Batch,
+        publication: Mapping[str, float],
+        is_scored: bool = True,
+        is_mixed: bool = False,
     ) -> None:
         """
         Measure mismatch and quantization error of a generation batch.
@@ -149,6 +154,8 @@ class Recorder(TrainerCallback):
                 What was measured when its weights were published.
             is_scored (`bool`, *optional*, defaults to `True`):
                 Whether `old_per_token_logps` are the learner's; without them there is no mismatch to measure.
+            is_mixed (`bool`, *optional*, defaults to `False`):
+                Whether layers ran at different bits, so that the batch is of no one precision.
         """
         mismatch = self._mismatch(batch, output.get("importance_sampling_ratio")) if is_scored else {}
         row = {**mismatch, **sqnr(iter_quantized_weights(self.model), self._add_up), **publication}
@@ -157,8 +164,8 @@ class Recorder(TrainerCallback):
             return
         of_batch = {"reward": self._metrics["train"]["reward"][-1], **row}
         bits = row.get("quant/bits")
-        if bits is not None and float(bits).is_integer():
-            # Apart, as a row of the log is a mean over batches; a batch whose layers differ is of no precision.
+        if bits is not None and not is_mixed:
+            # Apart, as a row of the log is a mean over batches.
             self.log({f"{name}/{bits:.0f}_bits": of_batch[name] for name in _BY_BITS if name in of_batch})
         self._batches.append(of_batch)
         if is_scored:

@@ -13,6 +13,8 @@ ELSEWHERE = {
     # Tested as part of a whole that has no other parts, where one file shows more than several would.
     "_version.py": "test_package.py",
     "adapters/merge_at_export.py": "adapters/test_base.py",
+    "quantization/formats/int4_zero_points.py": "quantization/formats/test_zero_points.py",
+    "quantization/formats/int8_zero_points.py": "quantization/formats/test_zero_points.py",
     "quantization/sharded.py": "distributed/test_shards.py",
     "rollout/deltas.py": "vllm_plugin/test_checkpoint_copy.py",
     "rollout/http_session.py": "rollout/test_client.py",

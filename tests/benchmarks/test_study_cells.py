@@ -459,7 +459,7 @@ def test_nested_masters_are_scored_at_each_precision(chain_sums, long_study, unt
     monkeypatch.setattr(sys, "argv", ["", *options, "--model", str(untrained), "--output_dir", str(tmp_path)])
     read_at = []
     monkeypatch.setattr(
-        chain_sums, "score", lambda *args: read_at.append(trainers[0].policy.bits) or 0.25 * len(read_at) % 1
+        chain_sums, "score", lambda *args: read_at.append(trainers[0].policy.bits[0]) or 0.25 * len(read_at) % 1
     )
     make_trainer, trainers = long_study.make_trainer, []
     monkeypatch.setattr(long_study, "make_trainer", lambda args: trainers.append(make_trainer(args)) or trainers[0])

@@ -27,7 +27,7 @@ from .checkpoint.record import check_record, scheme_record
 from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters
-from .checks.launch import check_agreement, check_launch, shard_when_prepared
+from .checks.launch import check_agreement, check_launch, shard_when_prepared, shards_masters
 from .checks.options import raise_problems
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
@@ -97,7 +97,7 @@ class Policy:
 
     def prepare(self, model: Any, will_be_sharded: bool = False, is_zero: bool = False) -> None:
         """
-        Quantize `model`, in place, and choose the numerics; with `will_be_sharded`, for FSDP2, with `is_zero` for DeepSpeed.
+        Quantize `model`, in place, and choose the numerics; with `will_be_sharded`, for FSDP2 or ZeRO-3, with `is_zero` for DeepSpeed.
 
         Raises:
             ValueError: if the model cannot be trained as configured, naming all that is wrong.
@@ -117,7 +117,7 @@ class Policy:
             )
         if args.publish_dir is not None and (will_be_sharded or (self.has_adapter and args.lora_mode == "adapter")):
             reason = (
-                "with FSDP no process has all of the policy"
+                "no process has all of the policy with sharded masters"
                 if will_be_sharded
                 else "the base of an adapter never changes"
             )
@@ -254,7 +254,7 @@ class PreparesPolicy(_BaseTrainer):
         super().__init__(*args, **kwargs)
         check_launch(self.accelerator, self.args, self.model)
         with all_or_none(self.accelerator):
-            self.policy.prepare(self.model, self.is_fsdp_enabled, self.is_deepspeed_enabled)
+            self.policy.prepare(self.model, shards_masters(self.accelerator), self.is_deepspeed_enabled)
         check_agreement(self.accelerator, self.policy.record())
         if self.is_fsdp_enabled:
             shard_when_prepared(self.accelerator)

@@ -31,6 +31,7 @@ from .checks.options import (
     refused_by_all,
 )
 from .checks.refused import LORA_MODES
+from .checks.zero import keep_float32_masters
 from .objectives.options import UNSET, trl_default
 from .objectives.registry import OBJECTIVES, get_objective
 from .quantization.gemm import has_fast_bf16
@@ -264,6 +265,9 @@ class QaRLConfig(GRPOConfig):
         super().__post_init__()
         if is_muon:
             self.optim = "muon"
+        if self.deepspeed_plugin is not None:
+            # In the copy by which transformers loads a model into the slices of ZeRO-3.
+            keep_float32_masters(self.deepspeed_plugin.dschf.config)
         if is_on_policy and self.steps_per_generation != self.gradient_accumulation_steps:
             raise ValueError(
                 f"steps_per_generation={self.steps_per_generation} (generation_batch_size={self.generation_batch_size}) "

@@ -15,6 +15,7 @@ from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from .checks.arguments import PICTURES, check_arguments
+from .checks.launch import shards_masters
 from .checks.zero import compute_in_bfloat16
 from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
 from .muon import create_muon_adamw
@@ -130,9 +131,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         if self.is_deepspeed_enabled and args.bf16:
             # After TRL has given the model another forward.
             compute_in_bfloat16(self.model)
-        if self.is_fsdp_enabled and not self.use_vllm and (tools or environment_factory):
+        if shards_masters(self.accelerator) and not self.use_vllm and (tools or environment_factory):
             raise NotImplementedError(
-                "Tools with FSDP2 need `use_vllm=True`: processes call them each as often as they need, and generate together."
+                "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: processes call them each as often as they need, and generate together."
             )
         if rollout_func is not None:
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))

@@ -24,7 +24,7 @@ from .options import name_of_optimizer, raise_problems
 from .zero import given_configuration, keep_float32_masters, problems_of_zero
 
 
-__all__ = ["check_agreement", "check_launch", "check_units", "shard_when_prepared"]
+__all__ = ["check_agreement", "check_launch", "check_units", "shard_when_prepared", "shards_masters"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,18 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
         _check_fsdp(plugin, args, model)
     if deepspeed is not None:
         config, kind = deepspeed.deepspeed_config, _kind_of_optimizer(args)
-        raise_problems([*problems_of_zero(config, given_configuration(), args, is_peft_model(model), kind)])
+        problems = [*problems_of_zero(config, given_configuration(), args, is_peft_model(model), kind)]
+        if shards_masters(accelerator):
+            problems += _problems_of_gathering(args, "zero_stage=3")
+        raise_problems(problems)
         keep_float32_masters(config)
+
+
+def shards_masters(accelerator: Accelerator) -> bool:
+    """Return whether a process will hold a part of the masters alone: with FSDP2 and ZeRO-3."""
+    state = accelerator.state
+    plugin = getattr(state, "deepspeed_plugin", None)
+    return getattr(state, "fsdp_plugin", None) is not None or (plugin is not None and plugin.zero_stage == 3)
 
 
 def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
@@ -117,17 +127,21 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
         )
-    if args.precisions is not None:
-        yield f"precisions={args.precisions} with FSDP2: it has not been tried. Leave it out, or launch with DDP"
-    if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
-        yield (
-            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with FSDP2 and hub_export={args.hub_export!r}: whether a push "
-            "is still under way is known to one process, and the export is gathered by all. Use hub_strategy='end'"
-        )
+    yield from _problems_of_gathering(args, "FSDP2")
     if args.numerics == "engine":
         yield (
             "numerics='engine' with FSDP2: the engine's operations take whole weights as they are in one process. Use "
             "numerics='fast'"
+        )
+
+
+def _problems_of_gathering(args: Any, launch: str) -> Iterator[str]:
+    if args.precisions is not None:
+        yield f"precisions={args.precisions} with {launch}: it has not been tried. Leave it out, or launch with DDP"
+    if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
+        yield (
+            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with {launch} and hub_export={args.hub_export!r}: whether a push "
+            "is still under way is known to one process, and the export is gathered by all. Use hub_strategy='end'"
         )
 
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from .partitioned import gathered, held_part, is_partitioned
 from .schemes import NVFP4
 from .tensors import LowBitTensor
 from .weight import MasterSource, QuantizedLayer, QuantizedWeight, weight_version
@@ -217,7 +218,7 @@ def shard_low_bit(model: nn.Module) -> int:
 def is_sharded(weights: torch.Tensor | nn.Module) -> bool:
     """Return whether this process holds only a part of a tensor, or of some parameter of a model."""
     tensors = weights.parameters() if isinstance(weights, nn.Module) else [weights]
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
+    return any(isinstance(tensor, DTensor) or is_partitioned(tensor) for tensor in tensors)
 
 
 def held_rows(parameter: torch.Tensor) -> range:
@@ -232,12 +233,16 @@ def held_rows(parameter: torch.Tensor) -> range:
 def writes_to(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return numbers of which one changes when the parameter, or this process' part of it, is written to or replaced."""
     # An operation on a `DTensor` raises its own version alone, one on its local tensor that tensor's alone.
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else held_part(parameter)
     return parameter._version, local._version, local.data_ptr()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor, where it is sharded gathered from the processes, which all have to call."""
+def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return all of a tensor, in `dtype` if given, where it is sharded gathered from the processes, which all have to call."""
+    tensor = gathered(tensor)
+    if dtype is not None:
+        # First, where 16 bits can be gathered.
+        tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -124,7 +124,9 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
             "export. Use hub_export='master'."
         )
     if args.use_vllm or not args.allow_high_precision_experts:
-        share = sum(shape_of(p).numel() for p in experts.values()) / sum(shape_of(p).numel() for p in model.parameters())
+        share = sum(shape_of(p).numel() for p in experts.values()) / sum(
+            shape_of(p).numel() for p in model.parameters()
+        )
         yield (
             f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
             f"scheme={args.scheme!r} ({reason}). There is no low-bit export of it, which vLLM would need. Use scheme='bf16'; without "

@@ -117,8 +117,6 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
         )
-    if args.precisions is not None:
-        yield f"precisions={args.precisions} with FSDP2: it has not been tried. Leave it out, or launch with DDP"
     if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
         yield (
             f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with FSDP2 and hub_export={args.hub_export!r}: whether a push "

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
@@ -40,7 +41,7 @@ from .quantization.swap import SwapReport, disable_quantized_forward, prepare_mo
 from .rollout.failures import all_or_none
 
 
-__all__ = ["Policy", "PreparesPolicy", "TakesTurns", "replaced_in_trl"]
+__all__ = ["Policy", "PreparesPolicy", "RefreshReference", "TakesTurns", "replaced_in_trl"]
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +268,18 @@ class PreparesPolicy(_BaseTrainer):
     @property
     def numerics(self) -> str:
         return self.policy.numerics
+
+
+class RefreshReference(TrainerCallback):
+    """TRL synchronizes the reference through `.data`, which no layer can notice where the optimizer's step was skipped."""
+
+    def __init__(self, ref_model):
+        self.ref_model = ref_model
+
+    @override
+    def on_step_end(self, args, state, control, **kwargs):
+        for layer in quantized_layers(self.ref_model).values():
+            layer.invalidate()
 
 
 class TakesTurns(_BaseTrainer):

@@ -88,6 +88,9 @@ def precisions_in_turn_train_what_they_train_with_whole_masters(folder):
             assert torch.equal(ours, theirs), precision
             # Gathered still, as FSDP2 keeps it for the next forward.
             assert layer.weight.scheme == layer.scheme and isinstance(layer.weight, LowBitTensor), precision
+        for precision in (precisions[0], None):
+            for each in (trainer, ddp):
+                each.set_precision(precision)
             assert_publishes(trainer, ddp)
 
 

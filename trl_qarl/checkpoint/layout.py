@@ -26,13 +26,13 @@ from ..quantization.schemes import (
     NVFP4,
     SCHEMES,
     QuantScheme,
-    group_name,
 )
 from ..quantization.selection import ROUTER_NAMES, stacked_experts
 from ..quantization.sharded import is_sharded, whole, whole_low_bit
 from ..quantization.tensors import LowBitTensor
 from ..quantization.walk import LayerWeights, iter_layers
 from ..quantization.weight import QuantizedLayer, QuantizedWeight
+from ..wire.describe import group_name
 
 
 __all__ = [

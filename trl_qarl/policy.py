@@ -126,7 +126,7 @@ class Policy:
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
-        if sharded_by is not None:
+        if sharded_by == "DeepSpeed" or (sharded_by == "FSDP2" and args.numerics is None):
             self.numerics, reason = "fast", f"{sharded_by} shards the masters"
         logger.info("numerics=%r: %s", self.numerics, reason)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)

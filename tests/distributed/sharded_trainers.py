@@ -10,6 +10,7 @@ from sharded_runs import Engine, assert_publishes, assert_trained_the_same, same
 
 from trl_qarl import qarl_trainer
 from trl_qarl.adapters.engine import iter_adapter_tensors
+from trl_qarl.numerics.exact import describe_difference
 from trl_qarl.quantization.sharded import is_sharded, whole, whole_low_bit
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -92,6 +93,28 @@ def precisions_in_turn_train_what_they_train_with_whole_masters(folder):
             for each in (trainer, ddp):
                 each.set_precision(precision)
             assert_publishes(trainer, ddp)
+
+
+def engine_numerics_train_what_they_train_with_whole_masters(folder):
+    """Rollout and learner agree bit for bit, also where weights are written to without a step of the optimizer."""
+    options = {"numerics": "engine", "bf16": True, "max_steps": 2, "mismatch_probe_steps": 0}
+    [ddp] = train(folder, "engine-ddp", **options)
+    for trainer in train(folder, "engine", launch={}, **options):
+        rows = assert_trained_the_same(trainer, ddp)
+        assert trainer.numerics == ddp.numerics == "engine" and max(row.get("loss", 0) for row in rows) != 0
+        assert {row["mismatch/abs_logp_max"] for row in rows if "mismatch/abs_logp_max" in row} == {0.0}
+        differing = {"old_per_token_logps": torch.zeros(1, 1), "sampling_per_token_logps": torch.ones(1, 1)}
+        differing["completion_ids"] = torch.full((1, 1), 7)
+        said = describe_difference(differing, torch.ones(1, 1), trainer.model, score=pytest.fail)
+        assert said.endswith("log-probs 0.000000 and 1.000000")
+        logits = []
+        for factor in (1, -2):
+            with torch.no_grad():
+                for each in (trainer, ddp):
+                    each.model.get_input_embeddings().weight.mul_(factor)
+                    logits.append(each.model(input_ids=torch.arange(3, 9).view(1, -1)).logits)
+        assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[3])
+        assert not torch.equal(logits[0], logits[2])
 
 
 def a_server_is_filled_and_filled_again(folder):

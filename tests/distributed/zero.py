@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from sharded_runs import assert_publishes, assert_trained_the_same, train
+from sharded_runs import assert_publishes, assert_trained_the_same, files_of, train
 
 from testing_utils import launch_environment
 
@@ -70,14 +70,19 @@ def zero_trains_what_it_trains_with_whole_state(folder):
     if find_spec("deepspeed") is None:
         return
     # ZeRO-2 reduces the gradients of each micro-batch, and so adds them up in another order.
-    for stage, options in ((1, {"bf16": False, "gradient_accumulation_steps": 2}), (2, {"bf16": True})):
+    turns = {"arch": "qwen3_moe", "precisions": [4, {"re:.*layers[.]0[.].*": 3, "_default": 2}]}
+    for stage, options in ((1, {"bf16": False, "gradient_accumulation_steps": 2}), (2, {"bf16": True} | turns)):
         options |= {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "mismatch_probe_steps": 0}
-        [ddp] = train(folder, f"zero{stage}-ddp", **options)
-        for trainer in train(folder, f"zero{stage}", launch=launched(stage, options["bf16"]), **options):
+        relays = [f"{folder}/zero{stage}-relay", f"{folder}/zero{stage}-ddp-relay"]
+        [ddp] = train(folder, f"zero{stage}-ddp", publish_dir=relays[1], **options)
+        launch = launched(stage, options["bf16"])
+        for trainer in train(folder, f"zero{stage}", launch=launch, publish_dir=relays[0], **options):
             assert_sharded(trainer, stage)
             rows = assert_trained_the_same(trainer, ddp)
             assert any(row.get("quant/update_to_step") for row in rows)
             assert_publishes(trainer, ddp)
+            ours, theirs = ({n: c for n, c in files_of(f).items() if n.endswith(".safetensors")} for f in relays)
+            assert ours == theirs and {"model.safetensors", "patch-2.safetensors"} <= ours.keys()
         masters = [p.detach().clone() for p in ddp.model.parameters()]
         resume = f"{folder}/zero{stage}/checkpoint-2"
         launch = launched(stage, options["bf16"])

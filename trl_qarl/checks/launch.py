@@ -16,6 +16,7 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.uploads import exports_policy
+from ..numerics.attach import keep_no_products
 from ..quantization.names import base_model, base_modules, is_peft_model
 from ..quantization.sharded import as_bytes, shard_low_bit
 from ..quantization.swap import quantized_layers
@@ -83,6 +84,9 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
         )
     raise_problems([*_problems_of_fsdp(plugin, args, model)])
     policy = plugin.mixed_precision_policy
+    if policy is not None and args.numerics == "engine":
+        # Its operations round masters themselves, and what passes from layer to layer is not rounded.
+        policy = plugin.mixed_precision_policy = replace(policy, param_dtype=None, output_dtype=None)
     if policy is not None and policy.reduce_dtype not in (None, torch.float32):
         logger.info("FSDP2 adds up gradients in float32, not in %s.", policy.reduce_dtype)
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
@@ -122,10 +126,9 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
             f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with FSDP2 and hub_export={args.hub_export!r}: whether a push "
             "is still under way is known to one process, and the export is gathered by all. Use hub_strategy='end'"
         )
-    if args.numerics == "engine":
+    if args.numerics == "engine" and (args.beta != 0.0 or is_peft_model(model)):
         yield (
-            "numerics='engine' with FSDP2: the engine's operations take whole weights as they are in one process. Use "
-            "numerics='fast'"
+            "numerics='engine' with FSDP2 and a reference (`beta`) or LoRA: it has not been tried. Use numerics='fast', or launch with DDP"
         )
 
 
@@ -213,5 +216,6 @@ class _Sharding:
             if isinstance(model, FSDPModule):
                 check_units(model)
                 count = shard_low_bit(model)
+                keep_no_products(model)
                 logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
         return prepared

@@ -111,7 +111,7 @@ def engine_numerics_train_what_they_train_with_whole_masters(folder):
         for factor in (1, -2):
             with torch.no_grad():
                 for each in (trainer, ddp):
-                    each.model.get_input_embeddings().weight.mul_(factor)
+                    each.model.get_output_embeddings().weight.mul_(factor)
                     logits.append(each.model(input_ids=torch.arange(3, 9).view(1, -1)).logits)
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[3])
         assert not torch.equal(logits[0], logits[2])

@@ -11,7 +11,7 @@ from sharded_runs import Engine, assert_publishes, assert_trained_the_same, same
 from trl_qarl import qarl_trainer
 from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.numerics.exact import describe_difference
-from trl_qarl.quantization.sharded import is_sharded, whole, whole_low_bit
+from trl_qarl.quantization.sharded import is_sharded, reshard, whole, whole_low_bit
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
@@ -111,6 +111,7 @@ def engine_numerics_train_what_they_train_with_whole_masters(folder):
         for factor in (1, -2):
             with torch.no_grad():
                 for each in (trainer, ddp):
+                    reshard(each.model)
                     each.model.get_output_embeddings().weight.mul_(factor)
                     logits.append(each.model(input_ids=torch.arange(3, 9).view(1, -1)).logits)
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[3])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import make_problems, spread
+from testing_utils import ADAPTED_PLAN, make_problems, spread
 from trainings import SIGNED, arguments, parameters, rows, without_times
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.objectives.presets import Preset
@@ -84,8 +84,10 @@ CASES = {
     "LoRA": Case({"objective": "sapo", "beta": 0.1}, lora=EVERY_LAYER, stop=2),
     "LoRA, w8a8": Case({"scheme": "w8a8", "objective": "luspo"}, lora=EVERY_LAYER | {"use_rslora": True}),
     "LoRA, fp8": Case({"scheme": "fp8", "objective": "vespo"}, lora=EVERY_LAYER | {"use_rslora": True}),
+    "LoRA, other formats": Case({"scheme": ADAPTED_PLAN}, lora=EVERY_LAYER, stop=2),
     "LoRA, engine numerics": Case(ENGINE, mismatch=0, lora=SOME_LAYERS),
     "merged LoRA": Case(MERGED | {"beta": 0.1}, lora=SOME_LAYERS, stop=2),
+    "merged LoRA, other formats": Case(MERGED | {"scheme": ADAPTED_PLAN}, lora=EVERY_LAYER),
     "merged LoRA, engine numerics": Case(MERGED | ENGINE | {"scheme": "w8a8"}, mismatch=0, lora=SOME_LAYERS),
 }
 

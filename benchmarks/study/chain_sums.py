@@ -3,7 +3,7 @@ Sums modulo 100 written out step by step, and a model of 0.6 million parameters 
 
     python benchmarks/study/chain_sums.py --output_dir DIR
     python benchmarks/study/chain_sums.py --output_dir DIR --mixture
-    python benchmarks/study/chain_sums.py --output_dir DIR --steps 60 90
+    python benchmarks/study/chain_sums.py --output_dir DIR --steps 60 90 --layers 2 --key_value_heads 1
 
 A problem is `03:38+47=`, its answer `85;02:47+85=32;01:85+32=17.`, character by character: each step adds the last two
 numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (docs/study_grids.md). With `--mixture` the model
@@ -94,8 +94,8 @@ def make_tokenizer():
     )
 
 
-def make_model(seed: int = 0):
-    """A Llama of 0.64 million parameters, whose matrices have 128 or 384 inputs."""
+def make_model(seed: int = 0, layers: int = 3, key_value_heads: int = 4):
+    """A Llama of 0.64 million parameters, whose matrices have 128 or 384 inputs; 0.38 million with 2 layers and one key-value head."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -104,9 +104,9 @@ def make_model(seed: int = 0):
         vocab_size=32,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=key_value_heads,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         # The usual 0.02 is for wide models: sums are learned many times faster from this.
@@ -217,11 +217,13 @@ def muon_direction(gradient, momentum):
     return x.mT * (x.shape[-1] / x.shape[-2]) ** 0.5 if is_tall else x
 
 
-def pretrain(output_dir: Path, target: float, learning_rate: float, steps: tuple[int, int], mixture: bool) -> None:
-    """Train until `target` of 128 training problems are solved by sampling at temperature 1, and save."""
+def pretrain(
+    output_dir: Path, target: float, learning_rate: float, steps: tuple[int, int], model, mixture: bool
+) -> None:
+    """Train `model` until `target` of 128 training problems are solved by sampling at temperature 1, and save."""
     import torch
 
-    tokenizer, model = make_tokenizer(), make_mixture() if mixture else make_model()
+    tokenizer = make_tokenizer()
     model.config.chain_steps = steps
     probe = make_problems(steps)[0][:128]
     matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
@@ -271,10 +273,16 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.4, help="stop when this share of sampled answers is right")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, nargs=2, default=STEPS, help="fewest and most of a chain")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--key_value_heads", type=int, default=4, help="of 4 heads")
     parser.add_argument("--mixture", action="store_true", help="teach a mixture of experts")
     args = parser.parse_args()
+    import decoding
+
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    pretrain(args.output_dir, args.target, args.learning_rate, tuple(args.steps), args.mixture)
+    model = make_mixture() if args.mixture else make_model(layers=args.layers, key_value_heads=args.key_value_heads)
+    decoding.decode_faster()
+    pretrain(args.output_dir, args.target, args.learning_rate, tuple(args.steps), model, args.mixture)
 
 
 if __name__ == "__main__":

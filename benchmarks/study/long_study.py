@@ -20,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import chain_sums
+import decoding
 import long_starts
+import places
 import routes
 from long_tables import BITS
 
@@ -36,6 +38,7 @@ VARIANTS = {
     # Signed scales (benchmarks/study/long_signed.yaml).
     "w4a16-g128-signed": {"scheme": "w4a16", "group_size": 128},
     "w3a16-g32-signed": {"scheme": "w3a16", "group_size": 32},
+    "w3a16-g32-signed-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
     # What others found to help low-bit learners (benchmarks/study/long_variants.yaml).
     "w3a16-g32-decay0": {"scheme": "w3a16-observer", "group_size": 32, "weight_decay": 0.0},
     "w3a16-g32-decay1": {"scheme": "w3a16-observer", "group_size": 32, "weight_decay": 0.1},
@@ -90,13 +93,16 @@ def main() -> None:
         action="store_true",
         help="the engine reports the probabilities that the errors were drawn with, instead of the policy's",
     )
+    parser.add_argument("--num_prompts", type=int, default=NUM_PROMPTS, help="problems of a generation batch")
+    parser.add_argument("--float32", action="store_true", help="also where the processor is fast in bf16")
+    parser.add_argument("--places", action="store_true", help="write places.jsonl (benchmarks/study/places.py)")
     parser.add_argument("--num_scored", type=int, default=256, help="held-out problems")
     args = parser.parse_args()
     train(args)
 
 
 def train(args: Namespace) -> None:
-    grow_cache_in_place()
+    decoding.decode_faster()
     trainer = make_trainer(args)
     if args.error_share:
         inject_errors(trainer.model, args.error_share, args.seed, known=args.errors_known)
@@ -104,6 +110,9 @@ def train(args: Namespace) -> None:
         if hasattr(trainer.model.config, "num_experts"):
             (args.output_dir / routes.ROUTES_FILE).unlink(missing_ok=True)
             routes.RouteRecorder(trainer, args.output_dir / routes.ROUTES_FILE)
+        if args.places:
+            (args.output_dir / places.PLACES_FILE).unlink(missing_ok=True)
+            places.PlaceRecorder(trainer, args.output_dir / places.PLACES_FILE)
         trainer.train()
         # So that a report does not take runs with and without errors, or from another start, for the same.
         record = args.output_dir / "run.json"
@@ -112,7 +121,7 @@ def train(args: Namespace) -> None:
             name: VARIANTS[args.scheme][name] for name in ("start", "low_bit_rate") if name in VARIANTS[args.scheme]
         }
         record.write_text(json.dumps(json.loads(record.read_text()) | own, indent=2))
-        trainer.save_model(args.output_dir / "masters")
+    trainer.save_model(args.output_dir / "masters")
     # The policy is scored without a fault of its engine.
     vars(trainer.model).pop("generate", None)
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -158,12 +167,12 @@ def make_trainer(args: Namespace):
         optim="adamw_torch_fused",
         adam_beta2=0.95,
         num_generations=NUM_GENERATIONS,
-        per_device_train_batch_size=NUM_PROMPTS * NUM_GENERATIONS // NUM_UPDATES_PER_BATCH,
+        per_device_train_batch_size=args.num_prompts * NUM_GENERATIONS // NUM_UPDATES_PER_BATCH,
         steps_per_generation=NUM_UPDATES_PER_BATCH,
         max_completion_length=chain_sums.num_new_tokens(chain_sums.chain_steps(model)),
         gradient_checkpointing=False,
         use_cpu=True,
-        bf16=has_fast_bf16(),
+        bf16=has_fast_bf16() and not args.float32,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -256,35 +265,6 @@ def score_policies(trainer, num_scored: int, deployed: int | None = None) -> dic
         prepare_model(model, get_scheme(**VARIANTS[name]), scale_dtype=dtype)
         scores[f"{name} greedy"] = solved(0.0)
     return scores
-
-
-def grow_cache_in_place() -> None:
-    """
-    Write new keys and values into room that is there already. transformers' cache copies itself for every token, and
-    attention under autocast then rounds all of its keys to bf16 again, which took nine tenths of the time of a rollout.
-    """
-    import torch
-    from transformers.cache_utils import DynamicLayer
-
-    concatenate = DynamicLayer.update
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        if torch.is_grad_enabled():
-            return concatenate(self, key_states, value_states, *args, **kwargs)
-        new = [states.to(value_states.dtype) for states in (key_states, value_states)]
-        past = self.get_seq_length()
-        if not past:
-            self.lazy_initialization(*new)
-            self.room = [new[0][:, :, :0]] * 2
-        length = past + new[0].shape[2]
-        if length > self.room[0].shape[2]:
-            self.room = [torch.cat([room[:, :, :past], states.new_empty(*states.shape[:2], length + 256, states.shape[3])], 2) for room, states in zip(self.room, new, strict=True)]  # fmt: skip
-        for room, states in zip(self.room, new, strict=True):
-            room[:, :, past:length] = states
-        self.keys, self.values = (room[:, :, :length] for room in self.room)
-        return self.keys, self.values
-
-    DynamicLayer.update = update
 
 
 def inject_errors(model, share: float, seed: int, length: int = 8, last_start: int = 90, known: bool = False) -> None:

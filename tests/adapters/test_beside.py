@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from testing_utils import TRAINING, make_problems, make_tiny_model, spread
+from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -210,11 +210,16 @@ def test_the_export_command_merges_and_says_what_is_lost(run, tmp_path, capsys):
     assert any(not torch.equal(merged[name], base[name]) for name in base if name.endswith("weight_packed"))
 
 
-def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(base, tmp_path):
-    options = {"bf16": False, "max_steps": 2}
+@pytest.mark.parametrize("scheme", ["w4a16", ADAPTED_PLAN], ids=["w4a16", "other formats"])
+def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(base, tmp_path, scheme):
+    options = {"bf16": False, "max_steps": 2, "scheme": scheme}
     masters = make(base, tmp_path / "masters", lora(), **options)
     masters.train()
     export_checkpoint(masters.model, tmp_path / "int4", masters.processing_class)
+    masters.save_model()
+    argv = ["--model_name_or_path", masters.args.output_dir, "--output_dir", str(tmp_path / "again")]
+    export.main(export.make_parser().parse_args(argv))
+    assert_equal(*(load_file(tmp_path / name / "model.safetensors") for name in ("int4", "again")))
     low_bit = make(str(tmp_path / "int4"), tmp_path / "low_bit", lora(), **options)
     assert low_bit.swap_report.master_bytes == 0
     assert low_bit.swap_report.low_bit_bytes == masters.swap_report.low_bit_bytes

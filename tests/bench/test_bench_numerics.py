@@ -58,3 +58,18 @@ def test_bench_alignment_has_a_row_with_engine_numerics_where_the_learner_has_th
     assert not _can_use_engine_numerics(model, torch.float32)
     said = capsys.readouterr().out
     assert said == ("" if reason is None else f"No row with engine numerics: {reason}.\n")
+
+
+def test_bench_alignment_samples_answers_of_the_asked_length_until_there_are_enough_tokens(tmp_path):
+    from testing_utils import make_tiny_model
+    from trl_qarl.bench.alignment import _sample
+
+    class Client:
+        """A server's client, whose answers end where they must."""
+
+        def generate(self, prompts, max_tokens):
+            rows = [[*range(max_tokens)] for _ in prompts]
+            return {"completion_ids": rows, "logprobs": [[[-1.0] for _ in row] for row in rows]}
+
+    samples = _sample(Client(), make_tiny_model(tmp_path, "llama"), 200, 5)
+    assert [len(tokens) for _, tokens, _ in samples] == [5] * 48

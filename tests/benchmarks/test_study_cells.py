@@ -11,9 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from testing_utils import make_tiny_model
+from trl_qarl import prepare_model
 from trl_qarl.quantization import schemes
+from trl_qarl.quantization.swap import quantized_forward, quantized_layers
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 STUDY = Path(__file__).parents[2] / "benchmarks" / "study"
@@ -42,6 +48,15 @@ def long_study(chain_sums):
     path = sys.path.copy()
     yield from load_example("long_study")
     sys.path[:] = path
+
+
+@pytest.fixture(autouse=True)
+def decode_as_before(monkeypatch):
+    """What `decoding.py` changes in transformers and in low-bit weights is undone after each test."""
+    monkeypatch.setattr(DynamicLayer, "update", DynamicLayer.update)
+    monkeypatch.setattr(LowBitTensor, "dequantize", LowBitTensor.dequantize)
+    yield
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +172,67 @@ def test_a_cell_of_the_long_study_runs(
     monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
     options = ["--max_steps", "2", "--num_scored", "4", "--error_share", "1", "--objective", objective]
     options += ["--quantize_learner", quantize_learner, "--model", str(untrained), "--output_dir", str(tmp_path)]
+    options += ["--num_prompts", "2", "--float32", "--places"] if objective == "tbpo" else []
     monkeypatch.setattr(sys, "argv", ["long_study.py", *options])
     long_study.main()
     assert set(json.loads((tmp_path / "scores.json").read_text())) == {"greedy", "sampled", "unquantized greedy"}
+    if objective == "tbpo":
+        (row,) = map(json.loads, (tmp_path / "places.jsonl").read_text().splitlines())
+        assert row["step"] == 1 and 16 < row["tokens"][0] <= 16 * 12 and row["mismatch"][0] > 0
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["group_size"] == 128 and record["error_share"] == 1
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     # Only a learner of the same low-bit weights agrees with the rollout.
     assert (rows[0]["mismatch/abs_logp_mean"] < 0.05) == (quantize_learner == "true")
+
+
+def test_dropped_answers_are_counted_by_their_error_tokens(long_study, tmp_path):
+    batch = {
+        "completion_mask": torch.ones(3, 4),
+        "old_per_token_logps": torch.full((3, 4), -1.0).index_put_(
+            (torch.tensor(1), torch.tensor(2)), torch.tensor(-15.0)
+        ),
+        "sampling_per_token_logps": torch.full((3, 4), -1.5).index_put_(
+            (torch.tensor(1), torch.tensor(2)), torch.tensor(-14.0)
+        ),
+        "advantages": torch.tensor([1.0, -1.0, 0.0]),
+    }
+    recorder = SimpleNamespace(reduce=lambda metrics: metrics)
+    trainer = SimpleNamespace(recorder=recorder, state=SimpleNamespace(global_step=0))
+    trainer._generate_and_score_completions = lambda inputs: inputs
+    # The second answer is dropped, the third does not count.
+    dropped = {"tbpo/dropped/total": torch.tensor([0.0, 1.0, float("nan")])}
+    trainer._compute_loss = lambda model, inputs: recorder.reduce(dropped)
+    long_study.places.PlaceRecorder(trainer, tmp_path / "places.jsonl")
+    trainer._generate_and_score_completions(batch)
+    trainer._compute_loss(None, batch)
+    trainer._generate_and_score_completions(batch)
+    first, second = map(json.loads, (tmp_path / "places.jsonl").read_text().splitlines())
+    assert first["dropped"] == {"with": [0, 0], "without": [0, 0]}
+    assert second["dropped"] == {"with": [1, 1], "without": [1, 0]}
+    assert first["errors"] == [1.0] and first["sequence_mismatch"] == [2.0, 0.5]
+
+
+def test_faster_decoding_samples_the_same_and_keeps_a_dense_weight_until_it_changes(
+    chain_sums, long_study, monkeypatch
+):
+    model, tokenizer = chain_sums.make_model(layers=2, key_value_heads=1), chain_sums.make_tokenizer()
+    problems = chain_sums.make_problems()[0][:3]
+    prepare_model(model, "w4a16", scale_dtype=torch.float32)
+
+    def answers():
+        with quantized_forward(model):
+            return chain_sums.answer_problems(model, tokenizer, problems, 0.0, bf16=False)
+
+    before = answers()
+    long_study.decoding.decode_faster()
+    assert answers() == before
+    with torch.no_grad():
+        for layer in quantized_layers(model).values():
+            layer.weight.neg_()
+    assert (changed := answers()) != before
+    monkeypatch.undo()
+    assert changed == answers()
 
 
 @pytest.mark.parametrize("quantize_learner", ["true", "false"])

@@ -1,5 +1,5 @@
 """
-DeepSpeed on two processes without a GPU, for shards.py. accelerate leaves it out on a CPU: [`launched`] does not let it, and
+DeepSpeed on two processes without a GPU. Run by shards.py. accelerate leaves it out on a CPU: [`launched`] does not let it, and
 [`assert_sharded`] checks that it is there.
 """
 
@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from sharded_runs import assert_publishes, assert_trained_the_same, train
 
 from testing_utils import launch_environment
 
@@ -62,3 +64,22 @@ def assert_sharded(trainer, stage):
     held = sum(p.numel() for p in engine.optimizer.single_partition_of_fp32_groups)
     # Aligned, each group of parameters.
     assert held < sum(p.numel() for p in masters) / dist.get_world_size() + 100
+
+
+def zero_trains_what_it_trains_with_whole_state(folder):
+    if find_spec("deepspeed") is None:
+        return
+    # ZeRO-2 reduces the gradients of each micro-batch, and so adds them up in another order.
+    for stage, options in ((1, {"bf16": False, "gradient_accumulation_steps": 2}), (2, {"bf16": True})):
+        options |= {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "mismatch_probe_steps": 0}
+        [ddp] = train(folder, f"zero{stage}-ddp", **options)
+        for trainer in train(folder, f"zero{stage}", launch=launched(stage, options["bf16"]), **options):
+            assert_sharded(trainer, stage)
+            rows = assert_trained_the_same(trainer, ddp)
+            assert any(row.get("quant/update_to_step") for row in rows)
+            assert_publishes(trainer, ddp)
+        masters = [p.detach().clone() for p in ddp.model.parameters()]
+        resume = f"{folder}/zero{stage}/checkpoint-2"
+        launch = launched(stage, options["bf16"])
+        for trainer in train(folder, f"zero{stage}-resumed", resume=resume, launch=launch, **options):
+            assert all(map(torch.equal, trainer.model.parameters(), masters))

@@ -5,12 +5,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model
+from testing_utils import make_tiny_config, make_tiny_model
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
 from trl_qarl.quantization.global_scales import global_scales, share_global_scales
-from trl_qarl.quantization.swap import quantized_layers, restore_model
+from trl_qarl.quantization.swap import freeze_model, quantized_layers, restore_model
 
 
 @pytest.fixture
@@ -34,6 +34,26 @@ def test_layers_of_one_matrix_share_the_divisor_of_the_largest_weight(model):
         largest_of = {"q_proj": "k_proj", "v_proj": "k_proj", "gate_proj": "up_proj"}
         largest = layers[f"{parent}.{largest_of.get(leaf, leaf)}"].weight.abs().max().item()
         assert 2688 / largest / 8 < scale <= 2688 / largest / 4
+
+
+def test_others_may_be_given_later_and_a_frozen_base_keeps_its_own(model):
+    prepare_model(model, {"re:.*mlp.*": "nvfp4a16", "_default": "w8a8"})
+    layers = quantized_layers(model)
+    before = {name: layer.low_bit_weight().global_scale for name, layer in layers.items()}
+    halves = {name: scale / 2 for name, scale in before.items() if scale is not None}
+    assert halves.keys() == {name for name in layers if ".mlp." in name}
+    share_global_scales(layers, halves)
+    assert {name: layers[name].low_bit_weight().global_scale for name in halves} == global_scales(layers) == halves
+    freeze_model(model)
+    share_global_scales(layers)
+    assert global_scales(layers) == halves
+
+
+def test_a_model_whose_weights_are_not_loaded_yet_has_none():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_tiny_config())
+    prepare_model(model, "nvfp4a16")
+    assert global_scales(quantized_layers(model)) == {}
 
 
 def test_an_update_does_not_change_it_and_layers_of_several_are_not_exported(model, tmp_path):

@@ -7,7 +7,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from testing_utils import TRAINING, audit_in_this_process, logged, make_tiny_model, push_export, spread
+from testing_utils import ADAPTED_PLAN, TRAINING, audit_in_this_process, logged, make_tiny_model, push_export, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.rollout.deep_audit import deep_audit
@@ -70,7 +70,14 @@ def check_resumed(trainer, bound=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "arch", "bound"), [("w8a8", "llama", 5e-3), ("fp8", "gemma", 5e-3), ("bf16", "qwen3", 1e-5)], ids=str
+    ("scheme", "arch", "bound"),
+    [
+        ("w8a8", "llama", 5e-3),
+        ("fp8", "gemma", 5e-3),
+        ("bf16", "qwen3", 1e-5),
+        pytest.param(ADAPTED_PLAN, "qwen2", 1e-5, id="other formats"),
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("quick_engines")
 def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, hub, scheme, arch, bound):
@@ -81,6 +88,10 @@ def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monk
     if scheme == "w8a8":
         check_resumed(trainer, bound)
         assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= push_export(trainer, hub).keys()
+    if scheme is ADAPTED_PLAN:
+        # Of the other schemes engines with exports are compared elsewhere.
+        audit_in_this_process(monkeypatch)
+        assert deep_audit(trainer.vllm_generation, [list(range(5, 40)), [7, 8]]) < 1e-5
 
 
 @pytest.fixture(scope="module")

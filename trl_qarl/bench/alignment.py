@@ -44,7 +44,7 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
                 ) as (sampler, publisher, *_),
             ):
                 publisher.publish("0")
-                samples = _sample(sampler, path, args.tokens)
+                samples = _sample(sampler, path, args.tokens, args.new_tokens)
                 engine_kernels = publisher.transport.describe()["kernels"]
             learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
             if is_repeated or _can_use_engine_numerics(model, dtype):
@@ -73,7 +73,7 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
                 rows.append(row)
                 print({key: value for key, value in row.items() if "kernels" not in key}, flush=True)
             if scheme == "w4a16" and args.rollout == "colocate":
-                rows.append(_same_weights_unquantized(path, scheme, dtype, args.tokens, floor))
+                rows.append(_same_weights_unquantized(path, scheme, dtype, args, floor))
                 print(rows[-1], flush=True)
     return rows
 
@@ -101,7 +101,7 @@ _SUMMARIZED = {
 }
 
 
-def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, floor: float | None) -> dict[str, Any]:
+def _same_weights_unquantized(path: str, scheme: str, dtype, args, floor: float | None) -> dict[str, Any]:
     """Return the floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
     import torch
 
@@ -115,7 +115,7 @@ def _same_weights_unquantized(path: str, scheme: str, dtype, num_tokens: int, fl
     restore_model(model)
     with open_engine(model, dtype, max_num_seqs=len(TOPICS)) as (llm, publisher):
         publisher.publish("0")
-        samples = _sample(llm, path, num_tokens)
+        samples = _sample(llm, path, args.tokens, args.new_tokens)
     logps = _learner_logps(model, samples, dtype)
     row = {
         "dtype": str(dtype).removeprefix("torch."),
@@ -148,21 +148,21 @@ def _can_use_engine_numerics(model, dtype) -> bool:
     return reason is None
 
 
-def _sample(sampler, path: str, num_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
-    """Prompts, completions and their log-probs from `sampler`, an engine or the client of a server."""
+def _sample(sampler, path: str, num_tokens: int, new_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
+    """Prompts, completions of at most `new_tokens` and their log-probs from `sampler`, an engine or the client of a server."""
     samples: list[tuple[list[int], list[int], list[float]]] = []
     prompts = make_prompts(path, len(TOPICS))
     generate = _generate_in_process if hasattr(sampler, "llm_engine") else _generate_in_server
     while sum(len(tokens) for _, tokens, _ in samples) < num_tokens:
         # Without a seed, of which vLLM can die on a CPU; an engine that has just been started repeats itself.
-        samples += zip(prompts, *generate(sampler, prompts), strict=True)
+        samples += zip(prompts, *generate(sampler, prompts, new_tokens), strict=True)
     return samples
 
 
-def _generate_in_process(llm, prompts) -> tuple[list[list[int]], list[list[float]]]:
+def _generate_in_process(llm, prompts, new_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0)
+    parameters = SamplingParams(temperature=1.0, max_tokens=new_tokens, logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
     tokens = [list(completion.token_ids) for completion in completions]
@@ -172,8 +172,8 @@ def _generate_in_process(llm, prompts) -> tuple[list[list[int]], list[list[float
     ]
 
 
-def _generate_in_server(client, prompts) -> tuple[list[list[int]], list[list[float]]]:
-    output = client.generate(prompts, max_tokens=128)
+def _generate_in_server(client, prompts, new_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
+    output = client.generate(prompts, max_tokens=new_tokens)
     return output["completion_ids"], [[entry[0] for entry in row] for row in output["logprobs"]]
 
 

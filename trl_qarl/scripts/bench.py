@@ -149,6 +149,9 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         parser.add_argument(
             "--tokens", type=int, metavar="N", default=3000, help="least number to sample; default: %(default)s"
         )
+        parser.add_argument(
+            "--new_tokens", type=int, metavar="N", default=128, help="most per answer; default: %(default)s"
+        )
         return
     if mode not in ("adapter", "numerics"):
         parser.add_argument(

@@ -51,6 +51,8 @@ def test_codes_come_back_from_memory_and_from_a_checkpoint(container, grid):
 @pytest.mark.parametrize(("container", "grid"), PAIRS, ids=lambda value: value.name)
 def test_flips_are_counted_one_by_one(container, grid):
     functions, before, after = format_of(container), random_codes(grid), random_codes(grid)
+    if container.name == "e4m3":
+        before[1, 1], after[1, 1] = 0.0, -0.0
     flips = functions.count_flips(functions.pack(before), functions.pack(after))
     # The signs of zeros are codes of their own.
     differ = (before != after) | (before.signbit() != after.signbit()) & (grid.type == "float")

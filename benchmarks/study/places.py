@@ -1,0 +1,95 @@
+"""
+Where in the answers of a generation batch the error tokens and the mismatch are, and which answers an objective drops.
+`long_study.py --places` writes it to `places.jsonl`, a row per batch.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from trl_qarl.telemetry.mismatch import ERROR_PROBABILITY
+
+
+PLACES_FILE = "places.jsonl"
+# Tokens in each place.
+WIDTH = 100
+
+
+class PlaceRecorder:
+    """
+    Add a row to `path` for each generation batch of a trainer: what [`summarize`] counts, and of TBPO, over the updates that the batch
+    before it was for, how many answers with and without error tokens there were and how many of these were `dropped`.
+    """
+
+    def __init__(self, trainer, path: Path):
+        self.trainer, self.path = trainer, path
+        self.answers = {"with": [0, 0], "without": [0, 0]}
+        self._complete, trainer._generate_and_score_completions = (
+            trainer._generate_and_score_completions,
+            self.complete,
+        )
+        self._compute, trainer._compute_loss = trainer._compute_loss, self.compute
+        self._reduce, trainer.recorder.reduce = trainer.recorder.reduce, self.reduce
+        self.has_errors = torch.zeros(0, dtype=torch.bool)
+
+    def compute(self, model, inputs):
+        """The trainer's loss; notes which answers have error tokens."""
+        self.has_errors = error_tokens(inputs).any(1)
+        return self._compute(model, inputs)
+
+    def reduce(self, per_sequence):
+        """The trainer's means over the answers of an update; counts those that TBPO drops."""
+        dropped = per_sequence.get("tbpo/dropped/total")
+        if dropped is not None:
+            counts = ~dropped.isnan()
+            for name, chosen in (("with", counts & self.has_errors), ("without", counts & ~self.has_errors)):
+                self.answers[name][0] += int(chosen.sum())
+                self.answers[name][1] += int(dropped[chosen].sum())
+        return self._reduce(per_sequence)
+
+    def complete(self, inputs):
+        """Generate and score a batch as the trainer does, and write its row."""
+        output = self._complete(inputs)
+        row = {"step": self.trainer.state.global_step + 1} | summarize(output) | {"dropped": self.answers}
+        self.answers = {"with": [0, 0], "without": [0, 0]}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return output
+
+
+def error_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which tokens `(B, T)` are improbable to learner and sampler alike, as in `rollout/error_token_share`."""
+    likelier = torch.maximum(batch["old_per_token_logps"], batch["sampling_per_token_logps"])
+    return (likelier < math.log(ERROR_PROBABILITY)) & batch["completion_mask"].bool()
+
+
+def summarize(batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """
+    By hundreds of tokens of the answers: how many `tokens` there are, how many `errors`, and the sum of the `mismatch` in nats. By sign of
+    the advantage, first positive, then negative: `sequences`, and the sum over them of the whole answer's mismatch `|sum d|`.
+
+    >>> mask = torch.ones(2, 150)
+    >>> old = torch.full((2, 150), -0.5)
+    >>> sampling = old.clone()
+    >>> old[0, 120] = sampling[0, 120] = -20.0
+    >>> sampling[1, 0] = -0.25
+    >>> summarize({"completion_mask": mask, "old_per_token_logps": old, "sampling_per_token_logps": sampling,
+    ...            "advantages": torch.tensor([1.0, -1.0])})  # doctest: +NORMALIZE_WHITESPACE
+    {'tokens': [200.0, 100.0], 'errors': [0.0, 1.0], 'mismatch': [0.25, 0.0], 'sequences': [1.0, 1.0],
+     'sequence_mismatch': [0.0, 0.25]}
+    """
+    mask = batch["completion_mask"].bool()
+    difference = torch.where(mask, batch["old_per_token_logps"] - batch["sampling_per_token_logps"], 0.0).double()
+    sums = [mask.double(), error_tokens(batch).double(), difference.abs()]
+    tokens, errors, mismatch = ([part.sum().item() for part in values.split(WIDTH, 1)] for values in sums)
+    chosen = [batch["advantages"] > 0, batch["advantages"] < 0]
+    whole = difference.sum(1).abs()
+    return {
+        "tokens": tokens,
+        "errors": errors,
+        "mismatch": mismatch,
+        "sequences": [rows.sum().item() * 1.0 for rows in chosen],
+        "sequence_mismatch": [whole[rows].sum().item() for rows in chosen],
+    }

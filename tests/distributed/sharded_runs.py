@@ -1,0 +1,187 @@
+"""
+What claims about several processes are made with: FSDP2 on a CPU, trainings with it and without, and what of two trainings is the same.
+
+accelerate gives FSDP to GPUs alone: on a CPU it runs DDP without a word. [`launched`] has it shard with gloo, and [`train`] checks that
+parameters are sharded.
+"""
+
+import os
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from peft import LoraConfig
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from testing_utils import launch_environment, make_trainer
+from trl_qarl.adapters.engine import iter_adapter_tensors
+from trl_qarl.checkpoint.export import _content
+from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
+from trl_qarl.quantization.sharded import is_sharded, whole, whole_low_bit
+from trl_qarl.quantization.swap import quantized_layers
+from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.rollout.publisher import Publisher
+from trl_qarl.rollout.transports import FileTransport
+from trl_qarl.wire.protocol import PublishError
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def same(ours, theirs):
+    return torch.equal(bits(ours.qdata), bits(theirs.qdata)) and torch.equal(bits(ours.scale), bits(theirs.scale))
+
+
+@contextmanager
+def launched(**options):
+    """Environment as `accelerate launch` makes it of the shipped configuration for FSDP2, but for these options."""
+    shipped = launch_environment("fsdp2.yaml")
+    environment = {name: value for name, value in shipped.items() if name.startswith(("FSDP_", "ACCELERATE_USE_"))}
+    environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    environment |= {f"FSDP_{k.upper()}": v if isinstance(v, str) else str(v).lower() for k, v in options.items()}
+    AcceleratorState._reset_state(True)
+    backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)  # noqa: E731
+    try:
+        with patch.dict(os.environ, environment), patch.object(PartialState, "_prepare_backend", backend):
+            yield
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def assert_sharded(model):
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert all(len(p.to_local()) <= -(-len(p) // dist.get_world_size()) for p in model.parameters())
+
+
+class Masters(TrainerCallback):
+    """Keeps the masters of every step."""
+
+    def __init__(self):
+        self.at = {}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.at[state.global_step] = [whole(p.detach()).clone() for p in model.parameters()]
+
+    on_step_end = on_train_begin
+
+
+def make_model(folder, arch="qwen2", **overrides):
+    with patch.dict(os.environ, {"ACCELERATE_USE_FSDP": "false"}):
+        return AutoModelForCausalLM.from_pretrained(f"{folder}/{arch}", dtype=torch.float32, **overrides)
+
+
+def weights_of(model):
+    return [weight for layer in quantized_layers(model).values() for weight in layer.quantized_weights.values()]
+
+
+class Engine(FileTransport):
+    """A transport that keeps what is sent, and may fail after the first chunk."""
+
+    def __init__(self, fails=False):
+        self.fails, self.tensors = fails, {}
+
+    def begin(self):
+        return []
+
+    def send(self, tensors):
+        self.tensors |= {name: tensor.clone() for name, tensor in tensors}
+        if self.fails:
+            raise PublishError("the engine is gone")
+
+    def finish(self, fingerprints, weight_version):
+        self.fingerprints, self.weight_version = fingerprints, weight_version
+
+    def score(self, token_ids):
+        return [-5.5] * (len(token_ids) - 1)
+
+    def clear_cache(self):
+        pass
+
+
+def files_of(folder):
+    """Of safetensors all bytes but the order of names in the header, which is another in each process."""
+    return {path.name: _content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
+
+
+def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=None, **options):
+    """A training of four updates, with FSDP2 where `launch` has options for it, or within another `launch`."""
+    given = {
+        "per_device_train_batch_size": 2,
+        # The norm of all gradients is added up in another order.
+        "max_grad_norm": 0.0,
+        "mismatch_probe_steps": 1,
+        "eval_strategy": "no",
+        "bf16": False,
+    } | options
+    lora = given.pop("lora", None)
+    peft_config = None if lora is None else LoraConfig(**lora)
+    prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+    is_fsdp = isinstance(launch, dict)
+    with launched(**launch) if is_fsdp else launch or nullcontext():
+        trainer = make_trainer(
+            f"{folder}/{arch}",
+            f"{folder}/{name}",
+            train_dataset=prompts,
+            callbacks=callbacks,
+            peft_config=peft_config,
+            **given,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        if is_fsdp:
+            assert_sharded(trainer.model)
+        yield trainer
+
+
+def assert_trained_the_same(trainer, ddp):
+    """Metrics, masters and export of two trainers; returns the rows of the log."""
+    assert not is_sharded(ddp.model)
+    rows = ddp.state.log_history
+    for ours, theirs in zip(trainer.state.log_history, rows, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
+                continue
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+    for (name, ours), theirs in zip(trainer.model.named_parameters(), ddp.model.parameters(), strict=True):
+        # Of a frozen low-bit weight, bytes are sharded.
+        assert isinstance(theirs, LowBitTensor) or torch.equal(whole(ours.detach()), theirs), name
+    for ours, theirs in zip(weights_of(trainer.model), weights_of(ddp.model), strict=True):
+        assert same(whole_low_bit(ours), theirs.low_bit_weight())
+    export = trainer.export_model(None if is_sharded(trainer.model) else f"{trainer.export_dir}{dist.get_rank()}")
+    dist.barrier()
+    expected = files_of(ddp.export_model(f"{export}-alone{dist.get_rank()}"))
+    found = files_of(export)
+    assert found.keys() == expected.keys() and "model.safetensors" in found
+    assert [name for name in found if found[name] != expected[name]] == []
+    sent = dict(iter_adapter_tensors(trainer.model, trainer.policy.dtype))
+    expected = dict(iter_adapter_tensors(ddp.model, trainer.policy.dtype))
+    assert sent.keys() == expected.keys() and all(torch.equal(sent[name], expected[name]) for name in sent)
+    return rows
+
+
+def assert_publishes(trainer, ddp):
+    """What one process has, and again after a failure; every process takes part where masters are sharded."""
+    tokenizer = trainer.processing_class
+    expected = dict(iter_checkpoint_tensors(ddp.model, trainer.policy.dtype))
+    if dist.get_rank():
+        follower = Publisher(trainer.model, trainer.policy.dtype, None, tokenizer)
+        for _ in range(2 if is_sharded(trainer.model) else 0):
+            follower.join()
+    else:
+        engine = Engine()
+        Publisher(trainer.model, trainer.policy.dtype, engine, tokenizer).publish("1")
+        assert engine.tensors.keys() == expected.keys() == engine.fingerprints.keys()
+        assert all(torch.equal(bits(engine.tensors[name]), bits(tensor)) for name, tensor in expected.items())
+        with pytest.raises(PublishError, match="gone"):
+            Publisher(trainer.model, trainer.policy.dtype, Engine(fails=True), tokenizer).publish("2")

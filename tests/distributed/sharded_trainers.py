@@ -1,0 +1,139 @@
+"""What a trainer with sharded masters trains, logs, publishes and refuses. Run by shards.py."""
+
+from importlib.util import find_spec
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_runs import Engine, assert_publishes, assert_trained_the_same, same, train, weights_of
+
+from trl_qarl import qarl_trainer
+from trl_qarl.adapters.engine import iter_adapter_tensors
+from trl_qarl.quantization.sharded import is_sharded, whole, whole_low_bit
+from trl_qarl.rollout import generation
+from trl_qarl.rollout.client import ServerLost
+from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.rollout.publisher import Publisher
+
+
+def a_trainer_trains_what_it_trains_with_whole_masters(folder):
+    """With all telemetry; its export and what it publishes are those of one process, byte for byte."""
+    [ddp] = train(folder, "ddp")
+    for trainer in train(folder, "fsdp", launch={}):
+        rows = assert_trained_the_same(trainer, ddp)
+        assert {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"} <= {
+            n for row in rows for n in row
+        }
+        assert any(row.get("quant/code_flip_rate") for row in rows) and any("probe" in n for row in rows for n in row)
+        assert_publishes(trainer, ddp)
+
+
+def a_mixture_trains_what_it_trains_with_whole_masters(folder):
+    """Of five experts one process holds three."""
+    options = {"arch": "qwen3_moe", "max_steps": 2, "mismatch_probe_steps": 0}
+    [ddp] = train(folder, "mixture-ddp", **options)
+    for trainer in train(folder, "mixture", launch={}, **options):
+        assert_trained_the_same(trainer, ddp)
+        experts = trainer.model.model.layers[0].mlp.experts
+        assert len(experts.gate_up_proj) == 5 and len(experts.gate_up_proj.to_local()) == (3, 2)[dist.get_rank()]
+
+
+LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
+    """Beside the base, of which codes are sharded, and inside it, where masters are."""
+    launch = {"cpu_ram_efficient_loading": False}
+    for mode in ("adapter", "merged"):
+        options = {"lora": LORA, "lora_mode": mode, "optim": "adamw_torch", "learning_rate": 1e-2, "beta": 0.1}
+        options |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "mismatch_probe_steps": 0}
+        [ddp] = train(folder, f"{mode}-ddp", **options)
+        for trainer in train(folder, mode, launch=launch, **options):
+            rows = assert_trained_the_same(trainer, ddp)
+            rates = [row["quant/code_flip_rate"] for row in rows if "quant/code_flip_rate" in row]
+            assert max(rates) > 0 if mode == "merged" else not rates
+            assert max(row["kl"] for row in rows if "kl" in row) > 0
+            publisher = Publisher(trainer.model, trainer.policy.dtype, Engine())
+            publisher.join() if dist.get_rank() else publisher.publish("1")
+            expected = {n: t for n, t in iter_adapter_tensors(ddp.model, trainer.policy.dtype) if dist.get_rank() == 0}
+            sent = publisher.transport.tensors
+            assert (len(expected) > 0) == (mode == "adapter" and dist.get_rank() == 0)
+            assert all(torch.equal(sent[name], tensor) for name, tensor in expected.items())
+            [weight, *_] = weights_of(trainer.model)
+            assert weight.is_frozen == (mode == "adapter") == (weight.parameter.dtype is torch.uint8)
+        masters = [whole(p.detach()) for p in trainer.model.parameters()]
+        checkpoint = f"{folder}/{mode}/checkpoint-1"
+        for trainer in train(folder, f"{mode}-resumed", resume=checkpoint, launch=launch, **options):
+            for (name, ours), theirs in zip(trainer.model.named_parameters(), masters, strict=True):
+                assert torch.equal(whole(ours.detach()), theirs), name
+
+
+def a_server_is_filled_and_filled_again(folder):
+    """The main process alone talks to it, and a server that is lost while it generates is filled by all processes."""
+    if find_spec("vllm") is None:
+        return
+    import fail_ddp
+
+    transport = Engine()
+
+    class Server(fail_ddp.Engine):
+        weight_version = get_weight_version = lambda self: transport.weight_version
+        num_published = num_asked = 0
+
+        def generate(self, *args, **kwargs):
+            self.num_asked += 1
+            if self.num_asked == 2:
+                raise ServerLost("no server answers")
+            return super().generate(*args, **kwargs)
+
+    class Generation(QaRLVLLMGeneration):
+        def _connect(self):
+            self.vllm_client = Server(None, None)
+            self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
+            self.publisher.check_engine = dict
+            self._keep_trying()
+
+        def _publish(self):
+            self.vllm_client.num_published += 1
+            return super()._publish()
+
+    options = {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
+    options |= {"max_steps": 2, "steps_per_generation": 1, "max_completion_length": 4}
+    with patch.object(qarl_trainer, "QaRLVLLMGeneration", Generation), patch.object(generation, "BACKOFF_SECONDS", 0):
+        for trainer in train(folder, "server", launch={}, **options):
+            versions = [row["rollout/weight_version"] for row in trainer.state.log_history if "reward" in row]
+            assert versions == [0, 1]
+            if dist.get_rank() == 0:
+                # Of the first weights once, of the second twice.
+                assert trainer.vllm_generation.vllm_client.num_published == 3
+                assert max(row["publish/canary_abs_logp"] for row in trainer.state.log_history if "reward" in row) < 1
+
+
+def a_reference_is_low_bit_and_sharded_too(folder):
+    options = {"beta": 0.1, "max_steps": 3, "eval_strategy": "no"}
+    [ddp] = train(folder, "reference-ddp", **options)
+    for trainer in train(folder, "reference", launch={"cpu_ram_efficient_loading": False}, **options):
+        assert is_sharded(trainer.ref_model) and trainer.ref_model is not trainer.model
+        weights = weights_of(trainer.ref_model)
+        expected = [weight.low_bit_weight() for weight in weights_of(ddp.ref_model)]
+        trainer.ref_model.reshard()
+        assert len(weights) == 14, (len(weights), trainer.ref_model)
+        assert all(map(same, map(whole_low_bit, weights), expected))
+        for name in ("kl", "loss"):
+            ours, theirs = ([row[name] for row in t.state.log_history if name in row] for t in (trainer, ddp))
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9) and len(ours) == 3, name
+    assert max(theirs) > 0
+
+
+def processes_that_disagree_are_told_so(folder):
+    scheme = ("w4a16", "fp8")[dist.get_rank()]
+    with pytest.raises(ValueError, match="scheme='w4a16' on process 0, 'fp8' on process 1"):
+        next(train(folder, "disagree", launch={}, scheme=scheme))
+    with pytest.raises(ValueError, match="LoRA with fsdp_cpu_ram_efficient_loading=true"):
+        next(train(folder, "lora", launch={"cpu_ram_efficient_loading": True}, lora=LORA))
+    launch = {"cpu_ram_efficient_loading": False, "reshard_after_forward": False}
+    with pytest.raises(ValueError, match="lora_mode='merged' with fsdp_reshard_after_forward=false"):
+        next(train(folder, "merged", launch=launch, lora=LORA, lora_mode="merged"))
+    with pytest.raises(ValueError, match="'model.layers.0.mlp' is gathered apart"):
+        next(train(folder, "split", launch={"transformer_cls_to_wrap": "Qwen2MLP"}))

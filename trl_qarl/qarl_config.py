@@ -38,7 +38,7 @@ from .quantization.gemm import has_fast_bf16
 from .quantization.plan import QuantPlan, get_plan, parse_scheme
 
 
-__all__ = ["QaRLConfig"]
+__all__ = ["QaRLConfig", "config_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -319,3 +319,23 @@ class QaRLConfig(GRPOConfig):
             is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
             if getattr(self, name) is None and not is_unused:
                 setattr(self, name, trl_default(name))
+
+
+def config_for(model: Any, args: Any) -> QaRLConfig:
+    """
+    Return `args`, or for `None` a configuration named after `model`, a name or a model.
+
+    Raises:
+        TypeError: if `args` is another configuration.
+    """
+    if args is None:
+        from trl.trainer.utils import get_config_model_id
+
+        model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
+    if not isinstance(args, QaRLConfig):
+        raise TypeError(
+            f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "
+            "name (`from trl_qarl import QaRLConfig`)."
+        )
+    return args

@@ -16,7 +16,7 @@ from torch import nn
 from ..quantization.checkpoint_names import CheckpointNames, checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts, has_stacked_matrices
 from ..quantization.global_scales import check_global_scales
-from ..quantization.names import base_model, base_modules
+from ..quantization.names import architecture, base_modules
 from ..quantization.partitioned import shape_of
 from ..quantization.schemes import (
     E4M3,
@@ -27,13 +27,13 @@ from ..quantization.schemes import (
     NVFP4,
     SCHEMES,
     QuantScheme,
-    group_name,
 )
 from ..quantization.selection import ROUTER_NAMES, stacked_experts
 from ..quantization.sharded import is_sharded, whole, whole_low_bit
 from ..quantization.tensors import LowBitTensor
 from ..quantization.walk import LayerWeights, iter_layers
 from ..quantization.weight import QuantizedLayer, QuantizedWeight
+from ..wire.describe import group_name
 
 
 __all__ = [
@@ -228,7 +228,7 @@ def has_stacked_experts(model: nn.Module) -> bool:
 
 def problem_of_mixture(model: nn.Module) -> str | None:
     """Return why vLLM cannot be given the experts of `model`, or `None`: also where it has none."""
-    name = type(base_model(model)).__name__
+    name = architecture(model)
     for path, module in base_modules(model):
         if not isinstance(module, QuantizedExperts) and not has_stacked_matrices(path, module):
             continue

@@ -16,6 +16,7 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.uploads import exports_policy
+from ..numerics.attach import keep_no_products
 from ..quantization.names import base_model, base_modules, is_peft_model
 from ..quantization.sharded import as_bytes, shard_low_bit
 from ..quantization.swap import quantized_layers
@@ -73,7 +74,7 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
         config, kind = deepspeed.deepspeed_config, _kind_of_optimizer(args)
         problems = [*problems_of_zero(config, given_configuration(), args, is_peft_model(model), kind)]
         if shards_masters(accelerator):
-            problems += _problems_of_gathering(args, "zero_stage=3")
+            problems += _problem_of_pushes(args, "zero_stage=3")
         raise_problems(problems)
         keep_float32_masters(config)
 
@@ -93,6 +94,9 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
         )
     raise_problems([*_problems_of_fsdp(plugin, args, model)])
     policy = plugin.mixed_precision_policy
+    if policy is not None and args.numerics == "engine":
+        # Its operations round masters themselves, and what passes from layer to layer is not rounded.
+        policy = plugin.mixed_precision_policy = replace(policy, param_dtype=None, output_dtype=None)
     if policy is not None and policy.reduce_dtype not in (None, torch.float32):
         logger.info("FSDP2 adds up gradients in float32, not in %s.", policy.reduce_dtype)
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
@@ -127,17 +131,14 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
         )
-    yield from _problems_of_gathering(args, "FSDP2")
-    if args.numerics == "engine":
+    yield from _problem_of_pushes(args, "FSDP2")
+    if args.numerics == "engine" and (args.beta != 0.0 or is_peft_model(model)):
         yield (
-            "numerics='engine' with FSDP2: the engine's operations take whole weights as they are in one process. Use "
-            "numerics='fast'"
+            "numerics='engine' with FSDP2 and a reference (`beta`) or LoRA: it has not been tried. Use numerics='fast', or launch with DDP"
         )
 
 
-def _problems_of_gathering(args: Any, launch: str) -> Iterator[str]:
-    if args.precisions is not None:
-        yield f"precisions={args.precisions} with {launch}: it has not been tried. Leave it out, or launch with DDP"
+def _problem_of_pushes(args: Any, launch: str) -> Iterator[str]:
     if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
         yield (
             f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with {launch} and hub_export={args.hub_export!r}: whether a push "
@@ -229,5 +230,6 @@ class _Sharding:
             if isinstance(model, FSDPModule):
                 check_units(model)
                 count = shard_low_bit(model)
+                keep_no_products(model)
                 logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
         return prepared

@@ -53,7 +53,7 @@ def problems_of_zero(
     if stage not in (1, 2, 3):
         yield f"zero_stage={stage} shards nothing. Use 1, 2 or 3, or launch with DDP (`accelerate launch --multi_gpu`)"
     if stage == 3:
-        yield from _problems_of_slices(zero)
+        yield from _problems_of_slices(zero, args)
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device")
         if device not in (None, "none"):
@@ -79,7 +79,7 @@ def problems_of_zero(
         yield "numerics='engine' with DeepSpeed: it has not been tried. Use numerics='fast', or launch with DDP"
 
 
-def _problems_of_slices(zero: Mapping[str, Any]) -> Iterator[str]:
+def _problems_of_slices(zero: Mapping[str, Any], args: Any) -> Iterator[str]:
     if zero.get("zero_quantized_weights"):
         yield (
             "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made of masters rounded to 8 bits. Leave "
@@ -87,6 +87,8 @@ def _problems_of_slices(zero: Mapping[str, Any]) -> Iterator[str]:
         )
     if not zero.get("stage3_gather_16bit_weights_on_model_save"):
         yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
+    if args.precisions is not None:
+        yield f"precisions={args.precisions} with zero_stage=3: {_OTHER_LAUNCHES}"
 
 
 def keep_float32_masters(config: dict[str, Any]) -> None:

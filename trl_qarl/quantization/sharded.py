@@ -39,6 +39,7 @@ __all__ = [
     "as_bytes",
     "held_rows",
     "is_sharded",
+    "reshard",
     "shard_low_bit",
     "whole",
     "whole_low_bit",
@@ -88,6 +89,8 @@ class MasterShard(torch.Tensor):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         """Return the low-bit weight and the tensors that hold it; with `out`, the one returned before, they are filled again."""
         if out is not None:
+            # Its bits may be others than before, in the same container.
+            out.scheme = self.weight.scheme
             return None
         held = tuple(outputs)
         if metadata is not None:
@@ -215,10 +218,19 @@ def shard_low_bit(model: nn.Module) -> int:
     return num_weights
 
 
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 gather anew, where `model` is sharded, what its next forward uses: it may keep what it gathered for the last one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def is_sharded(weights: torch.Tensor | nn.Module) -> bool:
-    """Return whether this process holds only a part of a tensor, or of some parameter of a model."""
-    tensors = weights.parameters() if isinstance(weights, nn.Module) else [weights]
-    return any(isinstance(tensor, DTensor) or is_partitioned(tensor) for tensor in tensors)
+    """Return whether this process holds only a part of a tensor, or, but for what is gathered now, of a model."""
+    if isinstance(weights, nn.Module):
+        modules, parameters = weights.modules(), weights.parameters()
+        return any(isinstance(module, FSDPModule) for module in modules) or any(map(is_partitioned, parameters))
+    return isinstance(weights, DTensor) or is_partitioned(weights)
 
 
 def held_rows(parameter: torch.Tensor) -> range:

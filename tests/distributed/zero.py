@@ -147,8 +147,6 @@ def zero_trains_what_it_trains_with_whole_state(folder):
             rows = assert_trained_the_same(trainer, ddp)
             assert any(row.get("quant/update_to_step") for row in rows)
             assert_publishes(trainer, ddp)
-            # Nor did any of that leave masters whole.
-            assert_sharded(trainer, stage)
             if stage == 3:
                 assert_quantized_once(trainer.model)
                 continue

@@ -21,6 +21,7 @@ from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
 from .policy import Policy, PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
 from .qarl_config import QaRLConfig, config_for
+from .quantization.partitioned import forget_order
 from .quantization.swap import quantized_forward
 from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
@@ -335,6 +336,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         The loss of the objective: TRL's of what the objective makes of the batch, or one that TRL does not have, with KL to the
         reference and MoE auxiliary loss as in TRL.
         """
+        if self.is_deepspeed_enabled and self.model.training:
+            forget_order(model)
         if not self._objective.has_own_loss:
             loss = super()._compute_loss(model, self._objective.for_trl(self.args, inputs))
             self.recorder.observe_update(Batch.of(inputs, self._forward_logps))

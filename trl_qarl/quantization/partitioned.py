@@ -8,10 +8,12 @@ empty, and [`gathered`] gathers it, which every process has to call.
 What DeepSpeed has cut is known by its attributes, as DeepSpeed is optional.
 """
 
+from typing import Any
+
 import torch
 
 
-__all__ = ["gathered", "held_part", "is_partitioned", "shape_of"]
+__all__ = ["forget_order", "gathered", "held_part", "is_partitioned", "shape_of"]
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
@@ -38,3 +40,14 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     with deepspeed.zero.GatheredParameters([tensor]):
         # Of the same storage, which DeepSpeed takes away from the parameter.
         return tensor.detach()
+
+
+def forget_order(engine: Any) -> None:
+    """
+    Have DeepSpeed's `engine` gather what its next forward and backward ask for, not what the forward before it did in its order: a
+    forward for a rollout, for scoring or for a comparison runs other modules than that of the loss.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    coordinator = None if offload is None else offload.get_param_coordinator()
+    if coordinator is not None and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()

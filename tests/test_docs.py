@@ -277,6 +277,8 @@ def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monk
     for theirs, ours in {
         '"Qwen/Qwen3-0.6B-Base"': repr(make_tiny_model(tmp_path)),
         '"trl-lib/DeepMath-103K"': '"json", data_files="train.jsonl"',
+        # One epoch of the three.
+        "use_vllm=True)": "use_vllm=True, num_train_epochs=1)",
     }.items():
         assert code.count(theirs) == 1
         code = code.replace(theirs, ours)

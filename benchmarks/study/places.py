@@ -134,7 +134,7 @@ def describe(counts: Mapping[str, Any]) -> list[str]:
     """
 
     def share(part: float, whole: float) -> str:
-        return f"{part / whole:.2g}" if whole else "-"
+        return f"{float(f'{part / whole:.2g}'):g}" if whole else "-"
 
     tokens, errors, mismatch = (
         [sum(counts[name][first:last]) for first, last in ((0, 3), (3, 6), (6, None))]

@@ -202,12 +202,11 @@ def choices() -> str:
     """Table of what is known of each scheme, from the table of divergences and `alignment.json`."""
     measured = {row: (float(bits), nats) for row, (bits, nats) in rows_of("kl").items()}
     sums = rows_of("chain")
-    aligned = {
-        # What had this name at the time.
+    results = json.loads((PAGE.parent.parent / "benchmarks/alignment.json").read_text())
+    # What had the name of `w4a16` at the time.
+    aligned = {row["scheme"]: row for row in summarize_alignment(results["avx2"]["rows"])} | {
         row["scheme"].replace("w4a16", "w4a16-observer"): row
-        for row in summarize_alignment(
-            json.loads((PAGE.parent.parent / "benchmarks/alignment.json").read_text())["colocate"]["rows"]
-        )
+        for row in summarize_alignment(results["colocate"]["rows"])
     }
     lines = [
         "| scheme | one scale per | bits | nats | sums | mismatch: fast | engine | MB | vLLM: CPU | Hopper | Blackwell | transformers | llama.cpp |",
@@ -217,8 +216,8 @@ def choices() -> str:
         scheme = SCHEMES[name]
         bits, nats = measured.get((name, per), (16.0, "0") if name == "bf16" else (4.125, NO))
         megabytes = (bits / 8 * NUM_LOW_BIT + 2 * (NUM_WEIGHTS - NUM_LOW_BIT)) / 1e6
-        # Measured with the largest groups.
-        fast = f"{aligned[name]['fast: mean']:.2g}" if name in aligned and per != "32" else NO
+        # Measured in the largest groups, which come first.
+        fast = f"{row['fast: mean']:.2g}" if (row := aligned.pop(name, None)) else NO
         engine = "0" if name == "bf16" or covers(scheme) else NO
         family = "w4a16" if scheme.container.name == "int4-packed" and scheme.activation is None else name
         places = [*PLACES[family], "`BF16`" if name == "bf16" else f"`{kind}`" if (kind := gguf_type(scheme)) else NO]

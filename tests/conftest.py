@@ -18,6 +18,14 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """One worker runs all tests of a file, which imports and prepares once what they share; groups that have a name stay."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def keep_what_is_imported():
     """The collection at the end of each training need not walk a million objects of modules."""
@@ -35,6 +43,20 @@ def tiny_model(tmp_path_factory):
     from testing_utils import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+@pytest.fixture(scope="session")
+def warm_servers():
+    """Where servers are forked from; tests that use it are in one group, so that there is one."""
+    from warm_servers import WarmServers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        # vLLM's sampler is compiled in each process that has one, for seconds; what it computes stays the same.
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        servers = WarmServers()
+    yield servers
+    servers.close()
 
 
 @pytest.fixture

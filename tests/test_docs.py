@@ -267,10 +267,10 @@ def test_python_of_the_documentation_compiles(page):
 def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monkeypatch):
     for package in ("vllm", "math_verify"):
         pytest.importorskip(package)
-    from testing_utils import make_tiny_model, set_engine_environment
+    from testing_utils import make_tiny_model, start_engines_quickly
     from trl_qarl.checkpoint.export import is_export
 
-    set_engine_environment(monkeypatch)
+    start_engines_quickly(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (row,) = [{"prompt": [{"role": "user", "content": "What is 1/2?"}], "solution": "$0.5$"}]
     (tmp_path / "train.jsonl").write_text(8 * (json.dumps(row) + "\n"))
@@ -278,6 +278,8 @@ def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monk
     for theirs, ours in {
         '"Qwen/Qwen3-0.6B-Base"': repr(make_tiny_model(tmp_path)),
         '"trl-lib/DeepMath-103K"': '"json", data_files="train.jsonl"',
+        # One epoch of the three.
+        "use_vllm=True)": "use_vllm=True, num_train_epochs=1)",
     }.items():
         assert code.count(theirs) == 1
         code = code.replace(theirs, ours)

@@ -83,9 +83,17 @@ def test_launch_configurations_are_read_as_they_say(monkeypatch):
     from accelerate import FullyShardedDataParallelPlugin
 
     names = sorted(path.name for path in (EXAMPLES / "accelerate_configs").iterdir())
-    assert names == ["ddp.yaml", "deepspeed_zero1.yaml", "deepspeed_zero2.yaml", "fsdp2.yaml", "fsdp2_two_nodes.yaml"]
-    ddp, zero1, zero2, one, two = map(launch_environment, names)
-    for stage, zero in (("1", zero1), ("2", zero2)):
+    assert names == [
+        "ddp.yaml",
+        "deepspeed_zero1.yaml",
+        "deepspeed_zero2.yaml",
+        "deepspeed_zero3.yaml",
+        "fsdp2.yaml",
+        "fsdp2_two_nodes.yaml",
+    ]
+    ddp, zero1, zero2, zero3, one, two = map(launch_environment, names)
+    assert zero3["ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"] == "true"
+    for stage, zero in (("1", zero1), ("2", zero2), ("3", zero3)):
         assert zero["ACCELERATE_USE_DEEPSPEED"] == "true" and zero["ACCELERATE_MIXED_PRECISION"] == "bf16"
         assert zero["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == stage
     assert "ACCELERATE_USE_FSDP" not in ddp and ddp["ACCELERATE_MIXED_PRECISION"] == "bf16"

@@ -15,6 +15,7 @@ ELSEWHERE = {
     "adapters/merge_at_export.py": "adapters/test_base.py",
     "quantization/formats/int4_zero_points.py": "quantization/formats/test_zero_points.py",
     "quantization/formats/int8_zero_points.py": "quantization/formats/test_zero_points.py",
+    "quantization/partitioned.py": "distributed/test_shards.py",
     "quantization/sharded.py": "distributed/test_shards.py",
     "rollout/deltas.py": "vllm_plugin/test_checkpoint_copy.py",
     "rollout/http_session.py": "rollout/test_client.py",

@@ -103,12 +103,6 @@ def test_what_is_wrong_with_a_model_is_said_before_it_is_touched(tiny_model, tmp
     assert all(type(module) is torch.nn.Linear for module in model.modules() if isinstance(module, torch.nn.Linear))
 
 
-def test_sharded_masters_have_one_precision(tiny_model, tmp_path):
-    policy = Policy(arguments(tmp_path, scheme=SIGNED[4], precisions=[4, 3]))
-    with pytest.raises(ValueError, match=r"precisions=\[4, 3\] is not supported with FSDP"):
-        policy.prepare(policy.load(tiny_model), will_be_sharded=True)
-
-
 def test_a_pattern_of_precisions_that_fits_no_layer_is_refused(tiny_model, tmp_path):
     policy = Policy(arguments(tmp_path, scheme=SIGNED[4], precisions=[4, {"re:.*layers[.]9[.].*": 3}]))
     with pytest.raises(ValueError, match=r"pattern 're:.*' matches none of the 14 layers whose bits can change"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
@@ -27,7 +28,7 @@ from .checkpoint.record import check_record, scheme_record
 from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters
-from .checks.launch import check_agreement, check_launch, shard_when_prepared
+from .checks.launch import check_agreement, check_launch, shard_when_prepared, shards_masters
 from .checks.options import raise_problems
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
@@ -35,12 +36,12 @@ from .numerics.exact import Exactness
 from .quantization.global_scales import global_scales
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, precision_at, problems_of_patterns, set_precision
-from .quantization.sharded import is_sharded, shard_low_bit
+from .quantization.sharded import is_sharded, reshard, shard_low_bit
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model, quantized_layers
 from .rollout.failures import all_or_none
 
 
-__all__ = ["Policy", "PreparesPolicy", "TakesTurns", "replaced_in_trl"]
+__all__ = ["Policy", "PreparesPolicy", "RefreshReference", "TakesTurns", "replaced_in_trl"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +96,9 @@ class Policy:
             self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         return model
 
-    def prepare(self, model: Any, will_be_sharded: bool = False, is_zero: bool = False) -> None:
+    def prepare(self, model: Any, sharded_by: str | None = None) -> None:
         """
-        Quantize `model`, in place, and choose the numerics; with `will_be_sharded`, for FSDP2, with `is_zero` for DeepSpeed.
+        Quantize `model`, in place, and choose the numerics; `"FSDP2"`, `"ZeRO-3"` or, of other stages, `"DeepSpeed"` will shard it.
 
         Raises:
             ValueError: if the model cannot be trained as configured, naming all that is wrong.
@@ -110,15 +111,11 @@ class Policy:
         raise_problems([*problems_of_masters(model, args, self.has_adapter)])
         if self.has_adapter:
             raise_problems([*problems_of_adapted_model(model)])
-        if will_be_sharded and args.precisions is not None:
-            raise ValueError(
-                f"precisions={args.precisions} is not supported with FSDP: what gathers low-bit weights has one precision. Remove it, or "
-                "train in one process or with DDP."
-            )
-        if args.publish_dir is not None and (will_be_sharded or (self.has_adapter and args.lora_mode == "adapter")):
+        has_parts = sharded_by in ("FSDP2", "ZeRO-3")
+        if args.publish_dir is not None and (has_parts or (self.has_adapter and args.lora_mode == "adapter")):
             reason = (
-                "with FSDP no process has all of the policy"
-                if will_be_sharded
+                f"with {sharded_by} no process has all of the policy"
+                if has_parts
                 else "the base of an adapter never changes"
             )
             raise ValueError(f"publish_dir={args.publish_dir!r} is not supported here: {reason}. Remove it.")
@@ -131,8 +128,8 @@ class Policy:
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
-        if will_be_sharded or is_zero:
-            self.numerics, reason = "fast", f"{'DeepSpeed' if is_zero else 'FSDP2'} shards the masters"
+        if sharded_by in ("ZeRO-3", "DeepSpeed") or (sharded_by == "FSDP2" and args.numerics is None):
+            self.numerics, reason = "fast", f"{sharded_by} shards the masters"
         logger.info("numerics=%r: %s", self.numerics, reason)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
 
@@ -144,9 +141,12 @@ class Policy:
         if precision == self.precision:
             return False
         self.precision = precision
-        if self._reference is not None:
-            set_precision(quantized_layers(self._reference), self.swap_report.schemes, precision)
-        return set_precision(quantized_layers(self.model), self.swap_report.schemes, precision)
+        has_changed = False
+        for model in (self.model, self._reference):
+            if model is not None and set_precision(quantized_layers(model), self.swap_report.schemes, precision):
+                reshard(model)
+                has_changed = True
+        return has_changed
 
     @property
     def bits(self) -> tuple[float | None, bool]:
@@ -254,10 +254,16 @@ class PreparesPolicy(_BaseTrainer):
         super().__init__(*args, **kwargs)
         check_launch(self.accelerator, self.args, self.model)
         with all_or_none(self.accelerator):
-            self.policy.prepare(self.model, self.is_fsdp_enabled, self.is_deepspeed_enabled)
-        check_agreement(self.accelerator, self.policy.record())
+            self.policy.prepare(self.model, self._sharded_by)
+        check_agreement(self.accelerator, self.policy.record() | {"precisions": self.args.precisions})
         if self.is_fsdp_enabled:
             shard_when_prepared(self.accelerator)
+
+    @property
+    def _sharded_by(self) -> str | None:
+        if self.is_deepspeed_enabled:
+            return "ZeRO-3" if shards_masters(self.accelerator) else "DeepSpeed"
+        return "FSDP2" if self.is_fsdp_enabled else None
 
     @property
     def swap_report(self) -> SwapReport:
@@ -266,6 +272,18 @@ class PreparesPolicy(_BaseTrainer):
     @property
     def numerics(self) -> str:
         return self.policy.numerics
+
+
+class RefreshReference(TrainerCallback):
+    """TRL synchronizes the reference through `.data`, which no layer can notice where the optimizer's step was skipped."""
+
+    def __init__(self, ref_model):
+        self.ref_model = ref_model
+
+    @override
+    def on_step_end(self, args, state, control, **kwargs):
+        for layer in quantized_layers(self.ref_model).values():
+            layer.invalidate()
 
 
 class TakesTurns(_BaseTrainer):

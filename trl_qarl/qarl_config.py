@@ -31,13 +31,14 @@ from .checks.options import (
     refused_by_all,
 )
 from .checks.refused import LORA_MODES
+from .checks.zero import keep_float32_masters
 from .objectives.options import UNSET, trl_default
 from .objectives.registry import OBJECTIVES, get_objective
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import QuantPlan, get_plan, parse_scheme
 
 
-__all__ = ["QaRLConfig"]
+__all__ = ["QaRLConfig", "config_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +265,9 @@ class QaRLConfig(GRPOConfig):
         super().__post_init__()
         if is_muon:
             self.optim = "muon"
+        if self.deepspeed_plugin is not None:
+            # In the copy by which transformers loads a model into the slices of ZeRO-3.
+            keep_float32_masters(self.deepspeed_plugin.dschf.config)
         if is_on_policy and self.steps_per_generation != self.gradient_accumulation_steps:
             raise ValueError(
                 f"steps_per_generation={self.steps_per_generation} (generation_batch_size={self.generation_batch_size}) "
@@ -315,3 +319,23 @@ class QaRLConfig(GRPOConfig):
             is_unused = name == "vllm_importance_sampling_mode" and not self.vllm_importance_sampling_correction
             if getattr(self, name) is None and not is_unused:
                 setattr(self, name, trl_default(name))
+
+
+def config_for(model: Any, args: Any) -> QaRLConfig:
+    """
+    Return `args`, or for `None` a configuration named after `model`, a name or a model.
+
+    Raises:
+        TypeError: if `args` is another configuration.
+    """
+    if args is None:
+        from trl.trainer.utils import get_config_model_id
+
+        model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
+    if not isinstance(args, QaRLConfig):
+        raise TypeError(
+            f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "
+            "name (`from trl_qarl import QaRLConfig`)."
+        )
+    return args

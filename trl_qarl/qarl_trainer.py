@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
-from trl.trainer.utils import get_config_model_id
 from typing_extensions import override
 
 from .checks.arguments import PICTURES, check_arguments
+from .checks.launch import shards_masters
 from .checks.zero import compute_in_bfloat16
 from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
 from .muon import create_muon_adamw
+from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
-from .policy import Policy, PreparesPolicy, TakesTurns, replaced_in_trl
-from .qarl_config import QaRLConfig
-from .quantization.swap import quantized_forward, quantized_layers
+from .policy import Policy, PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
+from .qarl_config import QaRLConfig, config_for
+from .quantization.partitioned import forget_order
+from .quantization.swap import quantized_forward
 from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
@@ -92,14 +93,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         rollout_func=None,
         environment_factory=None,
     ):
-        if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = QaRLConfig(f"{model_name.split('/')[-1]}-QaRL")
-        if not isinstance(args, QaRLConfig):
-            raise TypeError(
-                f"`args` must be a QaRLConfig, got {type(args).__name__}. QaRLConfig takes the options of GRPOConfig: replace the "
-                "name (`from trl_qarl import QaRLConfig`)."
-            )
+        args = config_for(model, args)
         given: dict[str, Any] = {
             "model": model,
             "reward_funcs": reward_funcs,
@@ -130,9 +124,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         if self.is_deepspeed_enabled and args.bf16:
             # After TRL has given the model another forward.
             compute_in_bfloat16(self.model)
-        if self.is_fsdp_enabled and not self.use_vllm and (tools or environment_factory):
+        if shards_masters(self.accelerator) and not self.use_vllm and (tools or environment_factory):
             raise NotImplementedError(
-                "Tools with FSDP2 need `use_vllm=True`: processes call them each as often as they need, and generate together."
+                "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: processes call them each as often as they need, and generate together."
             )
         if rollout_func is not None:
             checked = checked_rollout_func(rollout_func, vocabulary_size(self.model))
@@ -186,7 +180,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         show_rows(self.callback_handler)
         if self.args.sync_ref_model:
             # After TRL's callback that writes to it.
-            self.add_callback(_RefreshReference(self.ref_model))
+            self.add_callback(RefreshReference(self.ref_model))
 
     @override
     def create_optimizer(self, model=None):
@@ -342,6 +336,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         The loss of the objective: TRL's of what the objective makes of the batch, or one that TRL does not have, with KL to the
         reference and MoE auxiliary loss as in TRL.
         """
+        if self.is_deepspeed_enabled and self.model.training:
+            forget_order(model)
         if not self._objective.has_own_loss:
             loss = super()._compute_loss(model, self._objective.for_trl(self.args, inputs))
             self.recorder.observe_update(Batch.of(inputs, self._forward_logps))
@@ -355,12 +351,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         mask = batch.mask
         metrics = {"entropy": self.recorder.masked_mean(entropies, mask), **self.recorder.reduce(per_sequence)}
         if self.beta != 0.0:
-            log_ratio = inputs["ref_per_token_logps"] - per_token_logps
-            per_token_kl = torch.exp(log_ratio) - log_ratio - 1
-            if self.args.use_bias_correction_kl:
-                per_token_kl = per_token_kl * kl_ratio
-            sequence_kl = (per_token_kl * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
-            loss = loss + self.beta * sequence_kl.mean()
+            correction = kl_ratio if self.args.use_bias_correction_kl else 1.0
+            kl, per_token_kl = kl_to_reference(per_token_logps, inputs["ref_per_token_logps"], mask, correction)
+            loss = loss + self.beta * kl
             metrics["kl"] = self.recorder.masked_mean(per_token_kl, mask)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
@@ -404,15 +397,3 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
                 self.vllm_generation.stop_server()
             if restore_sigterm is not None:
                 restore_sigterm()
-
-
-class _RefreshReference(TrainerCallback):
-    """TRL synchronizes the reference through `.data`, which no layer can notice where the optimizer's step was skipped."""
-
-    def __init__(self, ref_model):
-        self.ref_model = ref_model
-
-    @override
-    def on_step_end(self, args, state, control, **kwargs):
-        for layer in quantized_layers(self.ref_model).values():
-            layer.invalidate()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import set_engine_environment
+from testing_utils import start_engines_quickly
 from trl_qarl.cli import main
 from trl_qarl.scripts import bench
 
@@ -65,14 +65,22 @@ def test_an_unknown_piece_and_a_piece_that_fails_are_named(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kinds", [["env", "learner", "decode", "alignment", "rollout"], ["publish"]], ids=["one process", "a server"]
+    "kinds",
+    [
+        pytest.param(["env", "learner", "decode", "alignment", "rollout"], id="one process"),
+        pytest.param(["publish"], id="a server", marks=pytest.mark.xdist_group("warm_servers")),
+    ],
 )
-def test_the_dry_run_measures_every_kind_and_goes_on_where_it_was(tmp_path, monkeypatch, kinds):
-    pytest.importorskip("vllm")
+def test_the_dry_run_measures_every_kind_and_goes_on_where_it_was(tmp_path, monkeypatch, request, kinds):
+    envs = pytest.importorskip("vllm.envs")
     names = [name for name in pieces["dry_pieces"]() if name.partition("-")[0] in kinds]
     assert len(names) == len(kinds)
     # What `gpu.sh` runs, in this process, which has imported what the pieces need; the script itself runs below.
-    set_engine_environment(monkeypatch)
+    start_engines_quickly(monkeypatch)
+    if kinds == ["publish"]:
+        request.getfixturevalue("warm_servers").serve(monkeypatch)
+    # What it knows of the classes of models: it imports them in another process to find out.
+    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry_run", "--out", str(tmp_path), *names])
     pieces["main"]()

@@ -12,12 +12,16 @@ from trl_qarl.checks.launch import check_launch
 from trl_qarl.checks.zero import compute_in_bfloat16
 
 
+SLICES = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+
+
 def launched(stage=2, **config):
-    config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "fp16": {"enabled": False}} | config
+    zero = stage if isinstance(stage, dict) else {"stage": stage}
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}, "fp16": {"enabled": False}} | config
     return SimpleNamespace(
         state=SimpleNamespace(
             fsdp_plugin=None,
-            deepspeed_plugin=SimpleNamespace(deepspeed_config=config),
+            deepspeed_plugin=SimpleNamespace(deepspeed_config=config, zero_stage=zero["stage"]),
             dynamo_plugin=SimpleNamespace(backend="NO"),
         ),
         device=torch.device("cpu"),
@@ -30,7 +34,7 @@ def config(**options):
     return QaRLConfig("out", **({"use_cpu": True, "report_to": [], "optim": "adamw_torch_fused"} | options))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, SLICES])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_masters_stay_in_float32(stage, optim):
     accelerator = launched(stage)
@@ -41,9 +45,13 @@ def test_masters_stay_in_float32(stage, optim):
 
 def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    pushes = {"push_to_hub": True, "hub_strategy": "every_save"}
     for state, options, message in (
-        ({"stage": 0}, {}, "zero_stage=0: it shards nothing"),
-        ({"stage": 3}, {}, "zero_stage=3: its slices cut through rows .* Use zero_stage: 2, or launch with FSDP2"),
+        ({"stage": 0}, {}, "zero_stage=0 shards nothing. Use 1, 2 or 3"),
+        ({"stage": 3}, {}, "zero3_save_16bit_model=false with zero_stage=3: .* Use true"),
+        ({"stage": SLICES | {"zero_quantized_weights": True}}, {}, "zero_quantized_weights=true .* rounded to 8 bits"),
+        ({"stage": SLICES}, {"precisions": [4, 3]}, r"precisions=\[4, 3\] with zero_stage=3: it has not been tried"),
+        ({"stage": SLICES}, pushes, "hub_strategy='every_save' with zero_stage=3 .* Use hub_strategy='end'"),
         ({"zero_optimization": zero}, {}, "offload_optimizer_device='cpu' with DeepSpeed"),
         ({"fp16": {"enabled": True}}, {}, r"fp16.enabled=true .* rounds the model's weights to 16 bits"),
         ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.enabled=true"),

@@ -19,7 +19,10 @@ from trl_qarl.wire.protocol import PublishError
 class Engine:
     """Server, engine in this process, and publisher in one; fails at `what` from the third time on."""
 
-    base_url, communicator = "http://server", None
+    base_url = "http://server"
+
+    def renew_communicator(self, device):
+        pass
 
     def __init__(self, what, failure):
         self.what, self.failure = what, failure

@@ -10,7 +10,10 @@ from sharded_runs import Engine, assert_publishes, assert_trained_the_same, same
 
 from trl_qarl import qarl_trainer
 from trl_qarl.adapters.engine import iter_adapter_tensors
-from trl_qarl.quantization.sharded import is_sharded, whole, whole_low_bit
+from trl_qarl.numerics.exact import describe_difference
+from trl_qarl.quantization.sharded import is_sharded, reshard, whole, whole_low_bit
+from trl_qarl.quantization.swap import quantized_layers
+from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.client import ServerLost
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
@@ -67,6 +70,52 @@ def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
         for trainer in train(folder, f"{mode}-resumed", resume=checkpoint, launch=launch, **options):
             for (name, ours), theirs in zip(trainer.model.named_parameters(), masters, strict=True):
                 assert torch.equal(whole(ours.detach()), theirs), name
+
+
+def precisions_in_turn_train_what_they_train_with_whole_masters(folder):
+    """Of all layers and of some; what is gathered, published and computed afterwards is of the bits that are set."""
+    precisions = [{"re:.*layers[.]0[.].*": 2, "_default": 3}, 4]
+    options = {"arch": "qwen3_moe", "precisions": precisions, "steps_per_generation": 1, "max_steps": 2}
+    [ddp] = train(folder, "precisions-ddp", **options)
+    for trainer in train(folder, "precisions", launch={"reshard_after_forward": False}, **options):
+        rows = assert_trained_the_same(trainer, ddp)
+        assert [row["quant/bits"] for row in rows if "quant/bits" in row] == [2.5, 4.0]
+        [layer, *_] = quantized_layers(trainer.model).values()
+        for precision in (*precisions, 3, None):
+            for each in (trainer, ddp):
+                each.set_precision(precision)
+            with torch.no_grad():
+                ours, theirs = (each.model(input_ids=torch.arange(3, 9).view(1, -1)).logits for each in (trainer, ddp))
+            assert torch.equal(ours, theirs), precision
+            # Gathered still, as FSDP2 keeps it for the next forward.
+            assert layer.weight.scheme == layer.scheme and isinstance(layer.weight, LowBitTensor), precision
+        for precision in (precisions[0], None):
+            for each in (trainer, ddp):
+                each.set_precision(precision)
+            assert_publishes(trainer, ddp)
+
+
+def engine_numerics_train_what_they_train_with_whole_masters(folder):
+    """Rollout and learner agree bit for bit, also where weights are written to without a step of the optimizer."""
+    options = {"numerics": "engine", "bf16": True, "max_steps": 2, "mismatch_probe_steps": 0}
+    [ddp] = train(folder, "engine-ddp", **options)
+    for trainer in train(folder, "engine", launch={}, **options):
+        rows = assert_trained_the_same(trainer, ddp)
+        assert trainer.numerics == ddp.numerics == "engine" and max(row.get("loss", 0) for row in rows) != 0
+        assert {row["mismatch/abs_logp_max"] for row in rows if "mismatch/abs_logp_max" in row} == {0.0}
+        differing = {"old_per_token_logps": torch.zeros(1, 1), "sampling_per_token_logps": torch.ones(1, 1)}
+        differing["completion_ids"] = torch.full((1, 1), 7)
+        said = describe_difference(differing, torch.ones(1, 1), trainer.model, score=pytest.fail)
+        assert said.endswith("log-probs 0.000000 and 1.000000")
+        logits = []
+        for factor in (1, -2):
+            with torch.no_grad():
+                for each in (trainer, ddp):
+                    reshard(each.model)
+                    each.model.get_output_embeddings().weight.mul_(factor)
+                    logits.append(each.model(input_ids=torch.arange(3, 9).view(1, -1)).logits)
+        assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[3])
+        assert not torch.equal(logits[0], logits[2])
 
 
 def a_server_is_filled_and_filled_again(folder):
@@ -130,6 +179,8 @@ def processes_that_disagree_are_told_so(folder):
     scheme = ("w4a16", "fp8")[dist.get_rank()]
     with pytest.raises(ValueError, match="scheme='w4a16' on process 0, 'fp8' on process 1"):
         next(train(folder, "disagree", launch={}, scheme=scheme))
+    with pytest.raises(ValueError, match=r"precisions=\[4, 3\] on process 0, \[4, 2\] on process 1"):
+        next(train(folder, "disagree", launch={}, precisions=[4, (3, 2)[dist.get_rank()]]))
     with pytest.raises(ValueError, match="LoRA with fsdp_cpu_ram_efficient_loading=true"):
         next(train(folder, "lora", launch={"cpu_ram_efficient_loading": True}, lora=LORA))
     launch = {"cpu_ram_efficient_loading": False, "reshard_after_forward": False}

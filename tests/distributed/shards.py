@@ -30,6 +30,8 @@ from sharded_trainers import (
     a_server_is_filled_and_filled_again,
     a_trainer_trains_what_it_trains_with_whole_masters,
     an_adapter_trains_what_it_trains_beside_a_whole_base,
+    engine_numerics_train_what_they_train_with_whole_masters,
+    precisions_in_turn_train_what_they_train_with_whole_masters,
     processes_that_disagree_are_told_so,
 )
 from train_ddp import fork_ranks
@@ -44,6 +46,8 @@ CLAIMS = [
     a_trainer_trains_what_it_trains_with_whole_masters,
     a_mixture_trains_what_it_trains_with_whole_masters,
     an_adapter_trains_what_it_trains_beside_a_whole_base,
+    engine_numerics_train_what_they_train_with_whole_masters,
+    precisions_in_turn_train_what_they_train_with_whole_masters,
     a_server_is_filled_and_filled_again,
     a_reference_is_low_bit_and_sharded_too,
     a_run_goes_on_from_its_checkpoint,

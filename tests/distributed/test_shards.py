@@ -17,6 +17,8 @@ CLAIMS = [
     "a_trainer_trains_what_it_trains_with_whole_masters",
     "a_mixture_trains_what_it_trains_with_whole_masters",
     "an_adapter_trains_what_it_trains_beside_a_whole_base",
+    "precisions_in_turn_train_what_they_train_with_whole_masters",
+    "engine_numerics_train_what_they_train_with_whole_masters",
     "a_server_is_filled_and_filled_again",
     "a_reference_is_low_bit_and_sharded_too",
     "a_run_goes_on_from_its_checkpoint",

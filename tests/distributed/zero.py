@@ -12,12 +12,17 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
-from sharded_runs import assert_publishes, assert_trained_the_same, train
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from sharded_runs import assert_publishes, assert_trained_the_same, files_of, same, train, weights_of
+from transformers import TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from testing_utils import launch_environment
+from trl_qarl.quantization.partitioned import shape_of
+from trl_qarl.quantization.sharded import whole, writes_to
 
 
 def without_cpu(init):
@@ -28,6 +33,15 @@ def without_cpu(init):
         init(**given, **more)
 
     return init_without_cpu
+
+
+def cutting_all(init):
+    def init_cutting_all(self):
+        init(self)
+        # Of so small a model, ZeRO-3 would keep all parameters whole.
+        self.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+
+    return init_cutting_all
 
 
 @contextmanager
@@ -48,6 +62,9 @@ def launched(stage, bf16):
             # There is no DeepSpeed for a CPU that is asked for.
             patch.object(PartialState, "__init__", without_cpu(PartialState.__init__)),
             patch.object(AcceleratorState, "__init__", without_cpu(AcceleratorState.__init__)),
+            patch.object(DeepSpeedPlugin, "__post_init__", cutting_all(DeepSpeedPlugin.__post_init__)),
+            # ZeRO-3 leaves another operation there.
+            patch.object(F, "linear", F.linear),
             # Compiles for minutes.
             patch.object(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None),
         ):
@@ -55,31 +72,93 @@ def launched(stage, bf16):
             yield
     finally:
         AcceleratorState._reset_state(True)
+        # By which the next model would be cut too.
+        unset_hf_deepspeed_config()
+
+
+def passed_on(value):
+    return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+class AddsUpAsDeepSpeed(TrainerCallback):
+    """
+    Has DDP add up the gradients of an activation in the order of ZeRO-3, whose hooks pass on what goes into a module and comes out of
+    it: those that come from within a module first, then those from beside it, such as a residual.
+    """
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda module, inputs: tuple(map(passed_on, inputs)))
+            module.register_forward_hook(lambda module, inputs, output: passed_on(output))
 
 
 def assert_sharded(trainer, stage):
     engine, masters = trainer.model_wrapped, list(trainer.model.parameters())
     assert type(engine).__name__ == "DeepSpeedEngine" and engine.zero_optimization_stage() == stage
     assert all(p.dtype is torch.float32 for p in masters)
-    held = sum(p.numel() for p in engine.optimizer.single_partition_of_fp32_groups)
+    num_processes, num_weights = dist.get_world_size(), sum(shape_of(p).numel() for p in masters)
+    if stage == 3:
+        assert all(p.numel() == 0 and p.ds_tensor.numel() == -(-p.ds_numel // num_processes) for p in masters)
+        parts = engine.optimizer.fp32_partitioned_groups_flat
+    else:
+        parts = engine.optimizer.single_partition_of_fp32_groups
     # Aligned, each group of parameters.
-    assert held < sum(p.numel() for p in masters) / dist.get_world_size() + 100
+    assert sum(p.numel() for p in parts) < num_weights / num_processes + 100
+
+
+def assert_quantized_once(model):
+    """Until the masters are written to, by one process, which DeepSpeed sends to the others' slices."""
+    import deepspeed
+
+    [weight, *_] = weights_of(model)
+    weight.low_bit_weight()
+    parameters = [writes_to(p) for p in model.parameters()]
+    with patch.object(weight, "quantize", wraps=weight.quantize) as quantize, torch.no_grad():
+        model(input_ids=torch.ones(1, 2, dtype=torch.long))
+        weight.low_bit_weight()
+        assert not quantize.called and [writes_to(p) for p in model.parameters()] == parameters
+        with deepspeed.zero.GatheredParameters([weight.parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                weight.parameter.mul_(-1)
+        assert [writes_to(p) for p in model.parameters()] != parameters
+        low_bit = weight.low_bit_weight()
+        assert quantize.called and same(low_bit, weight.quantize(whole(weight.parameter)))
 
 
 def zero_trains_what_it_trains_with_whole_state(folder):
     if find_spec("deepspeed") is None:
         return
-    # ZeRO-2 reduces the gradients of each micro-batch, and so adds them up in another order.
-    for stage, options in ((1, {"bf16": False, "gradient_accumulation_steps": 2}), (2, {"bf16": True})):
-        options |= {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "mismatch_probe_steps": 0}
-        [ddp] = train(folder, f"zero{stage}-ddp", **options)
-        for trainer in train(folder, f"zero{stage}", launch=launched(stage, options["bf16"]), **options):
+    # ZeRO-2 and 3 reduce the gradients of each micro-batch, and so add them up in another order.
+    turns = {"arch": "qwen3_moe", "precisions": [4, {"re:.*layers[.]0[.].*": 3, "_default": 2}]}
+    # With masters gathered for each token, once more in backward, and for forwards that have the head as a module, which the loss has not.
+    slices = {"ds3_gather_for_generation": False, "gradient_checkpointing": True, "mismatch_probe_steps": 1}
+    for stage, options in (
+        (1, {"bf16": False, "gradient_accumulation_steps": 2}),
+        (2, {"bf16": True} | turns),
+        (3, {"bf16": True} | slices),
+    ):
+        options = {
+            "mismatch_probe_steps": 0,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "optim": "adamw_torch",
+        } | options
+        relays = [None if stage == 3 else f"{folder}/zero{stage}{of}-relay" for of in ("", "-ddp")]
+        adds_up = [AddsUpAsDeepSpeed()] if stage == 3 else []
+        [ddp] = train(folder, f"zero{stage}-ddp", publish_dir=relays[1], callbacks=adds_up, **options)
+        launch = launched(stage, options["bf16"])
+        for trainer in train(folder, f"zero{stage}", launch=launch, publish_dir=relays[0], **options):
             assert_sharded(trainer, stage)
             rows = assert_trained_the_same(trainer, ddp)
             assert any(row.get("quant/update_to_step") for row in rows)
             assert_publishes(trainer, ddp)
+            if stage == 3:
+                assert_quantized_once(trainer.model)
+                continue
+            ours, theirs = ({n: c for n, c in files_of(f).items() if n.endswith(".safetensors")} for f in relays)
+            assert ours == theirs and {"model.safetensors", "patch-2.safetensors"} <= ours.keys()
         masters = [p.detach().clone() for p in ddp.model.parameters()]
         resume = f"{folder}/zero{stage}/checkpoint-2"
         launch = launched(stage, options["bf16"])
         for trainer in train(folder, f"zero{stage}-resumed", resume=resume, launch=launch, **options):
-            assert all(map(torch.equal, trainer.model.parameters(), masters))
+            assert all(map(torch.equal, map(whole, trainer.model.parameters()), masters))

@@ -1,6 +1,6 @@
 import pytest
 
-from testing_utils import set_engine_environment
+from testing_utils import start_engines_quickly
 from trl_qarl.doctor import engine
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
@@ -42,7 +42,7 @@ def test_engine_numerics_are_said_to_work_where_they_do(monkeypatch, on_cpu, on_
 def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
     pytest.importorskip("vllm")
 
-    set_engine_environment(monkeypatch)
+    start_engines_quickly(monkeypatch)
     samples = []
 
     def record(llm):

@@ -5,7 +5,7 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
-from testing_utils import complete_greedily, make_tiny_export, make_tiny_model, set_engine_environment
+from testing_utils import complete_greedily, make_tiny_export, make_tiny_model, start_engines_quickly
 from trl_qarl.cli import main
 
 
@@ -79,7 +79,7 @@ def test_the_harness_scores_what_the_exported_policy_completes(export, masters, 
 def test_the_harness_scores_what_an_engine_completes(export, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
 
-    set_engine_environment(monkeypatch)
+    start_engines_quickly(monkeypatch)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     question = "1 + 1 ="
     answer = complete_greedily(export, question, 6)

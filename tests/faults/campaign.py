@@ -32,6 +32,7 @@ from pathlib import Path
 
 import requests
 
+from scenarios import NUM_STEPS
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
@@ -39,7 +40,6 @@ from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-NUM_STEPS = 3
 PATIENCE = 60
 """Seconds after which a trainer counts as hanging. On an idle machine one takes about one second."""
 
@@ -228,6 +228,9 @@ class TrainerProcess:
 
     def _on_event(self, event: str, state) -> None:
         """What the scenario has in store for the second step, or another, once."""
+        if event == "step_begin" and self.rank == 0:
+            with (self.supervisor.folder / "calls").open("a") as file:
+                file.write("step\n")
         # A step is counted before its end.
         step = state.global_step - (event in ("step_end", "save"))
         mark = self.supervisor.folder / "acted"
@@ -378,12 +381,18 @@ class Supervisor:
         return report
 
     def faults(self) -> list[dict]:
-        """With numbers for moments."""
+        """With numbers for moments: which call in which step, so that what an earlier fault has repeated counts for nothing."""
         faults = []
         for fault in self.scenario.get("faults", []):
-            count = self.undisturbed["calls"].count(fault["endpoint"])
-            call = {"first": 1, "middle": (count + 1) // 2, "last": count}.get(fault["call"], fault["call"])
-            faults.append(fault | {"call": call})
+            if isinstance(fault["call"], str):
+                calls, endpoint = self.undisturbed["calls"], fault["endpoint"]
+                places = [place for place, call in enumerate(calls) if call == endpoint]
+                index = {"first": 0, "middle": (len(places) - 1) // 2, "last": -1}[fault["call"]]
+                before = calls[: places[index]]
+                step = before.count("step")
+                start = max(place for place, call in enumerate(["step", *before]) if call == "step")
+                fault = fault | {"step": step, "call": before[start:].count(endpoint) + 1}
+            faults.append(fault)
         return faults
 
     def train(self, scenario: dict, resume: bool | str) -> list[dict]:

@@ -47,6 +47,7 @@ HTTP_ENDPOINTS = ("qarl_keep_copy", "/qarl/upload")
 START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qarl_describe")
 """What is asked of it before, and some of it again when it comes back."""
 
+NUM_STEPS = 3
 KINDS = ("refuse", "500", "400", "hang", "reset", "die", "garbage", "truncated")
 MOMENTS = ("first", "middle", "last")
 
@@ -59,30 +60,32 @@ EXPECTATIONS = {
 }
 
 
-def moments_of(number: int) -> tuple[str, str]:
-    """The middle call, after the request took effect, and the first or the last, before: even numbers and odd ones."""
-    return MOMENTS[number % 2 * 2], "middle"
+def moments_of(number: int) -> tuple[str, ...]:
+    """The middle call, and for even numbers the first, for odd ones the last; in their order."""
+    return MOMENTS[number % 2 : number % 2 + 2]
 
 
 def requests(kind: str) -> list[dict]:
     """
-    Each endpoint fails once in that way, before the request takes effect and after. Before, kinds take turns with the first and the
-    last call: each endpoint meets each moment, and each kind does.
+    Each endpoint fails in that way, before the request takes effect and, in another step of the same run, after. Before, kinds take
+    turns with the first and the last call: each endpoint meets each moment, and each kind does.
     """
     scenarios, turn = [], KINDS.index(kind)
     for number, endpoint in enumerate((*START_ENDPOINTS, *ENDPOINTS, *HTTP_ENDPOINTS)):
         is_start = endpoint in START_ENDPOINTS
-        for place, moment in enumerate(("first",) if is_start else moments_of(number + turn)):
-            scenario = {
-                "name": f"{kind} {endpoint} {moment}",
-                "faults": [{"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"}],
-                "expect": "starts or refuses" if is_start else "completes",
-            }
-            if endpoint in HTTP_ENDPOINTS:
-                scenario["http"] = True
-            elif (turn // 2 + number + place) % 2:
-                scenario |= {"name": f"{scenario['name']}, over HTTP", "http": True}
-            scenarios.append(scenario)
+        moments = ("first",) if is_start else moments_of(number + turn)
+        scenario = {
+            "name": f"{kind} {endpoint} {' and '.join(moments)}",
+            "faults": [
+                {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"} for moment in moments
+            ],
+            "expect": "starts or refuses" if is_start else "completes",
+        }
+        if endpoint in HTTP_ENDPOINTS:
+            scenario["http"] = True
+        elif (turn // 2 + number) % 2:
+            scenario |= {"name": f"{scenario['name']}, over HTTP", "http": True}
+        scenarios.append(scenario)
     return scenarios
 
 
@@ -94,15 +97,19 @@ def every_second_over_http(scenarios: list[dict]) -> list[dict]:
 
 
 def answers() -> list[dict]:
-    """Completions that are valid HTTP and make no sense: once, in the second step, and some of them each time."""
-    scenarios = []
-    for answer in ANSWERS:
-        # Each publication asks for log-probs of a fixed text before completions are asked for.
-        faults = [{"endpoint": "/v1/completions", "call": 4, "kind": "answer", "answer": answer}]
-        scenarios.append({"name": answer, "faults": faults, "expect": "completes"})
-        if answer in ("one completion fewer", "token 99999", "log-prob NaN", "log-prob -inf", "no completions"):
-            again = [faults[0] | {"call": 2}] * 3
-            scenarios.append({"name": f"{answer}, always", "faults": faults + again, "expect": "EngineLost"})
+    """Completions that are valid HTTP and make no sense: once, another one in each step, and some of them each time."""
+    scenarios, names = [], list(ANSWERS)
+    # Each publication asks for log-probs of a fixed text before completions are asked for.
+    fault = {"endpoint": "/v1/completions", "call": 2, "kind": "answer"}
+    for start in range(0, len(names), NUM_STEPS):
+        few = names[start : start + NUM_STEPS]
+        faults = [fault | {"step": step, "answer": answer} for step, answer in enumerate(few, 1)]
+        scenarios.append({"name": "; ".join(few), "faults": faults, "expect": "completes"})
+    for answer in ("one completion fewer", "token 99999", "log-prob NaN", "log-prob -inf", "no completions"):
+        again = fault | {"answer": answer}
+        scenarios.append(
+            {"name": f"{answer}, always", "faults": [again | {"step": 2}, *[again] * 3], "expect": "EngineLost"}
+        )
     return scenarios
 
 

@@ -8,10 +8,10 @@ therefore shows in the next completions, and in the weights that are trained on 
 It is started with the command line of the real server. `CAMPAIGN` in the environment names a folder in which it notes its
 calls, and which may hold `faults.json`, a list of such as
 
-    {"endpoint": "/update_weights", "call": 3, "kind": "hang", "late": false}
+    {"endpoint": "/update_weights", "step": 2, "call": 3, "kind": "hang", "late": false}
 
-On the third request to that endpoint the server fails: before the request has an effect, or `late`, after it. The next fault of
-the list waits until this one has happened. `"endpoint": "*"` counts all requests, and a worker's method is an endpoint of its
+On the third request to that endpoint, counted from the beginning of the trainer's second step, the server fails: before the
+request has an effect, or `late`, after it. The next fault of the list waits until this one has happened, and counts from there. `"endpoint": "*"` counts all requests, and a worker's method is an endpoint of its
 own. A fault of kind `"answer"` is an answer to `/v1/completions` that is valid and makes no sense, which [`ANSWERS`] makes of the
 right one. With `LIAR` in the environment it is somebody else's process, without gate and secret. Standard library only, so that it
 starts at once.
@@ -142,13 +142,15 @@ class Faults:
 
     def take(self, endpoint: str) -> dict | None:
         """The fault that this request meets, if any."""
-        with (self.folder / "calls").open("a") as file:
+        with (self.folder / "calls").open("a+") as file:
             file.write(endpoint + "\n")
+            file.seek(0)
+            step = file.read().split().count("step")
         num_fired = self.num_fired()
         if num_fired >= len(self.faults):
             return None
         fault = self.faults[num_fired]
-        if fault["endpoint"] not in (endpoint, "*"):
+        if fault["endpoint"] not in (endpoint, "*") or fault.get("step", 0) > step:
             return None
         key = f"{num_fired} {fault['endpoint']}"
         self.counts[key] = self.counts.get(key, 0) + 1

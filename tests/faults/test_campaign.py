@@ -110,7 +110,7 @@ def test_each_request_meets_each_fault_before_and_after_its_effect_and_at_each_m
     assert met >= set(itertools.product(endpoints, KINDS, ["middle"]))
     assert {(endpoint, call) for endpoint, _, call in met} >= set(itertools.product(endpoints, MOMENTS))
     assert {(kind, call) for _, kind, call in met} >= set(itertools.product(KINDS, MOMENTS))
-    transports = {(s["faults"][0]["endpoint"], s["faults"][0]["call"], s.get("http", False)) for s in scenarios}
+    transports = {(f["endpoint"], f["call"], s.get("http", False)) for s in scenarios for f in s["faults"]}
     assert transports >= set(itertools.product(ENDPOINTS, MOMENTS, [False, True]))
     seconds = {(s["faults"][1]["endpoint"], s["faults"][1]["kind"]) for s in FAMILIES["recovery"]}
     assert seconds >= set(itertools.product(ENDPOINTS, ["500", "die"]))

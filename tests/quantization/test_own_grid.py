@@ -58,6 +58,8 @@ def test_masters_give_codes_scales_and_zero_points_back_wherever_there_are_such(
             steps += zero.unsqueeze(-1)
             is_inside = (low <= zero) & (zero <= high)
             span = torch.maximum(high, zero) - torch.minimum(low, zero)
+            # Where zero is an end and no code is there, the weights stay.
+            assert (steps == codes)[(span == 14) & ~is_inside].all()
             exact, moved = (span == 15) | (is_inside & (span == 14)), is_inside & (span == 13)
             # Elsewhere zero is an end itself, and no master is there to be moved.
             reachable = is_inside | (span == 15)

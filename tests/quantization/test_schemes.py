@@ -10,8 +10,6 @@ from trl_qarl.quantization.schemes import (
     SCHEMES,
     QuantScheme,
     get_scheme,
-    group_name,
-    scheme_of_group,
 )
 
 
@@ -146,21 +144,3 @@ def test_another_grid_is_described_as_what_it_is_stored_in():
     for name in ("w3a16", "w2a16", "w4a16-observer", "w3a16-observer", "w2a16-observer"):
         assert get_scheme(name).weight_args(32) == get_scheme("w4a16").weight_args(32)
         assert get_scheme(name).weight_args(32)["num_bits"] == 4
-
-
-@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
-def test_a_scheme_is_found_again_in_what_it_writes(name):
-    scheme = get_scheme(name)
-    for size in scheme.group_sizes or (None,):
-        group = {"weights": scheme.weight_args(size), "input_activations": scheme.activation_args}
-        assert scheme_of_group(group_name(3, scheme), group) == scheme
-        other = group | {"weights": group["weights"] | {"symmetric": not group["weights"]["symmetric"]}}
-        twins = {"w4a16-asym": "w4a16-observer", "w4a16-observer": "w4a16-asym"}
-        found = scheme_of_group(group_name(3, scheme), other)
-        assert (found and found.name) == twins.get(name)
-
-
-def test_group_of_another_tool_is_read_as_the_grid_that_fills_the_container():
-    group = {"weights": get_scheme("w3a16").weight_args(32), "input_activations": None}
-    assert scheme_of_group("group_0", group).name == "w4a16-observer"
-    assert scheme_of_group("group_0-int5", group) is None

@@ -79,6 +79,7 @@ def check_resumed(trainer, bound=1e-5):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("quick_engines")
 def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monkeypatch, hub, scheme, arch, bound):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     trainer = make(tmp_path, arch, scheme=scheme, vllm_mode="colocate")
@@ -94,12 +95,12 @@ def test_rollouts_of_an_engine_in_this_process_follow_the_adapter(tmp_path, monk
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, warm_servers):
     """A training through a server that the trainer started, which still runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        # An engine process of its own would import everything once more; servers with one are in test_vllm_server.py.
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        warm_servers.serve(patch)
         server = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
         # Where many share the cores, vLLM takes long to start.
         server["vllm_server_timeout"] = 900
@@ -128,7 +129,7 @@ def move(trainer):
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-@pytest.mark.xdist_group("adapter_server")
+@pytest.mark.xdist_group("warm_servers")
 class TestServer:
     def test_rollouts_of_a_server_follow_the_adapter(self, trained):
         check(trained)

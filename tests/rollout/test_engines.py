@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model, make_trainer, set_engine_environment
+from testing_utils import make_tiny_model, make_trainer, set_engine_environment, start_engines_quickly
 from trl_qarl import QaRLConfig, export_checkpoint, load_engine, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.rollout.engines import start_command
@@ -57,7 +57,7 @@ def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, schem
     pytest.importorskip("vllm")
     from vllm import SamplingParams
 
-    set_engine_environment(monkeypatch)
+    start_engines_quickly(monkeypatch)
     model, folder = export(tmp_path, scheme)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = load_engine(folder, max_model_len=64, max_num_seqs=4)

@@ -27,7 +27,10 @@ FOR_GOOD = [RuntimeError("ended with code -9")] * 9
 class Server:
     """Client, publisher and server process in one: dies on command, and counts what is asked of it."""
 
-    base_url, communicator = "http://server", None
+    base_url = "http://server"
+
+    def renew_communicator(self, device):
+        pass
 
     def __init__(self, parameters):
         self.parameters = parameters

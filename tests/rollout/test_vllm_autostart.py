@@ -58,15 +58,19 @@ class KillServer:
     ],
     ids=["w8a8 during", "fp8 reward", "bf16 after"],
 )
-def test_a_server_that_is_killed_is_replaced_and_costs_no_step(tmp_path, monkeypatch, scheme, arch, moment):
-    # The default in one: a server has an engine process of its own, whose message queues it must not leave behind. The others
-    # compute in the process that is killed, which saves them the imports of one.
+@pytest.mark.xdist_group("warm_servers")
+def test_a_server_that_is_killed_is_replaced_and_costs_no_step(
+    tmp_path, monkeypatch, warm_servers, scheme, arch, moment
+):
+    # The default in one, with a process for each part of it, whose message queues it must not leave behind. Starts of the others
+    # cost little.
     has_engine_process = scheme == "fp8"
     if has_engine_process:
         # An engine in this process has set it.
         monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     else:
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        warm_servers.serve(monkeypatch)
     killer = KillServer(*moment)
     trainer = make_vllm_trainer(
         tmp_path,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from testing_utils import logged, make_vllm_trainer, set_engine_environment
+from testing_utils import logged, make_vllm_trainer, start_engines_quickly
 from trl_qarl import load_engine
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.numerics import cpu as kernels
@@ -49,7 +49,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def engine_environment(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-    set_engine_environment(monkeypatch)
+    start_engines_quickly(monkeypatch)
 
 
 @pytest.mark.parametrize(("options", "expected"), CASES.values(), ids=CASES)

@@ -39,12 +39,9 @@ def check_rollouts(trainer):
         assert max(logged(trainer, "quant/code_flip_rate")) > 0
 
 
+@pytest.mark.usefixtures("quick_engines")
 class TestColocated:
     pytestmark = colocated
-
-    @pytest.fixture(autouse=True)
-    def needs_vllm(self):
-        pytest.importorskip("vllm")
 
     @pytest.mark.parametrize(
         ("scheme", "arch", "options"),

@@ -10,7 +10,7 @@ from testing_utils import (
     make_tiny_export,
     make_tiny_mixture,
     make_tiny_model,
-    set_engine_environment,
+    start_engines_quickly,
 )
 from trainings import RECORD, SIGNED
 from trl_qarl import export_checkpoint, prepare_model
@@ -151,7 +151,7 @@ def test_bad_options_are_refused_before_the_model_is_loaded(masters, options, me
 def test_an_engine_completes_as_transformers_does(export, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
 
-    set_engine_environment(monkeypatch)
+    start_engines_quickly(monkeypatch)
     prompt = "1 + 1 ="
     rows = [{"prompt": prompt, "answer": complete_greedily(export, prompt, 4)}, {"prompt": prompt, "answer": "no"}]
     options = ["--score", "exact", "--temperature", "0", "--max_new_tokens", "4", "--max_model_len", "64", "--vllm"]
@@ -166,7 +166,7 @@ def test_prompts_that_are_prefilled_in_pieces_are_sampled_and_repeat_themselves(
     """vLLM on a CPU dies of them where a request has a seed."""
     pytest.importorskip("vllm")
 
-    set_engine_environment(monkeypatch)
+    start_engines_quickly(monkeypatch)
     options = {"max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "max_model_len": 64}
     sample, _, end = evaluation.make_vllm_sampler(export, **options)
     # More than one batch takes, 4,096 tokens.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model, set_engine_environment, tampered
+from testing_utils import make_tiny_model, start_engines_quickly, tampered
 from trl_qarl import prepare_model
 from trl_qarl.quantization.swap import freeze_model
 
@@ -32,7 +32,7 @@ def publisher(tmp_path_factory):
     prepare_model(model, "w4a16", scale_dtype=torch.float32)
     freeze_model(model)
     with pytest.MonkeyPatch.context() as patch:
-        set_engine_environment(patch)
+        start_engines_quickly(patch)
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         # On a CPU blocks are as long as this model's context otherwise, and what is in no whole block is never cached.
         settings = {"max_model_len": 128, "max_num_seqs": 8, "max_logprobs": -1, "block_size": 32}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_mixture, set_engine_environment, tampered
+from testing_utils import make_tiny_mixture, start_engines_quickly, tampered
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
@@ -27,7 +27,7 @@ def needs_engine(test):
 @pytest.fixture(scope="module")
 def engine_environment():
     with pytest.MonkeyPatch.context() as patch:
-        set_engine_environment(patch)
+        start_engines_quickly(patch)
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         yield
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model, set_engine_environment, tampered
+from testing_utils import make_tiny_model, start_engines_quickly, tampered
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.quantization.swap import quantized_layers
 
@@ -18,7 +18,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in rang
 @pytest.fixture(scope="module")
 def engine_environment():
     with pytest.MonkeyPatch.context() as patch:
-        set_engine_environment(patch)
+        start_engines_quickly(patch)
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         yield
 

@@ -1,6 +1,15 @@
+import pytest
+
 from testing_utils import make_tiny_config, make_tiny_tokenizer
-from trl_qarl.quantization.schemes import get_scheme, group_name
-from trl_qarl.wire.describe import config_differences, describe_model, describe_tokenizer, model_differences
+from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+from trl_qarl.wire.describe import (
+    config_differences,
+    describe_model,
+    describe_tokenizer,
+    group_name,
+    model_differences,
+    scheme_of_group,
+)
 
 
 def _config(**changes):
@@ -76,3 +85,21 @@ def test_tokenizers_are_told_apart():
         "tokenizer.eos_token_id: learner 2, engine 3",
         "tokenizer.vocabulary size: learner 260, engine 261",
     ]
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
+def test_a_scheme_is_found_again_in_what_it_writes(name):
+    scheme = get_scheme(name)
+    for size in scheme.group_sizes or (None,):
+        group = {"weights": scheme.weight_args(size), "input_activations": scheme.activation_args}
+        assert scheme_of_group(group_name(3, scheme), group) == scheme
+        other = group | {"weights": group["weights"] | {"symmetric": not group["weights"]["symmetric"]}}
+        twins = {"w4a16-asym": "w4a16-observer", "w4a16-observer": "w4a16-asym"}
+        found = scheme_of_group(group_name(3, scheme), other)
+        assert (found and found.name) == twins.get(name)
+
+
+def test_group_of_another_tool_is_read_as_the_grid_that_fills_the_container():
+    group = {"weights": get_scheme("w3a16").weight_args(32), "input_activations": None}
+    assert scheme_of_group("group_0", group).name == "w4a16-observer"
+    assert scheme_of_group("group_0-int5", group) is None

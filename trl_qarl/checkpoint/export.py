@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..quantization.checkpoint_names import checkpoint_names
-from ..quantization.names import base_model, is_adapted
+from ..quantization.names import architecture, base_model, is_adapted
 from ..quantization.selection import stacked_experts
 from ..quantization.sharded import is_sharded, whole
 from ..quantization.swap import quantized_layers
@@ -130,8 +130,7 @@ def export_checkpoint(
         )
     check_export_dir(output_dir)
     config = type(model.config).from_dict(model.config.to_dict())
-    # FSDP2 gives the model a class of its own.
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.architectures = [architecture(model)]
     config.dtype = dtype
     if formats:
         config.quantization_config = quantization_config(model)

@@ -16,7 +16,8 @@ from torch import nn
 from ..quantization.checkpoint_names import CheckpointNames, checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts, has_stacked_matrices
 from ..quantization.global_scales import check_global_scales
-from ..quantization.names import base_model, base_modules
+from ..quantization.names import architecture, base_modules
+from ..quantization.partitioned import shape_of
 from ..quantization.schemes import (
     E4M3,
     E4M3_CODES,
@@ -26,13 +27,13 @@ from ..quantization.schemes import (
     NVFP4,
     SCHEMES,
     QuantScheme,
-    group_name,
 )
 from ..quantization.selection import ROUTER_NAMES, stacked_experts
 from ..quantization.sharded import is_sharded, whole, whole_low_bit
 from ..quantization.tensors import LowBitTensor
 from ..quantization.walk import LayerWeights, iter_layers
 from ..quantization.weight import QuantizedLayer, QuantizedWeight
+from ..wire.describe import group_name
 
 
 __all__ = [
@@ -87,8 +88,7 @@ def _checkpoint_tensors(
         if identity in seen:
             continue
         seen.add(identity)
-        # Rounded first: 16 bits are gathered.
-        value = whole((tensor.to(dtype) if tensor.is_floating_point() else tensor).detach())
+        value = whole(tensor, dtype if tensor.is_floating_point() else None).detach()
         if name in names.experts:
             matrices = names.experts[name]
             if stacks_experts:
@@ -158,7 +158,7 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return True
     weight = module._parameters.get("weight")
-    return name.rpartition(".")[2] in ROUTER_NAMES and weight is not None and weight.ndim == 2
+    return name.rpartition(".")[2] in ROUTER_NAMES and weight is not None and len(shape_of(weight)) == 2
 
 
 def quantized_formats(model: nn.Module) -> dict[str, tuple[QuantScheme, int | None]]:
@@ -228,7 +228,7 @@ def has_stacked_experts(model: nn.Module) -> bool:
 
 def problem_of_mixture(model: nn.Module) -> str | None:
     """Return why vLLM cannot be given the experts of `model`, or `None`: also where it has none."""
-    name = type(base_model(model)).__name__
+    name = architecture(model)
     for path, module in base_modules(model):
         if not isinstance(module, QuantizedExperts) and not has_stacked_matrices(path, module):
             continue

@@ -26,10 +26,11 @@ from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_state_dict, is_adapted
 from ..quantization.own_grid import compare_groups, masters_on_grid
-from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme, scheme_of_group
+from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme
 from ..quantization.selection import quantizable_layers, stacked_experts
 from ..quantization.swap import quantized_layers, restore_model
 from ..quantization.tensors import LowBitTensor
+from ..wire.describe import scheme_of_group
 
 
 __all__ = ["is_low_bit_checkpoint", "load_deployed", "load_frozen_model", "load_masters", "load_renamed"]

@@ -16,6 +16,7 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.uploads import exports_policy
+from ..numerics.attach import keep_no_products
 from ..quantization.names import base_model, base_modules, is_peft_model
 from ..quantization.sharded import as_bytes, shard_low_bit
 from ..quantization.swap import quantized_layers
@@ -24,7 +25,7 @@ from .options import name_of_optimizer, raise_problems
 from .zero import given_configuration, keep_float32_masters, problems_of_zero
 
 
-__all__ = ["check_agreement", "check_launch", "check_units", "shard_when_prepared"]
+__all__ = ["check_agreement", "check_launch", "check_units", "shard_when_prepared", "shards_masters"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,18 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
         _check_fsdp(plugin, args, model)
     if deepspeed is not None:
         config, kind = deepspeed.deepspeed_config, _kind_of_optimizer(args)
-        raise_problems([*problems_of_zero(config, given_configuration(), args, is_peft_model(model), kind)])
+        problems = [*problems_of_zero(config, given_configuration(), args, is_peft_model(model), kind)]
+        if shards_masters(accelerator):
+            problems += _problem_of_pushes(args, "zero_stage=3")
+        raise_problems(problems)
         keep_float32_masters(config)
+
+
+def shards_masters(accelerator: Accelerator) -> bool:
+    """Return whether a process will hold a part of the masters alone: with FSDP2 and ZeRO-3."""
+    state = accelerator.state
+    plugin = getattr(state, "deepspeed_plugin", None)
+    return getattr(state, "fsdp_plugin", None) is not None or (plugin is not None and plugin.zero_stage == 3)
 
 
 def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
@@ -83,6 +94,9 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
         )
     raise_problems([*_problems_of_fsdp(plugin, args, model)])
     policy = plugin.mixed_precision_policy
+    if policy is not None and args.numerics == "engine":
+        # Its operations round masters themselves, and what passes from layer to layer is not rounded.
+        policy = plugin.mixed_precision_policy = replace(policy, param_dtype=None, output_dtype=None)
     if policy is not None and policy.reduce_dtype not in (None, torch.float32):
         logger.info("FSDP2 adds up gradients in float32, not in %s.", policy.reduce_dtype)
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
@@ -117,17 +131,18 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield (
             "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
         )
-    if args.precisions is not None:
-        yield f"precisions={args.precisions} with FSDP2: it has not been tried. Leave it out, or launch with DDP"
+    yield from _problem_of_pushes(args, "FSDP2")
+    if args.numerics == "engine" and (args.beta != 0.0 or is_peft_model(model)):
+        yield (
+            "numerics='engine' with FSDP2 and a reference (`beta`) or LoRA: it has not been tried. Use numerics='fast', or launch with DDP"
+        )
+
+
+def _problem_of_pushes(args: Any, launch: str) -> Iterator[str]:
     if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
         yield (
-            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with FSDP2 and hub_export={args.hub_export!r}: whether a push "
+            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with {launch} and hub_export={args.hub_export!r}: whether a push "
             "is still under way is known to one process, and the export is gathered by all. Use hub_strategy='end'"
-        )
-    if args.numerics == "engine":
-        yield (
-            "numerics='engine' with FSDP2: the engine's operations take whole weights as they are in one process. Use "
-            "numerics='fast'"
         )
 
 
@@ -215,5 +230,6 @@ class _Sharding:
             if isinstance(model, FSDPModule):
                 check_units(model)
                 count = shard_low_bit(model)
+                keep_no_products(model)
                 logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
         return prepared

@@ -1,4 +1,4 @@
-"""Checks of what DeepSpeed was told, and float32 masters for ZeRO-1 and 2, which would round them with `bf16`."""
+"""Checks of what DeepSpeed was told, and float32 masters for it, which would round them with `bf16`."""
 
 import logging
 import os
@@ -17,11 +17,6 @@ __all__ = ["compute_in_bfloat16", "given_configuration", "keep_float32_masters",
 
 logger = logging.getLogger(__name__)
 
-_OTHER_STAGES = {
-    0: "it shards nothing. Use zero_stage: 2, or launch with DDP (`accelerate launch --multi_gpu`)",
-    3: "its slices cut through rows of masters and their scales, so that every forward would gather masters. Use zero_stage: 2, or "
-    "launch with FSDP2 (`distributed_type: FSDP`, `fsdp_version: 2`), which gathers codes",
-}
 _ROUNDED = (
     "it rounds the model's weights to 16 bits, and low-bit weights would be made of rounded masters. Leave it out: with bf16=True "
     "the forward computes in bfloat16 all the same"
@@ -55,8 +50,10 @@ def problems_of_zero(
     """
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    if stage not in (1, 2):
-        yield f"zero_stage={stage}: {_OTHER_STAGES.get(stage, 'there is no such stage. Use zero_stage: 2')}"
+    if stage not in (1, 2, 3):
+        yield f"zero_stage={stage} shards nothing. Use 1, 2 or 3, or launch with DDP (`accelerate launch --multi_gpu`)"
+    if stage == 3:
+        yield from _problems_of_slices(zero, args)
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device")
         if device not in (None, "none"):
@@ -80,6 +77,18 @@ def problems_of_zero(
         yield f"beta={args.beta} with DeepSpeed: {_OTHER_LAUNCHES}"
     if args.numerics == "engine":
         yield "numerics='engine' with DeepSpeed: it has not been tried. Use numerics='fast', or launch with DDP"
+
+
+def _problems_of_slices(zero: Mapping[str, Any], args: Any) -> Iterator[str]:
+    if zero.get("zero_quantized_weights"):
+        yield (
+            "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made of masters rounded to 8 bits. Leave "
+            "it out, or launch with FSDP2, which gathers low-bit weights"
+        )
+    if not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
+    if args.precisions is not None:
+        yield f"precisions={args.precisions} with zero_stage=3: {_OTHER_LAUNCHES}"
 
 
 def keep_float32_masters(config: dict[str, Any]) -> None:

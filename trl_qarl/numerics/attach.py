@@ -38,6 +38,7 @@ __all__ = [
     "detach_engine_numerics",
     "engine_numerics",
     "has_engine_numerics",
+    "keep_no_products",
 ]
 
 
@@ -104,6 +105,15 @@ def detach_engine_numerics(model: nn.Module) -> None:
 def has_engine_numerics(model: nn.Module) -> bool:
     """Return whether [`attach_engine_numerics`] is in effect."""
     return hasattr(base_model(model), "_engine_forward")
+
+
+def keep_no_products(model: nn.Module) -> None:
+    """
+    Have operations round and pack weights at each use: FSDP2 gathers other values into the same tensors without a trace.
+    """
+    for module in model.modules():
+        if (operation := operation_of(module)) is not None:
+            operation.keeps_products = False
 
 
 @contextmanager

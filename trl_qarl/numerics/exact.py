@@ -10,6 +10,7 @@ from torch import nn
 
 from ..forward import Batch
 from ..quantization.names import base_model
+from ..quantization.sharded import is_sharded
 from . import cpu as kernels
 from . import cuda
 from .modules import Router, operation_of
@@ -159,7 +160,8 @@ def describe_difference(
         f"learner and sampler give token {column} of completion {row} (id {output['completion_ids'][row, column].item()}) "
         f"log-probs {old[row, column].item():.6f} and {sampling[row, column].item():.6f}"
     )
-    if largest == 0:
+    # Where masters are sharded, no process computes alone.
+    if largest == 0 or is_sharded(model):
         return text
     prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
     completion = output["completion_ids"][row, : column + 1].tolist()

@@ -70,7 +70,12 @@ class EngineOperation:
         module (`nn.Module`): the module.
         dtype (`torch.dtype`): dtype in which the engine runs the model.
         device (`str`): type of the model's device.
+
+    Attributes:
+        keeps_products (`bool`): whether what is made of weights is kept for as long as their values stay.
     """
+
+    keeps_products = True
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: str):
         self.module, self.dtype, self.device = module, dtype, device
@@ -137,11 +142,13 @@ class _Linear(EngineOperation):
 
     def product(self) -> kernels.PackedLinear:
         weight = self.module.weight
-        version = weight_version(weight)
-        if version is None or version != self._version:
-            self._product = kernels.PackedLinear(weight.detach().to(self.dtype))
-            self._version = version
-        return self._product
+        version = weight_version(weight) if self.keeps_products else None
+        if version is not None and version == self._version:
+            return self._product
+        product = kernels.PackedLinear(weight.detach().to(self.dtype))
+        if version is not None:
+            self._product, self._version = product, version
+        return product
 
     def forward(self, x):
         return ops.linear(x, self.module.weight, self.module.bias, self.product())
@@ -261,11 +268,13 @@ class _Experts(EngineOperation):
 
     def product(self) -> experts.PackedExperts:
         masters = self.module.gate_up_proj, self.module.down_proj
-        version = tuple(map(weight_version, masters))
-        if None in version or version != self._version:
-            self._product = experts.PackedExperts(*(master.detach().to(self.dtype) for master in masters))
-            self._version = version
-        return self._product
+        version = tuple(map(weight_version, masters)) if self.keeps_products else (None,)
+        if None not in version and version == self._version:
+            return self._product
+        product = experts.PackedExperts(*(master.detach().to(self.dtype) for master in masters))
+        if None not in version:
+            self._product, self._version = product, version
+        return product
 
     def forward(self, x, ids, weights):
         return experts.experts(x, ids, weights, self.module.gate_up_proj, self.module.down_proj, self.product())

@@ -8,6 +8,7 @@ import torch
 __all__ = [
     "binary_kl",
     "geometric_mask",
+    "kl_to_reference",
     "kpop_weight",
     "mismatch_ratio",
     "mismatch_weight",
@@ -97,6 +98,22 @@ def binary_kl(logps: torch.Tensor, other_logps: torch.Tensor) -> torch.Tensor:
     """
     p, q = (torch.exp(values).clamp(1e-6, 1 - 1e-6) for values in (logps, other_logps))
     return p * (p.log() - q.log()) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
+
+
+def kl_to_reference(
+    per_token_logps: torch.Tensor,
+    ref_per_token_logps: torch.Tensor,
+    mask: torch.Tensor,
+    correction: torch.Tensor | float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    TRL's estimate of the divergence of the learner from the reference, `exp(r) - r - 1` of `r = ref - now`, times `correction`: its
+    mean over the tokens of each completion and then over completions, 0-d, and what it is of, `(B, T)`. All with gradients.
+    """
+    log_ratio = ref_per_token_logps - per_token_logps
+    per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
+    per_sequence = (per_token_kl * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
+    return per_sequence.mean(), per_token_kl
 
 
 def weigh_advantages(

@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
 from .names import base_model, base_modules, base_state_dict
+from .partitioned import shape_of
 
 
 __all__ = ["CheckpointNames", "checkpoint_names"]
@@ -73,7 +74,7 @@ def _find(model: nn.Module) -> CheckpointNames:
             # One row stands for all rows of a matrix, its number for its place among them.
             mark = torch.arange(num_experts * blocks).view(num_experts, blocks, 1)
         else:
-            mark = torch.empty(tensor.shape, device="meta")
+            mark = torch.empty(shape_of(tensor), device="meta")
         reverted = revert_weight_conversion(model, {name: mark})
         if len(reverted) != (mark.numel() if name in stacked else 1):
             return CheckpointNames()

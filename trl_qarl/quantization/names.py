@@ -15,7 +15,15 @@ from torch import nn
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 """Name of the module inside the one that torch puts around it to compute its forward again in backward."""
 
-__all__ = ["adapted_layers", "base_model", "base_modules", "base_state_dict", "is_adapted", "is_peft_model"]
+__all__ = [
+    "adapted_layers",
+    "architecture",
+    "base_model",
+    "base_modules",
+    "base_state_dict",
+    "is_adapted",
+    "is_peft_model",
+]
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -31,6 +39,11 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model itself, of a `PeftModel` the one inside; its adapted layers stay wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def architecture(model: nn.Module) -> str:
+    """Return the name of the base model's class, out of which FSDP2 makes one of its own."""
+    return type(base_model(model)).__name__.removeprefix("FSDP")
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

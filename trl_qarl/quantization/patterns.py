@@ -5,11 +5,11 @@ A pattern is the whole name of a layer, `"re:"` and an expression over whole nam
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
-__all__ = ["DEFAULT", "check_pattern", "covers", "fits", "pattern_of"]
+__all__ = ["DEFAULT", "check_pattern", "covered_names", "covers", "fits", "pattern_of"]
 
 DEFAULT = "_default"
 _EXPRESSION = "re:"
@@ -55,6 +55,44 @@ def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]
     ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
     matching = (p for p in ordered if p != DEFAULT and covers(fits(p), name, parts, f"scheme: pattern {p!r}"))
     return next(matching, DEFAULT if DEFAULT in patterns else None)
+
+
+def covered_names(
+    pattern: str,
+    option: str,
+    names: Sequence[str],
+    of: str,
+    parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> list[str]:
+    """
+    Return which of `names` a pattern of `option` covers, in their order; all for `"_default"`.
+
+    Args:
+        pattern (`str`):
+            The pattern.
+        option (`str`):
+            The option that has it.
+        names (`Sequence[str]`):
+            Names of layers.
+        of (`str`):
+            What these are, as an error calls them.
+        parts (`Mapping[str, Sequence[Sequence[str]]]`, *optional*):
+            Names of their parts, where they have any.
+
+    Raises:
+        ValueError: if it covers none of them, or some of the parts of one.
+    """
+    if pattern == DEFAULT:
+        return list(names)
+    said = f"{option}: pattern {pattern!r}"
+    covered = [name for name in names if covers(fits(pattern), name, (parts or {}).get(name, ()), said)]
+    if not covered:
+        example = next(iter(names), "")
+        raise ValueError(
+            f"{said} matches none of the {len(names)} {of}. Give a whole name, such as {example!r}, or an expression over whole names, "
+            f"such as 're:.*{example.rpartition('.')[2]}'."
+        )
+    return covered
 
 
 def covers(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:

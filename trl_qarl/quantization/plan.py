@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .patterns import DEFAULT, check_pattern, covers, fits, pattern_of
+from .patterns import DEFAULT, check_pattern, covered_names, pattern_of
 from .schemes import SCHEMES, QuantScheme, get_scheme
 
 
@@ -169,14 +169,7 @@ class QuantPlan:
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:
                 continue
-            said = f"scheme: pattern {pattern!r}"
-            hits = [name for name in names if covers(fits(pattern), name, parts.get(name, ()), said)]
-            if not hits:
-                example = next(iter(names), "")
-                raise ValueError(
-                    f"scheme: pattern {pattern!r} matches none of the {len(names)} linear layers. Give a whole name, such as "
-                    f"{example!r}, or an expression over whole names, such as 're:.*{example.rpartition('.')[2]}'."
-                )
+            hits = covered_names(pattern, "scheme", names, "linear layers", parts)
             left = {skipped[name] for name in hits if name in skipped}
             if scheme.is_quantized and all(name in skipped for name in hits):
                 raise ValueError(

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from .patterns import DEFAULT, check_pattern, fits, pattern_of
+from .patterns import DEFAULT, check_pattern, covered_names, pattern_of
 from .plan import QuantPlan
 from .schemes import GRIDS, SCHEMES, QuantScheme
 
@@ -130,11 +130,10 @@ def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantSche
     """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`, by their names."""
     nesting = [name for name, scheme in schemes.items() if scheme.grid and scheme.grid.has_signed_scales]
     for pattern in _patterns(precisions):
-        if pattern != DEFAULT and not any(map(fits(pattern), nesting)):
-            yield (
-                f"precisions: pattern {pattern!r} matches none of the {len(nesting)} layers whose bits can change. Give a whole name, such "
-                f"as {next(iter(nesting), '')!r}, or an expression over whole names, such as 're:.*layers[.]0[.].*'."
-            )
+        try:
+            covered_names(pattern, "precisions", nesting, "layers whose bits can change")
+        except ValueError as error:
+            yield str(error)
 
 
 def block_by_block(bits: int, fewer: int, blocks: Sequence[int], every: int) -> dict[int, Precision]:

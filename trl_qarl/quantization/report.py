@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .experts import QuantizedExperts
+from .partitioned import shape_of
 from .plan import QuantPlan
 from .schemes import QuantScheme
 from .weight import QuantizedLayer, QuantizedWeight
@@ -99,8 +100,8 @@ def report_layers(
         plan=plan,
         converted={name: layer.group_size for name, layer in layers.items()},
         skipped=dict(skipped),
-        master_bytes=sum(weight.parameter.nbytes for weight in weights) if has_masters else 0,
-        bf16_bytes=sum(2 * weight.parameter.numel() for weight in weights),
+        master_bytes=sum(w.parameter.itemsize * shape_of(w.parameter).numel() for w in weights) if has_masters else 0,
+        bf16_bytes=sum(2 * shape_of(weight.parameter).numel() for weight in weights),
         low_bit_bytes=sum(map(low_bit_bytes, weights)),
         schemes={name: layer.scheme for name, layer in layers.items()},
         num_experts={name: layer.num_experts for name, layer in layers.items() if isinstance(layer, QuantizedExperts)},
@@ -109,7 +110,8 @@ def report_layers(
 
 def low_bit_bytes(weight: QuantizedWeight) -> int:
     """Return the bytes of codes, scales and zero points, which need not be computed for it."""
-    *rows, columns = weight.parameter.shape
+    shape = shape_of(weight.parameter)
+    *rows, columns = shape
     scales = columns // (weight.group_size or columns) * math.prod(rows)
     scale_dtype = (
         weight.scale_dtype if weight.scheme.scale_dtype is None else getattr(torch, weight.scheme.scale_dtype)
@@ -117,4 +119,4 @@ def low_bit_bytes(weight: QuantizedWeight) -> int:
     container = weight.scheme.container
     # Zero points are bytes in memory.
     bytes_per_scale = scale_dtype.itemsize + container.has_zero_points
-    return weight.parameter.numel() * container.num_bits // 8 + scales * bytes_per_scale
+    return shape.numel() * container.num_bits // 8 + scales * bytes_per_scale

@@ -22,7 +22,6 @@ wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], th
 | `bf16` | as in the model | `dense` | - | none | ordinary checkpoint |
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -37,8 +36,6 @@ __all__ = [
     "Grid",
     "QuantScheme",
     "get_scheme",
-    "group_name",
-    "scheme_of_group",
 ]
 
 GROUP_SIZES = (128, 64, 32)
@@ -379,33 +376,3 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
             f"{sorted(scheme.group_sizes)}. Choose one of them."
         )
     return replace(scheme, group_size=group_size)
-
-
-def group_name(index: int, scheme: QuantScheme) -> str:
-    """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's own."""
-    grid = scheme.grid
-    if grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales):
-        return f"group_{index}"
-    return f"group_{index}-{grid.name}"
-
-
-def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
-    """Return the scheme that wrote a group of a `quantization_config` under its [`group_name`]; `None` if it is none of [`SCHEMES`]."""
-
-    def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
-        if not ours or not theirs:
-            return bool(ours) == bool(theirs)
-        return all(theirs.get(name) == value for name, value in ours.items())
-
-    weights = group["weights"]
-    for scheme in SCHEMES.values():
-        size = weights.get("group_size") if scheme.group_size is not None else None
-        if (
-            scheme.is_quantized
-            and group_name(0, scheme).partition("-")[2] == name.partition("-")[2]
-            and fits(weights, scheme.weight_args(size))
-            and fits(group.get("input_activations"), scheme.activation_args)
-            and (scheme.group_size is None or size in scheme.group_sizes)
-        ):
-            return scheme
-    return None

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from .checkpoint_names import checkpoint_names
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
 from .names import base_model, base_modules
+from .partitioned import shape_of
 from .patterns import covers
 from .schemes import QuantScheme
 from .weight import QuantizedLayer
@@ -47,7 +48,7 @@ def stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, module in quantizable_layers(model).items()
         if not isinstance(module, nn.Linear)
         for leaf, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3
+        if len(shape_of(parameter)) == 3
     }
 
 
@@ -108,7 +109,7 @@ def reasons_to_skip(
             reasons[name] = "exclude_modules"
         elif type(module) is not nn.Linear:
             reasons[name] = f"{type(module).__name__} has a forward of its own"
-        elif module.weight.numel() == 0:
+        elif shape_of(module.weight).numel() == 0:
             reasons[name] = "no weights"
     return reasons
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from .partitioned import gathered, held_part, is_partitioned
 from .schemes import NVFP4
 from .tensors import LowBitTensor
 from .weight import MasterSource, QuantizedLayer, QuantizedWeight, weight_version
@@ -38,6 +39,7 @@ __all__ = [
     "as_bytes",
     "held_rows",
     "is_sharded",
+    "reshard",
     "shard_low_bit",
     "whole",
     "whole_low_bit",
@@ -87,6 +89,8 @@ class MasterShard(torch.Tensor):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         """Return the low-bit weight and the tensors that hold it; with `out`, the one returned before, they are filled again."""
         if out is not None:
+            # Its bits may be others than before, in the same container.
+            out.scheme = self.weight.scheme
             return None
         held = tuple(outputs)
         if metadata is not None:
@@ -214,10 +218,19 @@ def shard_low_bit(model: nn.Module) -> int:
     return num_weights
 
 
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 gather anew, where `model` is sharded, what its next forward uses: it may keep what it gathered for the last one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def is_sharded(weights: torch.Tensor | nn.Module) -> bool:
-    """Return whether this process holds only a part of a tensor, or of some parameter of a model."""
-    tensors = weights.parameters() if isinstance(weights, nn.Module) else [weights]
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
+    """Return whether this process holds only a part of a tensor, or, but for what is gathered now, of a model."""
+    if isinstance(weights, nn.Module):
+        modules, parameters = weights.modules(), weights.parameters()
+        return any(isinstance(module, FSDPModule) for module in modules) or any(map(is_partitioned, parameters))
+    return isinstance(weights, DTensor) or is_partitioned(weights)
 
 
 def held_rows(parameter: torch.Tensor) -> range:
@@ -232,12 +245,16 @@ def held_rows(parameter: torch.Tensor) -> range:
 def writes_to(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return numbers of which one changes when the parameter, or this process' part of it, is written to or replaced."""
     # An operation on a `DTensor` raises its own version alone, one on its local tensor that tensor's alone.
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else held_part(parameter)
     return parameter._version, local._version, local.data_ptr()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor, where it is sharded gathered from the processes, which all have to call."""
+def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return all of a tensor, in `dtype` if given, where it is sharded gathered from the processes, which all have to call."""
+    tensor = gathered(tensor)
+    if dtype is not None:
+        # First, where 16 bits can be gathered.
+        tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
+from .partitioned import gathered, held_part, shape_of
 from .quantize import count_code_flips
 from .schemes import QuantScheme
 from .tensors import LowBitTensor
@@ -28,7 +29,8 @@ Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torc
 
 class MasterSource:
     """
-    The weight that is quantized: the layer's own. Other sources build it from that one and from more.
+    The weight that is quantized: the layer's own, which DeepSpeed may have cut ([`gathered`]). Other sources build it from that one
+    and from more.
 
     Each method is given the layer's parameter, which is read once per use: a parametrization computes a new tensor each time.
     """
@@ -53,15 +55,15 @@ class MasterSource:
 
     def value(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the high-precision weight that is quantized, with gradients."""
-        return weight
+        return gathered(weight)
 
     def shape(self, weight: torch.Tensor) -> torch.Size:
         """Return the shape of all of the weight."""
-        return weight.shape
+        return shape_of(weight)
 
     def rows(self, weight: torch.Tensor) -> range:
         """Return which rows of all of the weight the value has."""
-        return range(weight.shape[:-1].numel())
+        return range(shape_of(weight)[:-1].numel())
 
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor to which the gradient of the value can be given in its place; `None` if nothing takes one."""
@@ -310,7 +312,7 @@ def check_can_be_quantized(module: nn.Module, weights: list[torch.Tensor], schem
     if not scheme.is_quantized:
         raise ValueError(f"Scheme {scheme.name!r} leaves weights in high precision; there is nothing to convert.")
     for weight in weights:
-        if weight.numel() == 0:
+        if shape_of(weight).numel() == 0:
             raise ValueError(f"The layer has no weights to quantize: shape {tuple(weight.shape)}.")
         if weight.is_inference():
             raise ValueError(MADE_IN_INFERENCE_MODE)
@@ -338,11 +340,13 @@ def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
         if isinstance(weight, nn.Parameter):
             raise ValueError(MADE_IN_INFERENCE_MODE)
         return None
+    held = held_part(weight)
     return (
         WeakIdRef(weight),
-        StorageWeakRef(weight.untyped_storage()),
-        weight.storage_offset(),
-        weight.stride(),
+        StorageWeakRef(held.untyped_storage()),
+        held.storage_offset(),
+        held.stride(),
+        held._version,
         weight._version,
         weight.dtype,
         _num_optimizer_steps,

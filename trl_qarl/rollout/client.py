@@ -203,6 +203,12 @@ class QaRLClient(VLLMClient):
             self._held.close()
             self._held = self._lines = None
 
+    def renew_communicator(self, device: Any) -> None:
+        """Form NCCL's group again, where there is one: a broadcast that failed has left the two sides out of step."""
+        if self.communicator is not None:
+            self.close_communicator()
+            self.init_communicator(device=device)
+
     def reconnect(self, timeout: float) -> bool:
         """
         Wait up to `timeout` seconds for the server and open a session again; returns whether it is another server process. What

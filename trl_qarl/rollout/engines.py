@@ -6,8 +6,11 @@ import os
 import secrets
 import shlex
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 
 from ..adapters.engine import lora_arguments
 from ..checkpoint.export import is_export
@@ -22,7 +25,7 @@ from .server_command import build_server_command, check_engine_runs, cpu_environ
 from .server_process import ServerProcess
 
 
-__all__ = ["load_engine", "make_engine", "server_process", "start_command"]
+__all__ = ["load_engine", "make_engine", "server_process", "share_engine", "start_command"]
 
 
 def load_engine(export_dir: str | Path, **vllm_arguments):
@@ -97,6 +100,40 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
         **lora_arguments(model),
         **arguments,
     )
+
+
+def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], dist.ProcessGroup | None]:
+    """
+    Have the processes find each other, of which each `size` have one engine; all have to call.
+
+    Returns:
+        Arguments of [`make_engine`], and the processes with which this one shares its engine, `None` where it has one of its own.
+
+    Raises:
+        ValueError: if `size` does not divide the number of processes.
+    """
+    from trl.trainer.utils import ensure_master_addr_port
+
+    count = accelerator.num_processes
+    if count % size != 0:
+        raise ValueError(f"vllm_tensor_parallel_size={size} must divide the number of processes, {count}.")
+    group = None
+    if size > 1:
+        ranks = [list(range(start, start + size)) for start in range(0, count, size)]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+    if count > 1:
+        # vLLM's launcher reads these. For one process alone they would only mislead whoever looks at them next.
+        os.environ["RANK"] = str(accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(count)
+        ensure_master_addr_port()
+    arguments = {
+        "tensor_parallel_size": size,
+        "distributed_executor_backend": "uni" if count == 1 else "external_launcher",
+        # The processes of one engine must draw the same samples.
+        "seed": accelerator.process_index // size,
+    }
+    return arguments, group
 
 
 def _in_process_engine(*, on_cpu: bool, **arguments):

@@ -5,7 +5,6 @@ The seam is TRL's `VLLMGeneration`: the trainer calls `sync_weights()` when the 
 """
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -14,14 +13,13 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
-from trl.trainer.utils import ensure_master_addr_port
 from typing_extensions import override
 
 from ..quantization.sharded import is_sharded, writes_to
 from ..wire.protocol import PublishError
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .client import QaRLClient
-from .engines import make_engine
+from .engines import make_engine, share_engine
 from .failures import EngineLost, all_or_none, as_lost
 from .http_session import ServerLost
 from .http_transport import choose_transport, sends_changes
@@ -152,35 +150,19 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.vllm_client.image_features = lambda images: self._image_features_persistently(image_features, images)
 
     def _build_engine(self) -> None:
-        on_cpu = self.accelerator.device.type == "cpu"
-        num_processes = self.accelerator.num_processes
-        if num_processes % self.tensor_parallel_size != 0:
-            raise ValueError(
-                f"vllm_tensor_parallel_size={self.tensor_parallel_size} must divide the number of processes, {num_processes}."
-            )
-        if self.tensor_parallel_size > 1:
-            size = self.tensor_parallel_size
-            ranks = [list(range(start, start + size)) for start in range(0, num_processes, size)]
-            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
-        if num_processes > 1:
-            # vLLM's launcher reads these. For one process alone they would only mislead whoever looks at them next.
-            os.environ["RANK"] = str(self.accelerator.process_index)
-            os.environ["LOCAL_RANK"] = str(self.accelerator.local_process_index)
-            os.environ["WORLD_SIZE"] = str(num_processes)
-            ensure_master_addr_port()
+        shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
+        if group is not None:
+            self.tp_group = group
         self.llm = make_engine(
             self.model,
             self.dtype,
-            on_cpu=on_cpu,
-            tensor_parallel_size=self.tensor_parallel_size,
+            **shared,
+            on_cpu=self.accelerator.device.type == "cpu",
             gpu_memory_utilization=self.gpu_memory_utilization,
             max_model_len=self.max_model_length,
             max_num_seqs=self.max_num_seqs,
             enable_sleep_mode=self.enable_sleep_mode,
             model_impl=self.model_impl,
-            distributed_executor_backend="uni" if num_processes == 1 else "external_launcher",
-            # The ranks of one tensor-parallel group must draw the same samples.
-            seed=self.accelerator.process_index // self.tensor_parallel_size,
             # vLLM's memory profiler takes its default, 32,768, for memory that is really needed.
             max_num_batched_tokens=4096,
             trust_remote_code=self.trust_remote_code,
@@ -411,10 +393,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self.publisher.forget()
             if self.vllm_client.reconnect(self.server_timeout):
                 logger.warning("The vLLM server was restarted; all weights are published again.")
-            if self.vllm_client.communicator is not None:
-                # Also with the same server: a broadcast that failed has left the two sides out of step.
-                self.vllm_client.close_communicator()
-                self.vllm_client.init_communicator(device=self.accelerator.device)
+            self.vllm_client.renew_communicator(self.accelerator.device)
         except (OSError, RuntimeError, ValueError) as error:
             raise ServerLost(str(error)) from error
         self.engine = self.publisher.check_engine()

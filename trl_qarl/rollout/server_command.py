@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..quantization.schemes import MXFP4, scheme_of_group
+from ..quantization.schemes import MXFP4
+from ..wire.describe import scheme_of_group
 from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir
 

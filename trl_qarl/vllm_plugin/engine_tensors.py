@@ -1,6 +1,7 @@
 """What a model in vLLM holds: names, fingerprints and kernels of its layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -9,7 +10,16 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from ..wire.fingerprint import fingerprint
 
 
-__all__ = ["dtype_and_shape", "kernels_in_use", "live_fingerprints", "owned_names", "tied_names"]
+__all__ = [
+    "dtype_and_shape",
+    "engine_name",
+    "half_loaded_modules",
+    "kernels_in_use",
+    "live_fingerprints",
+    "owned_names",
+    "sources_of_modules",
+    "tied_names",
+]
 
 
 def live_fingerprints(model: nn.Module) -> dict[str, str]:
@@ -60,6 +70,41 @@ def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
                 parts = packed.get(leaf, [leaf])
                 names = [".".join(part for part in (parent, module, name) if part) for module in parts]
                 yield f"{prefix}.{name}" if prefix else name, names
+
+
+def engine_name(model: nn.Module, name: str) -> str:
+    """Return what [`owned_names`] calls a name in a checkpoint."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return name
+    # Which shards are stacked into one parameter is `packed_modules_mapping`'s to say.
+    if getattr(mapper, "orig_to_new_stacked", None):
+        mapper = replace(mapper, orig_to_new_stacked={})
+    return mapper._map_name(name) or name
+
+
+def half_loaded_modules(owned: Mapping[str, list[str]], arrived: set[str]) -> list[str]:
+    """
+    Return for which modules a part of what fills them ([`owned_names`]) has arrived: vLLM reloads a module from that, and the rest
+    is uninitialized, not kept.
+    """
+    modules: dict[str, set[str]] = {}
+    for path, names in owned.items():
+        modules.setdefault(path.rpartition(".")[0], set()).update(names)
+    return [
+        f"{module}: the learner sent {sorted(names & arrived)}, but not {sorted(names - arrived)}"
+        for module, names in modules.items()
+        if names & arrived and names - arrived
+    ][:5]
+
+
+def sources_of_modules(owned: Mapping[str, list[str]], originals: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names in a checkpoint of what fills each module, of [`owned_names`] and what [`engine_name`] calls the `originals`."""
+    sources: dict[str, list[str]] = {}
+    for path, parts in owned.items():
+        of_module = sources.setdefault(path.rpartition(".")[0], [])
+        of_module += [originals[part] for part in parts if part in originals]
+    return sources
 
 
 def _stacked_name(layer: RoutedExperts, name: str) -> str:

@@ -25,7 +25,8 @@ from outside: names with any separator, links and other formats are refused, and
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -50,7 +51,15 @@ from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
 from ..wire.transfer_dir import confined_path
 from .adapters import PublishedAdapter, on_bare_model
 from .checkpoint_copy import CheckpointCopy
-from .engine_tensors import dtype_and_shape, live_fingerprints, owned_names, tied_names
+from .engine_tensors import (
+    dtype_and_shape,
+    engine_name,
+    half_loaded_modules,
+    live_fingerprints,
+    owned_names,
+    sources_of_modules,
+    tied_names,
+)
 
 
 __all__ = ["FileEngine", "NCCLEngine"]
@@ -74,7 +83,10 @@ class _AuditedReload:
         self._sources: dict[str, list[str]] = {}
         self._is_loading = False
         self._expected: dict[str, str] | None = None
-        self.adapter = PublishedAdapter(self.model, self._engine_name, self._tensor_parallel_size() == 1)
+        self._engine_name = partial(engine_name, self.model)
+        # A shard of a tensor has no fingerprint of its own.
+        self._is_whole = self.parallel_config.tensor_parallel_size == 1
+        self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
         self.copy = CheckpointCopy(self.device)
         if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
             cuda.use_one_tiling()
@@ -201,11 +213,7 @@ class _AuditedReload:
 
     def _remember_sources(self) -> None:
         assert self._expected is not None
-        original = {self._engine_name(name): name for name in self._expected}
-        self._sources = {}
-        for path, parts in self._owned.items():
-            sources = self._sources.setdefault(path.rpartition(".")[0], [])
-            sources += [original[part] for part in parts if part in original]
+        self._sources = sources_of_modules(self._owned, {self._engine_name(name): name for name in self._expected})
 
     def _finalize(self) -> None:
         with set_default_torch_dtype(self.model_config.dtype):
@@ -221,8 +229,8 @@ class _AuditedReload:
         mapped = {self._engine_name(name): name for name in self._expected if not is_adapter_tensor(name)}
         problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
         problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
-        problems += self._half_loaded_modules()
-        if self._tensor_parallel_size() == 1:
+        problems += half_loaded_modules(self._owned, {self._engine_name(name) for name in self._arrived})
+        if self._is_whole:
             problems += [
                 f"{entry}: learner {ours}, engine's parameter {theirs}"
                 for name, held in self._held
@@ -258,30 +266,6 @@ class _AuditedReload:
                 ]
         return problems[:5]
 
-    def _half_loaded_modules(self) -> list[str]:
-        """vLLM reloads a module from what arrives; what does not arrive is uninitialized, not kept."""
-        arrived = {self._engine_name(name) for name in self._arrived}
-        modules: dict[str, set[str]] = {}
-        for path, names in self._owned.items():
-            modules.setdefault(path.rpartition(".")[0], set()).update(names)
-        return [
-            f"{module}: the learner sent {sorted(names & arrived)}, but not {sorted(names - arrived)}"
-            for module, names in modules.items()
-            if names & arrived and names - arrived
-        ][:5]
-
-    def _tensor_parallel_size(self) -> int:
-        return self.parallel_config.tensor_parallel_size
-
-    def _engine_name(self, name: str) -> str:
-        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        if mapper is None:
-            return name
-        # Which shards are stacked into one parameter is `packed_modules_mapping`'s to say.
-        if getattr(mapper, "orig_to_new_stacked", None):
-            mapper = replace(mapper, orig_to_new_stacked={})
-        return mapper._map_name(name) or name
-
     @contextmanager
     def _watched_loading(self) -> Iterator[None]:
         load_weights = self.model.load_weights
@@ -309,11 +293,11 @@ class _AuditedReload:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         sources = set(self._tied.values())
         for name, tensor in tensors:
-            engine_name = self._engine_name(name)
+            own_name = self._engine_name(name)
             self._arrived[name] = fingerprint(tensor)
-            self._shapes[engine_name] = tensor.shape
-            if engine_name in sources:
-                kept[engine_name] = tensor
+            self._shapes[own_name] = tensor.shape
+            if own_name in sources:
+                kept[own_name] = tensor
             yield name, tensor
 
     def _load_tied(self, kept: Mapping[str, torch.Tensor]) -> None:

@@ -5,14 +5,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ..quantization.schemes import SCHEMES, QuantScheme
+
 
 __all__ = [
     "CANARY_TOKENS",
     "config_differences",
     "describe_model",
     "describe_tokenizer",
+    "group_name",
     "model_differences",
     "sample_token_ids",
+    "scheme_of_group",
 ]
 
 
@@ -52,6 +56,36 @@ def _args_differences(part: str, ours: Mapping[str, Any], theirs: Mapping[str, A
         for name in names
         if ours.get(name) != theirs.get(name)
     ]
+
+
+def group_name(index: int, scheme: QuantScheme) -> str:
+    """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's own."""
+    grid = scheme.grid
+    if grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales):
+        return f"group_{index}"
+    return f"group_{index}-{grid.name}"
+
+
+def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
+    """Return the scheme that wrote a group of a `quantization_config` under its [`group_name`]; `None` if it is none of [`SCHEMES`]."""
+
+    def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
+        if not ours or not theirs:
+            return bool(ours) == bool(theirs)
+        return all(theirs.get(name) == value for name, value in ours.items())
+
+    weights = group["weights"]
+    for scheme in SCHEMES.values():
+        size = weights.get("group_size") if scheme.group_size is not None else None
+        if (
+            scheme.is_quantized
+            and group_name(0, scheme).partition("-")[2] == name.partition("-")[2]
+            and fits(weights, scheme.weight_args(size))
+            and fits(group.get("input_activations"), scheme.activation_args)
+            and (scheme.group_size is None or size in scheme.group_sizes)
+        ):
+            return scheme
+    return None
 
 
 CANARY_TOKENS = 16

@@ -1,0 +1,150 @@
+"""
+vLLM servers that start at once: forked from a process that has imported what they need, which is most of what a start takes.
+
+Each is a process of its own in a group of its own, and does what its command line and its environment say. Its engine is forked
+too. Servers that are started as users start them, whose engines are spawned, are in test_vllm_server.py, in the test of FP8 in
+test_vllm_autostart.py, and in tests/distributed.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import time
+import traceback
+from types import SimpleNamespace
+
+
+IMPORTED = [
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    *(f"vllm.model_executor.models.{name}" for name in ("qwen2", "qwen3")),
+    "trl_qarl.vllm_plugin.worker",
+]
+
+
+class WarmServers:
+    """The process that servers are forked from."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def ask(self, *request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def popen(self, argv, env, stdout, **options):
+        return WarmServer(self, self.ask("start", argv, env, stdout.name))
+
+    def serve(self, patch) -> None:
+        """Have trainers of this process start their servers here, until the monkeypatch `patch` is undone."""
+        from trl_qarl.rollout import server_process
+
+        names = ("DEVNULL", "STDOUT", "TimeoutExpired")
+        known = {name: getattr(subprocess, name) for name in names}
+        patch.setattr(server_process, "subprocess", SimpleNamespace(Popen=self.popen, **known))
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+
+
+class WarmServer:
+    """What [`~trl_qarl.rollout.server_process.ServerProcess`] uses of `subprocess.Popen`."""
+
+    def __init__(self, servers: WarmServers, pid: int):
+        self.servers, self.pid, self.returncode = servers, pid, None
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = self.servers.ask("poll", self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = float("inf")):
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a server", timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+    def kill(self, signal: int = 9):
+        if self.poll() is None:
+            os.kill(self.pid, signal)
+
+    def terminate(self):
+        self.kill(15)
+
+
+def run(argv: list[str], environment: dict[str, str], log: str) -> None:
+    """`python -m module argument ...`, in this process."""
+    from trl_qarl.rollout import server_process
+
+    os.setsid()
+    server_process._end_with_parent()()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for output in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), output)
+    code = 1
+    try:
+        assert argv[1] == "-m"
+        sys.argv = argv[2:]
+        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # As an interpreter that ends.
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    import pytest
+    from vllm.platforms import current_platform
+
+    from testing_utils import start_engines_quickly
+
+    start_engines_quickly(pytest.MonkeyPatch())
+    current_platform.register_triton_kernel_overrides()
+    for module in list(sys.modules.values()):
+        if "get_mp_context" in getattr(module, "__dict__", {}):
+            module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # A collection in a child must not walk, and copy, all of it.
+    gc.collect()
+    gc.freeze()
+    answers.write("ready\n")
+    for line in sys.stdin:
+        kind, *arguments = json.loads(line)
+        if kind == "start":
+            answer = os.fork()
+            if answer == 0:
+                run(*arguments)
+        else:
+            pid, status = os.waitpid(arguments[0], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

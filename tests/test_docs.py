@@ -1,5 +1,6 @@
-"""Pages that name what the code has."""
+"""Pages that name what the code has, and examples in docstrings."""
 
+import doctest
 import importlib
 import json
 import os
@@ -285,3 +286,24 @@ def test_script_of_the_readme_runs_with_another_model_and_dataset(tmp_path, monk
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     assert "master weights" in (tmp_path / "qwen3-qarl" / "README.md").read_text()
     assert is_export(tmp_path / "qwen3-qarl-w4a16")
+
+
+def files_with_examples():
+    files = [*(ROOT / "trl_qarl").rglob("*.py"), *(ROOT / "benchmarks" / "study").glob("*.py")]
+    # These two load a model.
+    needs_model = {"rollout/engines.py", "quantization/swap.py"}
+    names = [str(file.relative_to(ROOT)) for file in sorted(files) if "\n    >>> " in file.read_text()]
+    return [name for name in names if name.removeprefix("trl_qarl/") not in needs_model]
+
+
+@pytest.mark.parametrize("name", files_with_examples())
+def test_examples_in_docstrings_give_what_they_show(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "study")
+    module = name.removesuffix(".py")
+    module = importlib.import_module(module.replace("/", ".") if name.startswith("trl_qarl") else Path(module).name)
+    runner, parse = doctest.DocTestRunner(), doctest.DocTestParser().get_doctest
+    for found in doctest.DocTestFinder().find(module):
+        # The fence that ends an example would be taken for its output.
+        text = (found.docstring or "").replace("```", "")
+        runner.run(parse(text, found.globs, found.name, found.filename, found.lineno))
+    assert runner.tries and not runner.failures

@@ -31,6 +31,7 @@ from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import places
 import routes
 
 
@@ -128,6 +129,9 @@ def collect(directory: Path) -> list[Cell]:
         settings = json.loads((path / "cell.json").read_text())["cell"]
         scores = {name: 100 * score["correct"] / score["total"] for name, score in run.evaluation.items()}
         cells.append({"study": directory.name, **settings, "scores": scores, "course": course})
+        if (path / places.PLACES_FILE).is_file():
+            rows = [json.loads(line) for line in (path / places.PLACES_FILE).read_text().splitlines()]
+            cells[-1]["places"] = places.add(rows)
     return cells
 
 
@@ -186,6 +190,7 @@ def tables(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
         found[study, "mismatch"] = quarters_table(groups, MISMATCH)
         found[study, "routes"] = quarters_table(groups, ROUTES)
         found[study, "bits"] = bits_table(groups)
+        found[study, "places"] = places_table(groups)
         found[study, "differences"] = differences_table(groups)
         found[study, "changes"] = changes_table(groups)
     return {name: "\n".join(lines) for name, lines in found.items()}
@@ -244,6 +249,16 @@ def bits_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
         if read_at_bits(cells, 4):
             scores = [read_at_bits(cells, bits, name) for name in ("greedy", "sampled") for bits in BITS]
             lines.append(_row([recipe, str(len(cells)), *map(interval, scores)]))
+    return lines
+
+
+def places_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
+    """Where error tokens and mismatch are, added over the seeds, a row for each group in which that was counted."""
+    header = ["scheme", "run", *places.COLUMNS]
+    lines = [_row(header), _row(["---"] * len(header))]
+    for (scheme, kind, objective), cells in groups.items():
+        if counts := [cell["places"] for cell in cells if "places" in cell]:
+            lines.append(_row([scheme, f"{kind}, {objective}", *places.describe(places.add(counts))]))
     return lines
 
 

@@ -3,9 +3,12 @@ Where in the answers of a generation batch the error tokens and the mismatch are
 `long_study.py --places` writes it to `places.jsonl`, a row per batch.
 """
 
+import itertools
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +18,13 @@ from trl_qarl.telemetry.mismatch import ERROR_PROBABILITY
 PLACES_FILE = "places.jsonl"
 # Tokens in each place.
 WIDTH = 100
+# What `describe` gives: by thirds of an answer of a thousand tokens, by the sign of the advantage, by whether there are error tokens.
+COLUMNS = (
+    *(f"error tokens of 100,000, {third}" for third in ("to 300", "to 600", "beyond")),
+    *(f"mismatch, nats per token, {third}" for third in ("to 300", "to 600", "beyond")),
+    *(f"nats per {sign} answer" for sign in ("right", "wrong")),
+    *(f"dropped {kind} error tokens, %" for kind in ("with", "without")),
+)
 
 
 class PlaceRecorder:
@@ -93,3 +103,46 @@ def summarize(batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
         "sequences": [rows.sum().item() * 1.0 for rows in chosen],
         "sequence_mismatch": [whole[rows].sum().item() for rows in chosen],
     }
+
+
+def add(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """
+    Sums of several rows, or of several such sums, to four digits.
+
+    >>> add([{"step": 1, "tokens": [2.0], "dropped": {"with": [1, 0]}}, {"step": 9, "tokens": [1.0, 3.0], "dropped": {"with": [1, 1]}}])
+    {'tokens': [3.0, 3.0], 'dropped': {'with': [2, 1]}}
+    """
+
+    def total(parts: Sequence[Sequence[float]]) -> list[float]:
+        return [
+            part if isinstance(part, int) else float(f"{part:.4g}")
+            for part in map(sum, itertools.zip_longest(*parts, fillvalue=0))
+        ]
+
+    names = [name for name in rows[0] if name not in ("step", "dropped")]
+    dropped = {kind: total([row["dropped"][kind] for row in rows]) for kind in rows[0]["dropped"]}
+    return {name: total([row[name] for row in rows]) for name in names} | {"dropped": dropped}
+
+
+def describe(counts: Mapping[str, Any]) -> list[str]:
+    """
+    The values of `COLUMNS` from what [`add`] gives; a dash for what there is none of.
+
+    >>> counts = {"tokens": [1e4] * 8, "errors": [1, 2, 0, 0, 0, 0, 4, 0], "mismatch": [3.0] * 8, "sequences": [4, 0]}
+    >>> describe(counts | {"sequence_mismatch": [2.0, 0.0], "dropped": {"with": [5, 2], "without": [0, 0]}})
+    ['10', '0', '20', '0.0003', '0.0003', '0.0003', '0.5', '-', '40', '-']
+    """
+
+    def share(part: float, whole: float) -> str:
+        return f"{float(f'{part / whole:.2g}'):g}" if whole else "-"
+
+    tokens, errors, mismatch = (
+        [sum(counts[name][first:last]) for first, last in ((0, 3), (3, 6), (6, None))]
+        for name in ("tokens", "errors", "mismatch")
+    )
+    return [
+        *(share(1e5 * part, whole) for part, whole in zip(errors, tokens, strict=True)),
+        *(share(part, whole) for part, whole in zip(mismatch, tokens, strict=True)),
+        *(share(part, whole) for part, whole in zip(counts["sequence_mismatch"], counts["sequences"], strict=True)),
+        *(share(100 * dropped, number) for number, dropped in counts["dropped"].values()),
+    ]

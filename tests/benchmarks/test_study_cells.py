@@ -323,6 +323,14 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
             # Logged once for each batch of eight updates; six of the eight batches earn nothing.
             row["reward"] = reward if row["step"] > 48 else 0.0
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        # Two batches; a thousand tokens and one error token in the first three hundred of each.
+        counts = {"tokens": [1000, 0, 0, 500], "errors": [1, 0, 0, 0], "mismatch": [2.0, 0, 0, 3.0]}
+        counts |= {
+            "sequences": [1, 1],
+            "sequence_mismatch": [0.5, 4.0],
+            "dropped": {"with": [2, 1], "without": [8, 0]},
+        }
+        (run / "places.jsonl").write_text("\n".join([json.dumps({"step": step} | counts) for step in (1, 9)]))
         # The third cell is not finished yet.
         if seed < 2:
             (run / "finished").touch()
@@ -338,6 +346,8 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
     assert "| w4a16 | QaRL, tbpo, quantized afterwards | 2 | - | 12 ± 159 | - | - |" in lines
     # First and last quarter: the mean over steps 1 to 16, and over 49 to 64.
     assert "| w4a16 | QaRL, tbpo | - | 1.7 to 11 | - | - | - |" in lines
+
+    assert "| w4a16 | QaRL, tbpo | 100 | 0 | - | 0.002 | 0.006 | - | 0.5 | 4 | 50 | 0 |" in lines
 
     other = {"study": "other", "scheme": "bf16"}
     path.write_text(json.dumps([other, *json.loads(path.read_text())]))

@@ -88,6 +88,7 @@ def make_trainer(objective, use_vllm, per_token_logps):
         use_vllm=use_vllm,
         vllm_importance_sampling_correction=known.options.get("vllm_importance_sampling_correction", False),
         aux_loss_enabled=False,
+        is_deepspeed_enabled=False,
         _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1,
         accelerator=SimpleNamespace(reduce=lambda tensor, reduction: tensor, gather=lambda tensor: tensor),

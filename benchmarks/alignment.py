@@ -2,7 +2,7 @@
 Writes the tables of alignment.md and draws alignment.png from alignment.json: `python benchmarks/alignment.py` (needs matplotlib).
 
 The JSON holds what `trl-qarl bench alignment --dtypes bfloat16 --tokens 3000 --json FILE` wrote, the same with
-`--rollout server`, and what a processor without AVX512 wrote, scheme by scheme; each with its command and machine.
+`--rollout server`, and what `python benchmarks/grids.py mismatch` wrote; each with its command and machine.
 """
 
 import json
@@ -46,11 +46,14 @@ def _table(rows: list[dict]) -> str:
     names = [name for name in names if any(name in row for row in rows)]
     titles = [re.sub(r"^(?:fast|engine): (?!equal)", "", name) for name in names]
     lines = [["scheme", "tokens", *titles]]
-    lines += [
-        [f"`{row['scheme']}`", f"{row['tokens']:,}", *(_cell(name, row.get(name)) for name in names)] for row in rows
-    ]
+    lines += [[_scheme(row), f"{row['tokens']:,}", *(_cell(name, row.get(name)) for name in names)] for row in rows]
     lines.insert(1, ["---"] * len(lines[0]))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
+
+
+def _scheme(row: dict) -> str:
+    size = row.get("group size")
+    return f"`{row['scheme']}`, {size}" if size else f"`{row['scheme']}`"
 
 
 def _cell(name: str, value: float | None) -> str:

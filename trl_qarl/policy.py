@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.base_trainer import _BaseTrainer
@@ -36,7 +37,7 @@ from .numerics.exact import Exactness
 from .quantization.global_scales import global_scales
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, precision_at, problems_of_patterns, set_precision
-from .quantization.sharded import is_sharded, reshard, shard_low_bit
+from .quantization.sharded import reshard, shard_low_bit
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model, quantized_layers
 from .rollout.failures import all_or_none
 
@@ -128,7 +129,7 @@ class Policy:
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
-        if sharded_by in ("ZeRO-3", "DeepSpeed") or (sharded_by == "FSDP2" and args.numerics is None):
+        if sharded_by == "ZeRO-3" or (sharded_by in ("FSDP2", "DeepSpeed") and args.numerics is None):
             self.numerics, reason = "fast", f"{sharded_by} shards the masters"
         logger.info("numerics=%r: %s", self.numerics, reason)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
@@ -194,7 +195,7 @@ class Policy:
         """Prepare `model` to be what the learner is kept close to: as the learner started, the low-bit model."""
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
-            if is_sharded(model):
+            if isinstance(model, FSDPModule):
                 shard_low_bit(model)
             self._reference = model
         self.attach_numerics(model)

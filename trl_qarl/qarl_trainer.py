@@ -122,8 +122,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         ):
             super().__init__(**given)
         if self.is_deepspeed_enabled and args.bf16:
-            # After TRL has given the model another forward.
-            compute_in_bfloat16(self.model)
+            # After TRL has given the models another forward.
+            for each in filter(None, (self.model, self.ref_model)):
+                compute_in_bfloat16(self.accelerator.unwrap_model(each))
         if shards_masters(self.accelerator) and not self.use_vllm and (tools or environment_factory):
             raise NotImplementedError(
                 "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: processes call them each as often as they need, and generate together."

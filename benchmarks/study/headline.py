@@ -1,6 +1,7 @@
 """
 Draws docs/headline.png and the figures of docs/study_grids.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib);
-docs/study-bits.png too where `long_tables.py --collect outputs/bits` has added the cells of benchmarks/study/bits.yaml.
+docs/study-bits.png and docs/study-length.png too where `long_tables.py --collect` has added the cells of benchmarks/study/bits.yaml and of
+benchmarks/study/length_1000.yaml.
 """
 
 import json
@@ -41,6 +42,11 @@ RECIPES = {
     "nested-4to3": ("4, then 3", "orange"),
     "nested-4to3to2": ("4, then 3, then 2", "pink"),
 }
+
+
+# Studies of one recipe with answers of so many tokens.
+LENGTHS = {"length_150": "150 tokens", "length_400": "400 tokens", "length_1000": "1,000 tokens"}
+LENGTH_SCHEME = "w4a16-g128-signed"
 
 
 def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -85,6 +91,11 @@ def draw_scores(cells: list[dict], scores: dict[str, dict[str, tuple[float, floa
     figure.savefig(PICTURE, facecolor="white", dpi=160, metadata={"Description": repr(scores)})
 
 
+def _smooth(courses: list[list[float]]) -> list[float]:
+    means = [statistics.fmean(batch) for batch in zip(*courses, strict=True)]
+    return [statistics.fmean(means[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(means))]
+
+
 def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: bool = False) -> None:
     """A metric over the updates, means over the seeds."""
     groups = group_cells(cells)
@@ -92,9 +103,7 @@ def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: 
     for axes, (scheme, title) in zip(panels, SCHEMES.items(), strict=True):
         runs = {("long", scheme, *run): style for run, style in RUNS.items()} | {BASELINE: ("bf16, GRPO", "ink")}
         for key, (name, color) in runs.items():
-            courses = [cell["course"][metric] for cell in groups[key]]
-            means = [statistics.fmean(batch) for batch in zip(*courses, strict=True)]
-            smooth = [statistics.fmean(means[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(means))]
+            smooth = _smooth([cell["course"][metric] for cell in groups[key]])
             axes.plot([8 * i for i in range(1, len(smooth) + 1)], smooth, color=COLORS[color][0], lw=1.8, label=name)
         axes.set_title(title, fontsize=12, loc="left")
         axes.set_xlabel("updates")
@@ -132,6 +141,34 @@ def draw_bits(cells: list[dict]) -> None:
     figure.savefig(DOCS / "study-bits.png", facecolor="white", dpi=130)
 
 
+def draw_lengths(cells: list[dict]) -> None:
+    """Rewards over the updates with the longest answers, and what the deployed policy solves by length, each seed a small dot."""
+    groups = group_cells(cells)
+    figure, (courses, scores) = _panels(figsize=(9, 3.6))
+    found = [study for study in LENGTHS if any(study == of for of, *_ in groups)]
+    runs = {(LENGTH_SCHEME, *run): style for run, style in RUNS.items()} | {BASELINE[1:]: ("bf16, GRPO", "ink")}
+    for place, (run, (name, color)) in enumerate(runs.items()):
+        color = COLORS[color][0]
+        if cells_of_run := groups.get((found[-1], *run)):
+            smooth = _smooth([cell["course"]["reward"] for cell in cells_of_run])
+            courses.plot([8 * i for i in range(1, len(smooth) + 1)], smooth, color=color, lw=1.8, label=name)
+        for index, study in enumerate(found):
+            solved = [cell["scores"]["greedy"] for cell in groups.get((study, *run), [])]
+            x = index + 0.12 * (place - len(runs) / 2)
+            scores.plot([x] * len(solved), solved, "o", ms=4, alpha=0.6, color=color)
+            if solved:
+                scores.plot(x, statistics.fmean(solved), "_", ms=14, mew=2.5, color=color)
+    courses.set_title(f"rewards, answers of {LENGTHS[found[-1]]}", fontsize=12, loc="left")
+    courses.set_xlabel("updates")
+    scores.set_title("solved greedily at the end", fontsize=12, loc="left")
+    scores.set_xticks(range(len(found)), [LENGTHS[study] for study in found])
+    scores.set_xlim(-0.7, len(found) - 0.3)
+    scores.yaxis.set_major_formatter("{x:.0f} %")
+    courses.legend(frameon=False, fontsize=8.5, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(DOCS / "study-length.png", facecolor="white", dpi=130)
+
+
 def _panels(**options):
     import matplotlib
 
@@ -153,3 +190,5 @@ if __name__ == "__main__":
     draw_courses(cells, "mismatch/abs_logp_mean", "mismatch, nats per token", "study-long-mismatch.png", log=True)
     if any(cell["study"] == "bits" for cell in cells):
         draw_bits(cells)
+    if any(cell["study"] in LENGTHS for cell in cells):
+        draw_lengths(cells)

@@ -26,6 +26,8 @@ import places
 import routes
 from long_tables import BITS
 
+from trl_qarl.quantization.precisions import block_by_block
+
 
 # Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.
 # With the scales of compressed-tensors, as in docs/study_grids.md.
@@ -60,18 +62,26 @@ NESTED = {
     "nested-432": [4, 3, 2],
     "nested-4to3": {0: 4, 120: 3},
     "nested-4to3to2": {0: 4, 80: 3, 160: 2},
+    "nested-4to3-forward": block_by_block(4, 3, range(3), every=60),
+    "nested-4to3-backward": block_by_block(4, 3, range(2, -1, -1), every=60),
 }
+WITHOUT_WARM_START = ("nested-4", "nested-4to3", "nested-4to3-forward", "nested-4to3-backward")
 VARIANTS |= {
     name + suffix: {"scheme": "w4a16", "group_size": 32, "precisions": precisions} | start
     for suffix, start in {"": {}, "-warm": {"start": "distill"}}.items()
     for name, precisions in NESTED.items()
-    if not (suffix and name in ("nested-4", "nested-4to3"))
+    if not (suffix and name in WITHOUT_WARM_START)
 }
 PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
 # The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_grids.md says how that was chosen.
 BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
+# An objective that a cell names, with another option: the mismatch of a whole answer truncated where else each token's is, and wider bands.
+CHANGED_OBJECTIVES = {
+    "grpo-tis-sequence": ("grpo", {"vllm_importance_sampling_mode": "sequence_truncate"}),
+    "tbpo-wide": ("tbpo", {name: 3 * offset for name, offset in BANDS.items()}),
+}
 
 
 def main() -> None:
@@ -143,12 +153,10 @@ def make_trainer(args: Namespace):
     from trl_qarl import QaRLConfig, QaRLTrainer
     from trl_qarl.quantization.gemm import has_fast_bf16
 
-    offsets = BANDS if args.objective == "tbpo" else SEQUENCE_CLIP if args.objective.endswith("gspo") else {}
-    options = {
-        "learning_rate": args.learning_rate,
-        **{name: args.band_scale * offset for name, offset in offsets.items()},
-        **VARIANTS[args.scheme],
-    }
+    objective, changed = CHANGED_OBJECTIVES.get(args.objective, (args.objective, {}))
+    offsets = BANDS if objective == "tbpo" else SEQUENCE_CLIP if objective.endswith("gspo") else {}
+    options = {"learning_rate": args.learning_rate, **offsets, **changed, **VARIANTS[args.scheme]}
+    options |= {name: args.band_scale * options[name] for name in offsets}
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     start, rate = options.pop("start", None), options.pop("low_bit_rate", None)
     if isinstance(options.get("precisions"), dict):
@@ -159,7 +167,7 @@ def make_trainer(args: Namespace):
         str(args.output_dir),
         **options,
         quantize_learner=args.quantize_learner == "true",
-        objective=args.objective,
+        objective=objective,
         seed=args.seed,
         max_steps=max(args.max_steps, 1),
         lr_scheduler_type="constant_with_warmup",

@@ -5,7 +5,8 @@ The tables of docs/study_grids.md, from the directories that `trl-qarl compare` 
     python benchmarks/study/long_tables.py benchmarks/study/study.json
     python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study_grids.md
 
-The first keeps what the page and its pictures need of every cell, and other studies that the file has already. The second prints
+The first adds what the page and its pictures need of every cell, in the place of cells with the same settings; a study can so be made of the
+cells of several machines or days. The second prints
 Markdown: means over the seeds with 95 % intervals, what the telemetry saw, and which differences exceed the noise between seeds. The
 third renews the tables of the page.
 
@@ -102,9 +103,9 @@ def main() -> None:
             print(json.dumps(band_scale(directory)))
     elif args.collect:
         before = json.loads(args.output.read_text()) if args.output.is_file() else []
-        studies = {directory.name for directory in args.paths}
-        cells = [cell for cell in before if cell["study"] not in studies]
-        cells += [summary for directory in args.paths for summary in collect(directory)]
+        found = [summary for directory in args.paths for summary in collect(directory)]
+        renewed = [settings_of(cell) for cell in found]
+        cells = [cell for cell in before if settings_of(cell) not in renewed] + found
         args.output.write_text("[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n")
     else:
         (path,) = args.paths
@@ -133,6 +134,11 @@ def collect(directory: Path) -> list[Cell]:
             rows = [json.loads(line) for line in (path / places.PLACES_FILE).read_text().splitlines()]
             cells[-1]["places"] = places.add(rows)
     return cells
+
+
+def settings_of(cell: Cell) -> Cell:
+    """The study and the settings of a cell, without what came of it."""
+    return {name: value for name, value in cell.items() if name not in ("scores", "course", "places")}
 
 
 def read_routes(path: Path) -> dict[str, dict[int, float]]:

@@ -129,6 +129,22 @@ def test_a_fingerprint_tells_bases_and_schemes_apart_and_not_adapters():
     assert len(set(prints.values())) == len(prints)
 
 
+@pytest.mark.parametrize(("scheme", "factor"), [("nvfp4a16", 2.0), ("w4a16-asym", -1.0), ("w8a16-asym", -1.0)])
+def test_bases_whose_scales_are_the_same_have_other_fingerprints(scheme, factor):
+    prints, scales = set(), []
+    for times in (1.0, factor):
+        model = tiny()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name.endswith("proj.base_layer.weight"):
+                    p.mul_(times)
+        prepare(model, scheme)
+        prints.add(base_fingerprint(model))
+        scales.append([layer.low_bit_weight().scale for layer in quantized_layers(model).values()])
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(*scales, strict=True))
+    assert len(prints) == 2
+
+
 PLAN = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
 
 

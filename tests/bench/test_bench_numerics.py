@@ -73,3 +73,18 @@ def test_bench_alignment_samples_answers_of_the_asked_length_until_there_are_eno
 
     samples = _sample(Client(), make_tiny_model(tmp_path, "llama"), 200, 5)
     assert [len(tokens) for _, tokens, _ in samples] == [5] * 48
+
+
+def test_a_summary_of_alignment_has_a_row_for_each_group_size():
+    from trl_qarl.bench.alignment import summarize_alignment
+
+    rows = [
+        {"dtype": "bfloat16", "scheme": "w4a16", "group size": size, "learner": learner, "tokens": 9, "mean": mean}
+        for size, mean in ((128, 0.25), (32, 0.5))
+        for learner in ("quantized", "quantized, engine numerics")
+    ]
+    summary = summarize_alignment(rows)
+    assert [(row["group size"], row["fast: mean"], row["engine: mean"]) for row in summary] == [
+        (128, 0.25, 0.25),
+        (32, 0.5, 0.5),
+    ]

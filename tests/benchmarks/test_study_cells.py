@@ -335,7 +335,6 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
         if seed < 2:
             (run / "finished").touch()
     path = tmp_path / "study.json"
-    path.write_text(json.dumps([{"study": "long", "scheme": "outdated"}]))
     for options in (["--collect", str(tmp_path / "long"), "--output", str(path)], [str(path)]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["long_tables.py", *options])
@@ -349,13 +348,14 @@ def test_tables_of_the_long_study_use_the_last_quarter_and_all_seeds(long_tables
 
     assert "| w4a16 | QaRL, tbpo | 100 | 0 | - | 0.002 | 0.006 | - | 0.5 | 4 | 50 | 0 |" in lines
 
-    other = {"study": "other", "scheme": "bf16"}
-    path.write_text(json.dumps([other, *json.loads(path.read_text())]))
+    # Collected again: what has the same settings is renewed, what another day or study has found stays.
+    found = json.loads(path.read_text())
+    others = [found[0] | {"study": "other"}, found[0] | {"seed": 7}]
+    path.write_text(json.dumps([*others, found[0] | {"scores": {"greedy": 1.0}}, found[1]]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["long_tables.py", "--collect", str(tmp_path / "long"), "--output", str(path)])
         long_tables.main()
-    cells = json.loads(path.read_text())
-    assert cells[0] == other and [cell["study"] for cell in cells[1:]] == ["long", "long"]
+    assert json.loads(path.read_text()) == [*others, *found]
 
 
 def test_a_change_is_compared_with_its_recipe_beside_the_noise(long_tables):

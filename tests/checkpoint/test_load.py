@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,17 @@ def test_groups_whose_codes_no_masters_give_back_are_counted_and_keep_their_weig
         for leaf, weight in ours.quantized_weights.items():
             theirs = quantized_layers(model)[layer].quantized_weights[leaf].low_bit_weight()
             assert torch.equal(weight.low_bit_weight(), theirs) == (layer != name), (layer, leaf)
+
+
+def test_scales_in_float32_are_named_as_the_reason_why_they_are_not_given_back(tmp_path, caplog):
+    shutil.copytree(FILES / "gptq", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(".weight_scale"):
+            tensors[name] = tensor.float() * (1 + 1e-3 * torch.rand(tensor.shape))
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_masters(str(tmp_path))
+    assert "these are in float32. Quantize a model in bfloat16" in caplog.text and "too few codes" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["w4a16-observer", "w4a16-asym", "w8a16-asym", "w4a16"])

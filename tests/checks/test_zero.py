@@ -44,7 +44,7 @@ def test_masters_stay_in_float32(stage, optim):
 
 
 def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
     pushes = {"push_to_hub": True, "hub_strategy": "every_save"}
     for state, options, message in (
         ({"stage": 0}, {}, "zero_stage=0 shards nothing. Use 1, 2 or 3"),
@@ -52,15 +52,15 @@ def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
         ({"stage": SLICES | {"zero_quantized_weights": True}}, {}, "zero_quantized_weights=true .* rounded to 8 bits"),
         ({"stage": SLICES}, {"precisions": [4, 3]}, r"precisions=\[4, 3\] with zero_stage=3: it has not been tried"),
         ({"stage": SLICES}, pushes, "hub_strategy='every_save' with zero_stage=3 .* Use hub_strategy='end'"),
-        ({"zero_optimization": zero}, {}, "offload_optimizer_device='cpu' with DeepSpeed"),
+        ({"zero_optimization": zero}, {}, "offload_optimizer_device='nvme' with DeepSpeed: .* Use none or cpu"),
         ({"fp16": {"enabled": True}}, {}, r"fp16.enabled=true .* rounds the model's weights to 16 bits"),
         ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.enabled=true"),
         ({"optimizer": {}}, {}, "'optimizer' in DeepSpeed's configuration: `optim` chooses it"),
         ({"scheduler": {}}, {}, "'scheduler' in DeepSpeed's configuration"),
         ({}, {"optim": "muon"}, "optim='muon' with DeepSpeed: .* Use 'adamw_torch_fused'"),
         ({}, {"optim": "adafactor"}, "optim='adafactor' with DeepSpeed"),
-        ({}, {"beta": 0.1}, "beta=0.1 with DeepSpeed"),
-        ({}, {"numerics": "engine"}, "numerics='engine' with DeepSpeed: .* Use numerics='fast'"),
+        ({"stage": SLICES}, {"numerics": "engine"}, "numerics='engine' with zero_stage=3: .* Use numerics='fast'"),
+        ({"stage": SLICES}, {"sync_ref_model": True}, "sync_ref_model=True with zero_stage=3"),
     ):
         args = config()
         vars(args).update(options)
@@ -76,11 +76,17 @@ def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
         check_launch(launched(), config(), nn.Linear(2, 2))
 
 
-def test_an_adapter_is_refused():
+def test_adapters_are_refused_but_within_whole_weights():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
-    with pytest.raises(ValueError, match="an adapter with DeepSpeed"):
+    with pytest.raises(ValueError, match="lora_mode='adapter' with DeepSpeed: .* Use lora_mode='merged'"):
         check_launch(launched(), config(), model)
+    with pytest.raises(ValueError, match="an adapter with zero_stage=3: .* Use zero_stage 1 or 2"):
+        check_launch(launched(SLICES), config(lora_mode="merged"), model)
+    accelerator = launched()
+    check_launch(accelerator, config(lora_mode="merged"), model)
+    # Else accelerate puts another optimizer into the place of `optim`, where its state is offloaded.
+    assert accelerator.state.deepspeed_plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] is False
 
 
 def test_the_forward_computes_in_bfloat16_and_returns_float32():

@@ -35,6 +35,9 @@ from trl_qarl.rollout.transports import FileTransport
 from trl_qarl.wire.protocol import PublishError
 
 
+LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
 def bits(tensor):
     return tensor.detach().contiguous().view(torch.uint8)
 

@@ -1,16 +1,23 @@
 """What a trainer with sharded masters trains, logs, publishes and refuses. Run by shards.py."""
 
+from functools import partial
 from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_runs import Engine, assert_publishes, assert_trained_the_same, same, train, weights_of
+from live_bytes import LiveBytes, give_completions
+from sharded_runs import LORA, Engine, assert_publishes, assert_trained_the_same, same, train, weights_of
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
+from testing_utils import make_tiny_model
 from trl_qarl import qarl_trainer
 from trl_qarl.adapters.engine import iter_adapter_tensors
+from trl_qarl.doctor.memory import Run, parts_of_memory
 from trl_qarl.numerics.exact import describe_difference
+from trl_qarl.quantization.formats import int4_packed
+from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.sharded import is_sharded, reshard, whole, whole_low_bit
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -40,9 +47,6 @@ def a_mixture_trains_what_it_trains_with_whole_masters(folder):
         assert_trained_the_same(trainer, ddp)
         experts = trainer.model.model.layers[0].mlp.experts
         assert len(experts.gate_up_proj) == 5 and len(experts.gate_up_proj.to_local()) == (3, 2)[dist.get_rank()]
-
-
-LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
 def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
@@ -173,6 +177,42 @@ def a_reference_is_low_bit_and_sharded_too(folder):
             ours, theirs = ([row[name] for row in t.state.log_history if name in row] for t in (trainer, ddp))
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9) and len(ours) == 3, name
     assert max(theirs) > 0
+
+
+class _Phases(TrainerCallback):
+    """Calls the phase of `live` "layers" while these are differentiated."""
+
+    def __init__(self, live):
+        self.live = live
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.model.norm.register_full_backward_pre_hook(lambda *args: setattr(self.live, "phase", "layers"))
+        model.register_forward_pre_hook(lambda *args: setattr(self.live, "phase", "head"))
+        for parameter in model.parameters():
+            self.live.add(parameter.detach())
+
+
+def the_peak_of_fsdp2_is_what_was_calculated(folder):
+    """Of a model most of which is its vocabulary: gradients are sharded, but whole while micro-batches are added up."""
+    words, hidden = 8192, 128
+    if dist.get_rank() == 0:
+        make_tiny_model(f"{folder}/words", "qwen2", hidden_size=hidden, intermediate_size=256, vocab_size=words)
+    dist.barrier()
+    with torch.device("meta"):
+        shapes = partial(AutoModelForCausalLM.from_config, AutoConfig.from_pretrained(f"{folder}/words/qwen2"))
+    for steps in (1, 2):
+        live = LiveBytes()
+        int4_packed._table.cache_clear()
+        options = {"bf16": True, "num_generations": 2, "rollout_func": give_completions, "mismatch_probe_steps": 0}
+        options |= {"gradient_accumulation_steps": steps, "max_steps": 2}
+        with live:
+            [trainer] = train(f"{folder}/words", f"peak-{steps}", launch={}, callbacks=[_Phases(live)], **options)
+        with torch.device("meta"):
+            run = Run(2, trainer.args.optim, num_tokens=2 * 64, accumulates=steps > 1)
+            parts = parts_of_memory(shapes(), get_plan(trainer.args.scheme), run)["fsdp2"]
+        # Nothing is published. gloo reduces a copy, and codes are unpacked with a table.
+        calculated = sum(parts.values()) - parts["logits"] - parts["weight sync"] + 4 * words * hidden + 2**20
+        assert calculated == pytest.approx(live.peaks["layers"], rel=0.1), steps
 
 
 def processes_that_disagree_are_told_so(folder):

@@ -33,9 +33,10 @@ from sharded_trainers import (
     engine_numerics_train_what_they_train_with_whole_masters,
     precisions_in_turn_train_what_they_train_with_whole_masters,
     processes_that_disagree_are_told_so,
+    the_peak_of_fsdp2_is_what_was_calculated,
 )
 from train_ddp import fork_ranks
-from zero import zero_trains_what_it_trains_with_whole_state
+from zero import zero_trains_an_adapter_a_reference_and_engine_numerics, zero_trains_what_it_trains_with_whole_state
 
 
 CLAIMS = [
@@ -51,8 +52,10 @@ CLAIMS = [
     a_server_is_filled_and_filled_again,
     a_reference_is_low_bit_and_sharded_too,
     a_run_goes_on_from_its_checkpoint,
+    the_peak_of_fsdp2_is_what_was_calculated,
     processes_that_disagree_are_told_so,
     zero_trains_what_it_trains_with_whole_state,
+    zero_trains_an_adapter_a_reference_and_engine_numerics,
 ]
 LAUNCHES = [
     (2, CLAIMS),

@@ -21,11 +21,13 @@ CLAIMS = [
     "engine_numerics_train_what_they_train_with_whole_masters",
     "a_server_is_filled_and_filled_again",
     "a_reference_is_low_bit_and_sharded_too",
+    "the_peak_of_fsdp2_is_what_was_calculated",
     "a_run_goes_on_from_its_checkpoint",
     "one_process_goes_on_from_a_checkpoint_of_two",
     "two_processes_go_on_from_a_checkpoint_of_one",
     "processes_that_disagree_are_told_so",
     "zero_trains_what_it_trains_with_whole_state",
+    "zero_trains_an_adapter_a_reference_and_engine_numerics",
     "a_killed_process_leaves_a_checkpoint",
 ]
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
-from sharded_runs import assert_publishes, assert_trained_the_same, files_of, same, train, weights_of
+from sharded_runs import LORA, assert_publishes, assert_trained_the_same, files_of, same, train, weights_of
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -44,14 +44,21 @@ def cutting_all(init):
     return init_cutting_all
 
 
+OFFLOADED = {
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+}
+
+
 @contextmanager
-def launched(stage, bf16):
-    """Environment as `accelerate launch` makes it of the shipped configuration for a stage."""
+def launched(stage, bf16, **more):
+    """Environment as `accelerate launch` makes it of the shipped configuration for a stage, and `more`."""
     import deepspeed
 
     shipped = launch_environment(f"deepspeed_zero{stage}.yaml")
     environment = {name: value for name, value in shipped.items() if name.startswith("ACCELERATE_")}
     environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"} | ({} if bf16 else {"ACCELERATE_MIXED_PRECISION": "no"})
+    environment |= more
     AcceleratorState._reset_state(True)
     try:
         with (
@@ -80,6 +87,15 @@ def passed_on(value):
     return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
+class MovesFrozen(TrainerCallback):
+    """Has frozen weights at addresses as those of a tensor of its own: they are read from a file, and last bits of a product depend on them."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.clone()
+
+
 class AddsUpAsDeepSpeed(TrainerCallback):
     """
     Has DDP add up the gradients of an activation in the order of ZeRO-3, whose hooks pass on what goes into a module and comes out of
@@ -104,6 +120,14 @@ def assert_sharded(trainer, stage):
         parts = engine.optimizer.single_partition_of_fp32_groups
     # Aligned, each group of parameters.
     assert sum(p.numel() for p in parts) < num_weights / num_processes + 100
+
+
+def assert_offloads(optimizer, stage):
+    assert type(optimizer.optimizer) is torch.optim.AdamW
+    if stage == 3:
+        assert optimizer.offload_optimizer and optimizer.offload_param
+    else:
+        assert optimizer.cpu_offload
 
 
 def assert_quantized_once(model):
@@ -159,6 +183,27 @@ def zero_trains_what_it_trains_with_whole_state(folder):
             assert ours == theirs and {"model.safetensors", "patch-2.safetensors"} <= ours.keys()
         masters = [p.detach().clone() for p in ddp.model.parameters()]
         resume = f"{folder}/zero{stage}/checkpoint-2"
-        launch = launched(stage, options["bf16"])
+        # What is kept elsewhere comes from the same checkpoint.
+        launch = launched(stage, options["bf16"], **OFFLOADED)
         for trainer in train(folder, f"zero{stage}-resumed", resume=resume, launch=launch, **options):
+            assert_offloads(trainer.model_wrapped.optimizer, stage)
             assert all(map(torch.equal, map(whole, trainer.model.parameters()), masters))
+
+
+def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
+    """Of ZeRO-2 an adapter within low-bit weights, of ZeRO-3 masters beside a reference, which it cuts too."""
+    if find_spec("deepspeed") is None:
+        return
+    adapter = {"bf16": True, "lora": LORA, "lora_mode": "merged", "learning_rate": 1e-2}
+    for stage, options in ((2, adapter), (2, {"bf16": True, "numerics": "engine"}), (3, {"bf16": True})):
+        options = {"beta": 0.1, "max_steps": 2, "mismatch_probe_steps": 0, "optim": "adamw_torch"} | options
+        callbacks = [MovesFrozen()] if stage == 2 else [AddsUpAsDeepSpeed()]
+        [ddp] = train(folder, f"more-zero{stage}-ddp", callbacks=callbacks, **options)
+        launch, moves = launched(stage, options["bf16"]), [MovesFrozen()] if stage == 2 else []
+        for trainer in train(folder, f"more-zero{stage}", launch=launch, callbacks=moves, **options):
+            assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine" and trainer.numerics == ddp.numerics
+            rows = assert_trained_the_same(trainer, ddp)
+            assert max(row["kl"] for row in rows if "kl" in row) > 0
+            found = {row["mismatch/abs_logp_max"] for row in rows if "mismatch/abs_logp_max" in row}
+            assert max(found) < 2e-6 and (trainer.numerics == "fast" or found == {0.0})
+            assert trainer.ref_model is None or type(trainer.ref_model).__name__ == "DeepSpeedEngine"

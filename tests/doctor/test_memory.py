@@ -1,19 +1,17 @@
 import re
 import runpy
-import weakref
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from live_bytes import LiveBytes, give_completions
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_tiny_model, make_trainer
 from trl_qarl import cli
 from trl_qarl.doctor.memory import LAUNCHES, Run, launch_configuration, parts_of_memory
+from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -60,44 +58,6 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
         assert parts[name] == pytest.approx(value, rel=1e-3), name
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, and keeps the largest count in each phase."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.num_bytes, self.phase, self.peaks = set(), 0, "", defaultdict(int)
-
-    def add(self, tensor):
-        if isinstance(tensor, LowBitTensor):
-            for part in tensor.parts():
-                self.add(part)
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.live:
-            self.live.add(key)
-            self.num_bytes += size
-            weakref.finalize(storage, self.drop, key, size)
-            self.peaks[self.phase] = max(self.peaks[self.phase], self.num_bytes)
-
-    def drop(self, key, size):
-        self.live.remove(key)
-        self.num_bytes -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor):
-                self.add(tensor)
-        return output
-
-
-def give_completions(prompts, trainer):
-    ids = torch.randint(4, 260, (len(prompts), 60), generator=torch.Generator().manual_seed(0)).tolist()
-    logps = [[-5.5] * 60] * len(prompts)
-    return {"prompt_ids": [[5, 6, 7, 8]] * len(prompts), "completion_ids": ids, "logprobs": logps}
-
-
 @pytest.mark.parametrize(
     ("num_sequences", "shape"),
     [
@@ -110,6 +70,8 @@ def test_the_peak_is_what_was_calculated(tmp_path, num_sequences, shape):
     options = {"per_device_train_batch_size": num_sequences, "num_generations": num_sequences, "bf16": True}
     # Gradients and state of an update are there in the second micro-batch of the next one.
     options |= {"gradient_accumulation_steps": 2, "max_steps": 2, "rollout_func": give_completions}
+    # Else it is counted where no test has made it before.
+    int4_packed._table.cache_clear()
     with live:
         trainer = make_trainer(model, tmp_path, **options)
         trainer.model.model.norm.register_full_backward_pre_hook(lambda *args: setattr(live, "phase", "layers"))
@@ -149,6 +111,8 @@ def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
     for name in ("masters", "gradients", "optimizer", "low-bit weights"):
         assert four["fsdp2"][name] == pytest.approx(alone["ddp"][name] / 4, rel=1e-3)
         assert four["ddp"][name] == alone["ddp"][name]
+    adding = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(4, accumulates=True))
+    assert adding["fsdp2"] == four["fsdp2"] | {"gradients": alone["ddp"]["gradients"]} and adding["ddp"] == four["ddp"]
     with pytest.raises(ValueError, match="optim='sgd' is not known here"):
         parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, "sgd"))
 
@@ -173,6 +137,8 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64, lora_rank=8))
     less = sum(parts["fsdp2"].values()) / 1e9
     assert less < sizes[1]
+    assert cli.main([*command, "--gpu_memory", str(sizes[1] * 1.001), "--gradient_accumulation_steps", "2"]) == 1
+    assert "sync_each_batch" in capsys.readouterr().out
     argv = ["--gpu_memory", str(less * 1.001), "--use_peft", "--lora_r", "8", "--write", str(path)]
     assert cli.main([*command, *argv]) == 0
     # The other value is refused with LoRA.

@@ -12,6 +12,7 @@ those of an undisturbed run bit for bit, and no process and no file may be left.
 import atexit
 import contextlib
 import dataclasses
+import errno
 import gc
 import hashlib
 import importlib
@@ -34,6 +35,7 @@ import requests
 
 from scenarios import NUM_STEPS
 from trl_qarl.checkpoint.marker import is_complete
+from trl_qarl.checkpoint.relay import rebuild
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file
 
@@ -184,6 +186,8 @@ class TrainerProcess:
         transfer_dir.transfer_bases = lambda: [shm]
         if "tear" in self.scenario and self.rank == self.scenario.get("rank", 0):
             self._tear(self.scenario["tear"])
+        if "tears_relay" in self.scenario:
+            self._tear_relay(self.scenario["tears_relay"])
         if self.scenario.get("ranks") == 2:
             os.environ |= {
                 "RANK": str(self.rank),
@@ -205,6 +209,8 @@ class TrainerProcess:
         options["vllm_server_timeout"] = scenario.get("timeout", 1.0 if scenario.get("server") == "apart" else 10.0)
         if scenario.get("http"):
             options |= {"vllm_transport": "http", "vllm_delta_sync": True}
+        if scenario.get("relay"):
+            options["publish_dir"] = str(self.supervisor.relay)
         if self.supervisor.undisturbed is not None:
             # What is counted where nothing fails must not fail of a busy machine.
             options |= TIMEOUTS
@@ -293,6 +299,26 @@ class TrainerProcess:
 
         setattr(owner, name, torn)
 
+    def _tear_relay(self, moment: str) -> None:
+        """Kills this process, or leaves it no room, while it writes its second version."""
+        from trl_qarl.checkpoint import relay
+
+        name = "sync" if moment == "before the manifest" else "save_file"
+        write, mark = getattr(relay, name), self.supervisor.folder / "acted"
+
+        def torn(*args, **kwargs):
+            is_second = (self.supervisor.relay / relay.MANIFEST_FILE).exists()
+            if not is_second or mark.exists():
+                return write(*args, **kwargs)
+            mark.touch()
+            if name == "save_file":
+                Path(args[1]).write_bytes(b"half")
+            if moment == "no room":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(relay, name, torn)
+
     def _raise(self) -> None:
         raise ZeroDivisionError("The scenario says so.")
 
@@ -318,7 +344,7 @@ class Supervisor:
     def __init__(self, root: Path, scenario: dict, undisturbed: dict | None):
         self.scenario, self.undisturbed = scenario, undisturbed
         self.folder = root / "".join(c if c.isalnum() else "-" for c in scenario["name"])
-        self.output, self.tmp = self.folder / "output", self.folder / "tmp"
+        self.output, self.tmp, self.relay = (self.folder / name for name in ("output", "tmp", "relay"))
         self.tmp.mkdir(parents=True)
         # Memory of its own in place of the machine's, so that what is left there is this scenario's.
         shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.tmp
@@ -362,10 +388,15 @@ class Supervisor:
                 ended.append(results[0]["ended"])
                 self.check_last(results)
             self.stop_apart()
+            published = self.check_relay()
             self.check_nothing_left()
         shutil.rmtree(self.shm, ignore_errors=True)
         report = {"name": scenario["name"], "ended": ended, "problems": self.problems}
-        report |= {"digest": results[0].get("digest"), "seconds": round(time.monotonic() - start, 2)}
+        report |= {
+            "digest": results[0].get("digest"),
+            "published": published,
+            "seconds": round(time.monotonic() - start, 2),
+        }
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         report["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 2)
         if not self.undisturbed and not self.problems:
@@ -400,6 +431,8 @@ class Supervisor:
         ranks = range(scenario.get("ranks", 1))
         if self.output.exists() and not resume:
             shutil.rmtree(self.output)
+            # It would belong to another run.
+            shutil.rmtree(self.relay, ignore_errors=True)
         processes = [TrainerProcess(self, scenario, self.output, resume, rank) for rank in ranks]
         if scenario.get("rival") and not resume:
             self.meet_rival()
@@ -430,7 +463,7 @@ class Supervisor:
             self.problems.append("the disk was full without consequences")
         num_fired = len(list(self.folder.glob("fired-*")))
         if num_fired < len(self.scenario.get("faults", [])) or (
-            {"at", "tear"} & self.scenario.keys() and not (self.folder / "acted").exists()
+            {"at", "tear", "tears_relay"} & self.scenario.keys() and not (self.folder / "acted").exists()
         ):
             self.problems.append(f"only {num_fired} of the faults happened")
 
@@ -442,6 +475,21 @@ class Supervisor:
                 self.problems.append("the final weights are not those of the undisturbed run")
             elif (result["step"], last_checkpoint(self.output)) not in ((NUM_STEPS, NUM_STEPS), (NUM_STEPS, None)):
                 self.problems.append(f"after {result['step']} steps of {NUM_STEPS}")
+
+    def check_relay(self) -> str | None:
+        """The policy of the last rollout can be rebuilt; returns what its weights are."""
+        if not self.scenario.get("relay"):
+            return None
+        try:
+            version = rebuild(self.relay, self.folder / "rebuilt")
+        except (OSError, ValueError) as error:
+            self.problems.append(f"the relay cannot be read: {error}")
+            return None
+        weights = hashlib.sha256((self.folder / "rebuilt" / "model.safetensors").read_bytes()).hexdigest()
+        published = f"{version} {weights}"
+        if self.undisturbed and published != self.undisturbed["published"]:
+            self.problems.append(f"the relay's last version is {published}, not {self.undisturbed['published']}")
+        return published
 
     def check_nothing_left(self) -> None:
         """A process that was told to end may need a moment."""
@@ -599,7 +647,11 @@ def limit_files() -> None:
 
 def kind_of(scenario: dict) -> tuple:
     """Runs of one kind reach the same weights by the same requests."""
-    return scenario.get("ranks", 1), scenario.get("schedule", "linear"), scenario.get("http", False)
+    return (
+        scenario.get("ranks", 1),
+        scenario.get("schedule", "linear"),
+        *(bool(scenario.get(n)) for n in ("http", "relay")),
+    )
 
 
 def fork(function) -> int:

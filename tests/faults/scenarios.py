@@ -18,6 +18,8 @@ A scenario is a dictionary:
 | `ranks` | 2 for two processes |
 | `timeout` | the trainer's `vllm_server_timeout` |
 | `again` | whether the trainer, when its engine is lost, trains again in the same process |
+| `relay` | whether the policy of each rollout is written to a folder (`publish_dir`), too |
+| `tears_relay` | a moment of its second version at which the trainer is killed, or has no room, see [`RELAY_TEARS`] |
 | `http` | whether weights go over HTTP, as changes alone, and not as whole tensors in files; every second scenario |
 | `expect` | how the first run ends, see [`EXPECTATIONS`] |
 """
@@ -282,6 +284,30 @@ def resumed_ends(schedule: str) -> list[dict]:
     ]
 
 
+RELAY_TEARS = ("half a patch", "before the manifest", "no room")
+
+
+def relay() -> list[dict]:
+    """The policy of each rollout is written to a folder as well; the trainer is killed, also while it writes, or there is no room."""
+    common = {"relay": True}
+    scenarios = [{"name": "relay, undisturbed", "expect": "completes", **common}]
+    for event in ("step_begin", "reward", "step_end", "save"):
+        scenarios.append(
+            {"name": f"relay, killed at {event}", "at": event, "action": "kill trainer", "expect": "ends", **common}
+        )
+    for tear in RELAY_TEARS:
+        expect = "completes" if tear == "no room" else "ends"
+        scenarios.append({"name": f"relay, {tear}", "tears_relay": tear, "expect": expect, **common})
+    die = {"endpoint": "/update_weights", "call": "middle", "kind": "die"}
+    scenarios.append({"name": "relay, the server dies", "faults": [die], "expect": "completes", **common})
+    # Those without faults are compared with.
+    return [
+        scenarios[0],
+        {**scenarios[0], "name": "relay, undisturbed, over HTTP", "http": True},
+        *every_second_over_http(scenarios[1:]),
+    ]
+
+
 def two_trainers() -> list[dict]:
     """A second trainer, or a stranger without a session, comes to the server of a trainer at work."""
     return [
@@ -342,6 +368,7 @@ FAMILIES = {
     "full disk": every_second_over_http(full_disk()),
     "torn checkpoints": torn_checkpoints(),
     **{f"resumed ends, {schedule}": resumed_ends(schedule) for schedule in ("linear", "constant")},
+    "relay": relay(),
     "transfer directory": every_second_over_http(transfer_directory()),
     "signals to the trainer": every_second_over_http(signals("trainer")),
     "signals to the server": every_second_over_http(signals("server")),

@@ -340,6 +340,7 @@ def test_server_of_an_exact_learner_is_started_so(tmp_path):
 
 
 def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monkeypatch):
+    from vllm import envs
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
     from vllm.platforms.interface import PlatformEnum
@@ -347,6 +348,8 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
 
     from trl_qarl.vllm_plugin import cuda_kernels
 
+    # An engine that was in this process has the variables read once.
+    envs.disable_envs_cache()
     tables = {
         cuda_kernels.RepeatableInt4Kernel: _POSSIBLE_KERNELS,
         cuda_kernels.RepeatableInt8Kernel: _POSSIBLE_INT8_KERNELS,
@@ -411,6 +414,7 @@ def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):
     layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
     kernel = RepeatableInt4Kernel.__new__(RepeatableInt4Kernel)
     kernel.config = SimpleNamespace(weight_type=scalar_types.uint4b8, act_type=torch.bfloat16, zero_points=False)
+    kernel.config.partition_weight_shape = (64, 64)
     kernel.w_q_name, kernel.w_s_name = "weight_packed", "weight_scale"
     kernel.process_weights_after_loading(layer)
     x = torch.randn(2, 3, 64).bfloat16()

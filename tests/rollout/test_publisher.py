@@ -67,21 +67,37 @@ def test_w4a8_is_refused_in_an_engine_of_several_shards():
         publisher.check_engine()
 
 
-def test_a_kernel_that_would_round_activations_to_4_bits_is_refused():
-    publisher, engine = publisher_to_one_engine("mxfp4a16")
-    for kernel in ("QaRLMxFp4Kernel", "MarlinMxFp4LinearKernel"):
+@pytest.mark.parametrize(
+    ("scheme", "kernels", "others"),
+    [
+        (
+            "mxfp4a16",
+            ["QaRLMxFp4Kernel", "MarlinMxFp4LinearKernel"],
+            ["FlashInferMxFp4LinearKernel", "EmulationMxfp4LinearKernel"],
+        ),
+        (
+            "nvfp4a16",
+            ["QaRLNvFp4Kernel", "MarlinNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel"],
+            ["FlashInferCuteDslNvFp4LinearKernel", "CutlassNvFp4LinearKernel", "EmulationNvFp4LinearKernel"],
+        ),
+    ],
+)
+def test_a_kernel_that_would_round_activations_to_4_bits_is_refused(scheme, kernels, others):
+    publisher, engine = publisher_to_one_engine(scheme)
+    for kernel in kernels:
         engine["kernels"] = {kernel: 1}
         assert publisher.check_engine() == engine
-    engine["kernels"] = {"FlashInferMxFp4LinearKernel": 1}
-    with pytest.raises(ValueError, match="kernels: FlashInferMxFp4LinearKernel is none of .*leave activations alone"):
-        publisher.check_engine()
+    for kernel in others:
+        engine["kernels"] = {kernel: 1}
+        with pytest.raises(ValueError, match=f"kernels: {kernel} is none of .*leave activations alone"):
+            publisher.check_engine()
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 1 is supported, the engine has 2"),
-        ({"data_parallel_size": 4}, "data_parallel_size: 1 is supported, the engine has 4"),
+        ({"data_parallel_size": 4}, "data_parallel_size: 1 is supported for a mixture of experts, the engine has 4"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel: not supported, as a rank holds some experts"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the learner keeps keys and values in 'float32', engine 'fp8'"),
         ({"is_speculative": True}, "no weights are published to a draft model"),
@@ -136,7 +152,7 @@ class Answers:
     def __init__(self, **answers):
         self.answers, self.requests = answers, []
 
-    def control(self, path, body=None):
+    def control(self, path, body=None, headers=None):
         self.requests.append((path, body))
         response = requests.Response()
         answer = self.answers.get(path.strip("/"), {})
@@ -154,6 +170,28 @@ class Answers:
 def test_every_shard_of_a_server_says_what_it_has_lost():
     transport = ServerTransport(Answers(qarl_begin=[["a", "b"], [], ["b", "c"], None]))
     assert transport.begin() == ["a", "b", "c"]
+
+
+def test_replicas_that_differ_are_refused_and_the_canary_asks_each():
+    first = {"replica": 0, "dtype": "float32", "device": "cuda:0", "published": 3}
+    # Two ranks of each.
+    like = [first | {"replica": 1, "device": f"cuda:{rank}", "published": 0} for rank in (2, 3)]
+    transport = ServerTransport(Answers(qarl_describe=[first, first | {"device": "cuda:1"}, *like]))
+    assert transport.describe() == first | {"replicas": 2}
+    entries = [None, {"7": {"logprob": -1.5}}]
+    transport.client.answers["v1/completions"] = {"choices": [{"prompt_logprobs": entries}]}
+    assert transport.score([5, 7]) == [-1.5, -1.5]
+    other = Answers(qarl_describe=[first, first | {"replica": 1, "dtype": "bfloat16"}])
+    with pytest.raises(ValueError, match="Replica 1 of the server is not like the first one.*: dtype"):
+        ServerTransport(other).describe()
+
+
+def test_a_replica_that_computes_nonsense_is_named_by_the_canary():
+    model, transport = make_model(), Recorder()
+    publisher = Publisher(model, torch.float32, transport)
+    transport.score = lambda ids: [0.0, 0.0, 0.0, float("nan")]
+    with pytest.raises(PublishError, match="replica 1's log-probs of 2 fixed tokens are nan"):
+        publisher._score_canary(torch.zeros(2))
 
 
 def test_a_server_that_keeps_its_prefix_cache_is_refused():

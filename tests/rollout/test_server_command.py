@@ -64,9 +64,10 @@ def test_options_that_only_look_like_forbidden_ones_pass():
         ({"vllm_args": ["--config", "vllm.yaml"]}, "could hold any of the options"),
         ({"vllm_args": ["--generation-config", "vllm"]}, "trainer decides how tokens are sampled"),
         ({"vllm_args": ["--override_generation_config={}"]}, "trainer decides how tokens are sampled"),
-        ({"vllm_args": ["--data-parallel-size", "2"]}, "one server for each trainer"),
-        ({"vllm_args": ["--data_parallel_size_local=2"]}, "one server for each trainer"),
-        ({"vllm_args": ["-dp", "2"]}, "one server for each trainer"),
+        ({"vllm_args": ["--data-parallel-hybrid-lb"]}, "one server.*use --data-parallel-size alone"),
+        ({"vllm_args": ["--data_parallel_rank=1"]}, "one server.*use --data-parallel-size alone"),
+        ({"vllm_args": ["-dpe"]}, "one server.*use --data-parallel-size alone"),
+        ({"vllm_args": ["--data-parallel-backend=ray"]}, "do not know where weights arrive"),
         ({"vllm_args": ["--pipeline_parallel_size", "2"]}, "a part of the model"),
         ({"vllm_args": ["-pp=2"]}, "a part of the model"),
         ({"vllm_args": ["--enable_expert_parallel"]}, "a rank holds some experts"),
@@ -84,6 +85,12 @@ def test_options_that_only_look_like_forbidden_ones_pass():
 def test_what_would_break_publication_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         build_server_command("m", None, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--data-parallel-size", "2"], ["--data_parallel_size=2"], ["-dp", "2"]])
+def test_replicas_behind_one_server_are_allowed(arguments):
+    argv, _ = build_server_command("m", None, vllm_args=arguments)
+    assert argv[-len(arguments) :] == arguments
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,15 @@ def test_what_is_imported_is_there(module, name):
         assert resolve(module, name) is not None
 
 
+def test_kernels_that_leave_activations_alone_have_the_names_they_are_known_by():
+    from vllm.model_executor.kernels import linear
+
+    from trl_qarl.rollout.publisher import _FP4_KERNELS
+
+    names = {name for name in _FP4_KERNELS if not name.startswith("QaRL")}
+    assert len(names) == 3 and all(hasattr(linear, name) for name in names)
+
+
 def test_what_we_register_is_looked_up():
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, register_linear_kernel
@@ -173,6 +182,19 @@ def test_an_engine_is_started_and_spoken_to_as_we_do():
     assert "self.output_processor" in source and "self.model_executor" in source and "self.engine_core" in source
     sampling = ["n", "temperature", "max_tokens", "logprobs", "prompt_logprobs", "ignore_eos", "detokenize", "seed"]
     assert takes(SamplingParams, *sampling) == []
+
+
+def test_a_server_asks_all_its_replicas_by_the_function_that_we_put_in_its_place():
+    from vllm.config.parallel import ParallelConfig
+    from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
+
+    replaced = inspect.getsource(DPLBAsyncMPClient.call_utility_async)
+    assert "self._call_utility_async(method, *args, engine=engine)" in replaced and "in self.core_engines" in replaced
+    for name in ("collective_rpc_async", "reset_prefix_cache_async", "get_weight_version_async"):
+        assert "self.call_utility_async(" in inspect.getsource(getattr(AsyncMPClient, name)), name
+    # What a replica that takes itself for the only one still knows.
+    assert "data_parallel_index" in ParallelConfig.__dataclass_fields__
+    assert "data_parallel_index" not in inspect.getsource(ParallelConfig.reconfigure_for_independent_dp_rank)
 
 
 def test_variables_that_we_set_are_read():

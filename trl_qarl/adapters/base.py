@@ -192,25 +192,36 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
 @torch.no_grad()
 def base_fingerprint(model: nn.Module) -> str:
     """
-    16 hexadecimal digits that are others for another base or scheme: over names, shapes and the scales of quantized layers, or,
-    where nothing is quantized, the first row of each layer.
+    16 hexadecimal digits that are others for another base or scheme: over names, shapes, and what the codes of quantized layers are
+    multiplied by and counted from, or, where nothing is quantized, the first row of each layer.
     """
     digest = hashlib.sha256()
     is_quantized = bool(quantized_layers(model))
     for layer in iter_layers(model):
         for name, linear in layer.linears.items():
             digest.update(f"{name}{tuple(linear.weight.shape)}".encode())
-            if isinstance(linear, QuantizedLinear) or not is_quantized:
+            if isinstance(linear, QuantizedLinear):
+                held = linear.quantize(linear.weight) if linear.holds_adapter else linear.low_bit_weight()
+                _add_grid(digest, held)
+            elif not is_quantized:
                 # Other layers are in high precision in a run and in 16 bits in its export.
-                tensor = _base_scale(linear) if is_quantized else linear.weight[0].bfloat16()
-                digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                _add(digest, linear.weight[0].bfloat16())
         for name, experts in layer.experts.items():
             for leaf, weight in experts.quantized_weights.items():
-                scale = weight.low_bit_weight().scale
-                digest.update(f"{name}.{leaf}{tuple(scale.shape)}".encode())
-                digest.update(scale.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                held = weight.low_bit_weight()
+                digest.update(f"{name}.{leaf}{tuple(held.scale.shape)}".encode())
+                _add_grid(digest, held)
     return digest.hexdigest()[:16]
 
 
-def _base_scale(layer: QuantizedLinear) -> torch.Tensor:
-    return (layer.quantize(layer.weight) if layer.holds_adapter else layer.low_bit_weight()).scale
+def _add_grid(digest, weight: LowBitTensor) -> None:
+    _, *scales = weight.parts()
+    for tensor in scales:
+        _add(digest, tensor)
+    if weight.global_scale is not None:
+        # Of a base and of twice that base NVFP4 has the same codes and scales.
+        digest.update(str(weight.global_scale).encode())
+
+
+def _add(digest, tensor: torch.Tensor) -> None:
+    digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())

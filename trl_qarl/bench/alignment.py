@@ -8,17 +8,21 @@ once more: two programs that round differently anywhere cannot be expected close
 selections of experts, one for each token and layer, that are not those of the learner with engine numerics.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .engines import TOPICS, autocast, join_names, load_learner, make_prompts, open_engine, open_server
+
+
+if TYPE_CHECKING:
+    from ..quantization.schemes import QuantScheme
 
 
 __all__ = ["measure_alignment", "summarize_alignment"]
 
 
-def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
+def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -> list[dict[str, Any]]:
     """
     One row per dtype, scheme and learner: share of equal log-probs, mean and max of |dlogp| and k3, over at least
     `args.tokens` tokens.
@@ -26,12 +30,13 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
     import torch
 
     from ..numerics.attach import engine_numerics
+    from ..quantization.schemes import SCHEMES, get_scheme
     from ..quantization.swap import kernels_run, restore_model
 
     rows = []
     for dtype_name in args.dtypes:
         dtype, floor = getattr(torch, dtype_name), None
-        for scheme in schemes:
+        for scheme in map(get_scheme, schemes):
             model = load_learner(path, scheme, dtype)
             # On a GPU the engine has to be another one for its arithmetic to be repeated.
             is_repeated = model.device.type == "cuda" and getattr(args, "numerics", "fast") == "engine"
@@ -46,7 +51,7 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
                 publisher.publish("0")
                 samples = _sample(sampler, path, args.tokens, args.new_tokens)
                 engine_kernels = publisher.transport.describe()["kernels"]
-            learners = ["high precision", "quantized"] if scheme != "bf16" else ["unquantized"]
+            learners = ["high precision", "quantized"] if scheme.is_quantized else ["unquantized"]
             if is_repeated or _can_use_engine_numerics(model, dtype):
                 learners.append(f"{learners[-1]}, engine numerics")
             measured, engine_routes = {}, []
@@ -65,29 +70,29 @@ def measure_alignment(path: str, schemes: list[str], args) -> list[dict[str, Any
                         other = _learner_logps(model, samples, dtype)
                     measured[learner]["mean, itself rounded once more"] = _mismatch(logps, other)["mean"]
                 measured[learner]["learner kernels"] = join_names(kernels_run(model))
-            floor = measured["unquantized"]["mean"] if scheme == "bf16" else floor
+            floor = floor if scheme.is_quantized else measured["unquantized"]["mean"]
             for learner in learners:
-                row = {"dtype": dtype_name, "scheme": scheme, "learner": learner} | measured[learner]
+                row = {"dtype": dtype_name, "scheme": scheme.name, "group size": scheme.group_size, "learner": learner}
+                row |= measured[learner]
                 row["mean / unquantized"] = None if floor is None else row["mean"] / floor
                 row["engine kernels"] = join_names(engine_kernels)
                 rows.append(row)
                 print({key: value for key, value in row.items() if "kernels" not in key}, flush=True)
-            if scheme == "w4a16" and args.rollout == "colocate":
+            if scheme == SCHEMES["w4a16"] and args.rollout == "colocate":
                 rows.append(_same_weights_unquantized(path, scheme, dtype, args, floor))
                 print(rows[-1], flush=True)
     return rows
 
 
 def summarize_alignment(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per dtype and scheme of what [`measure_alignment`] returns: its learners side by side."""
-    summary: dict[tuple[str, str], dict[str, Any]] = {}
+    """One row per dtype, scheme and group size of what [`measure_alignment`] returns: its learners side by side."""
+    summary: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         name = _SUMMARIZED.get(row["learner"])
         if name is None:
             continue
-        line = summary.setdefault(
-            (row["dtype"], row["scheme"]), {key: row[key] for key in ("dtype", "scheme", "tokens")}
-        )
+        keys = [key for key in ("dtype", "scheme", "group size") if key in row]
+        line = summary.setdefault(tuple(row[key] for key in keys), {key: row[key] for key in (*keys, "tokens")})
         line |= {f"{name}: {key}": row[key] for key in ("equal", "mean", "max", "k3", "flipped routes") if key in row}
     return list(summary.values())
 
@@ -101,7 +106,7 @@ _SUMMARIZED = {
 }
 
 
-def _same_weights_unquantized(path: str, scheme: str, dtype, args, floor: float | None) -> dict[str, Any]:
+def _same_weights_unquantized(path: str, scheme: "QuantScheme", dtype, args, floor: float | None) -> dict[str, Any]:
     """Return the floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
     import torch
 
@@ -119,7 +124,8 @@ def _same_weights_unquantized(path: str, scheme: str, dtype, args, floor: float 
     logps = _learner_logps(model, samples, dtype)
     row = {
         "dtype": str(dtype).removeprefix("torch."),
-        "scheme": scheme,
+        "scheme": scheme.name,
+        "group size": scheme.group_size,
         "learner": "its weights, unquantized on both sides",
     }
     row |= _mismatch(logps, [logp for *_, sampled in samples for logp in sampled])

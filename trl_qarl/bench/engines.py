@@ -4,9 +4,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .shapes import has_weights, random_model
+
+
+if TYPE_CHECKING:
+    from ..quantization.schemes import QuantScheme
 
 
 __all__ = [
@@ -73,7 +77,7 @@ def make_prompts(path: str, count: int) -> list[list[int]]:
     return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
 
 
-def load_learner(path: str, scheme: str, dtype):
+def load_learner(path: str, scheme: "str | QuantScheme", dtype):
     """Float32 master weights, as a trainer holds them, prepared for `scheme`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

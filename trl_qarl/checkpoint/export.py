@@ -28,6 +28,7 @@ from ..quantization.selection import stacked_experts
 from ..quantization.sharded import is_sharded, whole
 from ..quantization.swap import quantized_layers
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
+from .compact import compact, problem_of_compact
 from .gguf import GGUF_FILE, export_gguf
 from .layout import (
     has_stacked_experts,
@@ -64,6 +65,7 @@ def export_checkpoint(
     max_shard_size: str | int = "5GB",
     card: dict[str, Any] | None = None,
     gguf: "GGUFReader | None" = None,
+    is_compact: bool = False,
 ) -> Path:
     """
     Write the low-bit policy: safetensors shards, configuration with the quantization described, generation
@@ -88,6 +90,8 @@ def export_checkpoint(
         gguf (`gguf.GGUFReader`, *optional*):
             File of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a copy of it, as
             `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
+        is_compact (`bool`, *optional*, defaults to `False`):
+            Whether codes of 3 and 2 bits take as many bits, see [`trl_qarl.checkpoint.compact`], in place of 4.
 
     Where FSDP2 has sharded the masters, every process has to call. They are gathered layer by layer, and the first process writes.
 
@@ -97,8 +101,8 @@ def export_checkpoint(
 
     Raises:
         TypeError: if `model` is no model.
-        ValueError: if `output_dir` holds another model's weights, or if the model has quantized layers beside experts in
-            high precision.
+        ValueError: if `output_dir` holds another model's weights, if the model has quantized layers beside experts in
+            high precision, or if it has no codes to be packed closer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -128,6 +132,8 @@ def export_checkpoint(
             "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
             "with `save_model`, or train with scheme='bf16'."
         )
+    if is_compact and (problem := problem_of_compact(model)):
+        raise ValueError(f"--compact (is_compact=True): {problem}")
     check_export_dir(output_dir)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [architecture(model)]
@@ -143,6 +149,8 @@ def export_checkpoint(
             pass
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
+    if is_compact:
+        compact(model, tensors, config.quantization_config)
     with written_as_a_whole(output_dir) as folder:
         if gguf is not None:
             export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
@@ -161,7 +169,7 @@ def export_checkpoint(
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
             about["evaluated"] = output_dir
-        about["loads_in_transformers"] = loads_in_transformers(model)
+        about["loads_in_transformers"] = loads_in_transformers(model) and not is_compact
         save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
             # An earlier one's adapter belongs to another base.

@@ -31,6 +31,7 @@ from ..quantization.selection import quantizable_layers, stacked_experts
 from ..quantization.swap import quantized_layers, restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
+from .compact import is_compact
 
 
 __all__ = ["is_low_bit_checkpoint", "load_deployed", "load_frozen_model", "load_masters", "load_renamed"]
@@ -116,10 +117,13 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     """
     model = load_frozen_model(name_or_path, **options)
     num_groups = num_moved = num_lost = 0
+    reason = "they use too few codes to be given their scale by masters"
     settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in quantized_layers(model).values())
     for layer in quantized_layers(model).values():
         for name, weight in layer.quantized_weights.items():
             theirs = weight.low_bit_weight()
+            if theirs.scale.dtype == torch.float32:
+                reason = "masters give a scale back to 0.00014 of its value, and these are in float32. Quantize a model in bfloat16"
             masters = masters_on_grid(theirs)
             scheme = replace(weight.scheme, group_size=weight.group_size)
             same, differing = compare_groups(LowBitTensor.from_hp(masters, scheme, weight.scale_dtype), theirs)
@@ -132,25 +136,26 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     logger.info("%s: masters for %s", name_or_path, " and ".join(f"scheme={n!r}, group_size={g}" for n, g in settings))
     if num_moved or num_lost:
         logger.warning(
-            "%s: of %d groups of weights %d start with one code moved by one, and %d with another scale and other codes: they use too few "
-            "codes to be given their scale by masters.",
+            "%s: of %d groups of weights %d start with one code moved by one, and %d with another scale and other codes: %s.",
             name_or_path,
             num_groups,
             num_moved,
             num_lost,
+            reason,
         )
     return model.requires_grad_(True)
 
 
 def load_deployed(name_or_path: str) -> PreTrainedModel:
     """
-    Load a model in the dtype of its checkpoint, as transformers does, but low-bit experts that it does not read
-    ([`~trl_qarl.checkpoint.layout.loads_in_transformers`]) as [`load_frozen_model`] does.
+    Load a model in the dtype of its checkpoint, as transformers does, but what it may not read, low-bit experts
+    ([`~trl_qarl.checkpoint.layout.loads_in_transformers`]) and compact codes, as [`load_frozen_model`] does.
     """
     if is_low_bit_checkpoint(name_or_path):
         folder = Path(name_or_path)
         folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
-        if any(map(_has_int8_experts, folder.glob("*.safetensors"))):
+        described = json.loads((folder / "config.json").read_text())["quantization_config"]
+        if is_compact(described) or any(map(_has_int8_experts, folder.glob("*.safetensors"))):
             return load_frozen_model(str(folder), "auto")
     return AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto").eval()
 

@@ -10,6 +10,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 
+from ..quantization.names import base_model
 from .options import name_of_optimizer
 
 
@@ -53,11 +54,11 @@ def problems_of_zero(
     if stage not in (1, 2, 3):
         yield f"zero_stage={stage} shards nothing. Use 1, 2 or 3, or launch with DDP (`accelerate launch --multi_gpu`)"
     if stage == 3:
-        yield from _problems_of_slices(zero, args)
+        yield from _problems_of_slices(zero, args, has_adapter)
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device")
-        if device not in (None, "none"):
-            yield f"{name}_device={device!r} with DeepSpeed: it has not been tried. Use none, or launch with FSDP2"
+        if device not in (None, "none", "cpu"):
+            yield f"{name}_device={device!r} with DeepSpeed: it has not been tried. Use none or cpu"
     for name in ("bf16", "fp16", "torch_autocast"):
         # What accelerate makes of `mixed_precision: bf16` is taken back.
         found = (given if name == "bf16" else config).get(name) or {}
@@ -71,15 +72,23 @@ def problems_of_zero(
             f"optim={name_of_optimizer(args)!r} with DeepSpeed: it is given slices of all masters in a row, of which it sees no matrices, or has not "
             "been tried. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
         )
+    if has_adapter and stage != 3 and args.lora_mode == "adapter":
+        yield (
+            "lora_mode='adapter' with DeepSpeed: it sends every parameter to all processes when it starts, and takes no low-bit ones, "
+            "such as those of a frozen base. Use lora_mode='merged', or launch with FSDP2 or DDP"
+        )
+
+
+def _problems_of_slices(zero: Mapping[str, Any], args: Any, has_adapter: bool) -> Iterator[str]:
     if has_adapter:
-        yield f"an adapter with DeepSpeed: {_OTHER_LAUNCHES}"
-    if args.beta != 0.0:
-        yield f"beta={args.beta} with DeepSpeed: {_OTHER_LAUNCHES}"
+        yield (
+            "an adapter with zero_stage=3: outside a forward no process has a whole factor of it, to add to the base. Use zero_stage 1 or 2 with "
+            "lora_mode='merged', or launch with FSDP2 or DDP"
+        )
     if args.numerics == "engine":
-        yield "numerics='engine' with DeepSpeed: it has not been tried. Use numerics='fast', or launch with DDP"
-
-
-def _problems_of_slices(zero: Mapping[str, Any], args: Any) -> Iterator[str]:
+        yield "numerics='engine' with zero_stage=3: it has not been tried. Use numerics='fast', or launch with DDP"
+    if args.sync_ref_model:
+        yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
     if zero.get("zero_quantized_weights"):
         yield (
             "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made of masters rounded to 8 bits. Leave "
@@ -92,13 +101,19 @@ def _problems_of_slices(zero: Mapping[str, Any], args: Any) -> Iterator[str]:
 
 
 def keep_float32_masters(config: dict[str, Any]) -> None:
-    """Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its configuration."""
+    """
+    Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its configuration, and step with
+    `optim`, where accelerate would put DeepSpeed's own Adam into its place beside an offloaded state.
+    """
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
     if config.get("bf16", {}).get("enabled"):
         logger.info("DeepSpeed leaves masters in float32, and the forward computes in bfloat16 under autocast.")
         config["bf16"] = {"enabled": False}
 
 
 def compute_in_bfloat16(model: nn.Module) -> None:
-    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP."""
+    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP; also in PEFT's `generate`."""
+    # Which leaves out the forward of an adapted model.
+    model = base_model(model)
     device = next(model.parameters()).device
     model.forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(model.forward))

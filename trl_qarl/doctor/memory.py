@@ -6,7 +6,7 @@ With `P` parameters, of which `M` are in linear layers other than the head, on `
 
 | part | bytes |
 |---|---|
-| masters, gradients | `4 P / s` each |
+| masters, gradients | `4 P / s` each; gradients `4 P` where micro-batches are added up, which accelerate has FSDP2 do before it shards them |
 | optimizer | `muon` `(4 M + 8 (P - M)) / s`, AdamW `8 P / s`, in 8 bits `2 P / s` |
 | low-bit weights | codes and scales, `/ s` |
 | gathered (FSDP2) | low-bit weights of two decoder layers, gradients of one in 16 bits; embedding and head, and the head's gradient, in 16 bits |
@@ -58,6 +58,7 @@ class Run:
         num_tokens (`int`): tokens of a micro-batch, prompts and completions.
         engine_bytes (`int`): what a colocated engine is given of each GPU.
         lora_rank (`int`): rank of the adapters on all linear layers, beside a frozen base; 0 without.
+        accumulates (`bool`): whether gradients of several micro-batches are added up, without `sync_each_batch`.
     """
 
     num_gpus: int
@@ -65,6 +66,7 @@ class Run:
     num_tokens: int = 4096
     engine_bytes: int = 0
     lora_rank: int = 0
+    accumulates: bool = False
 
 
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:
@@ -107,7 +109,7 @@ def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: Run, launch: s
     shards = run.num_gpus if is_sharded else 1
     parts = {
         "masters": 4 * held // shards,
-        "gradients": 4 * total // shards,
+        "gradients": 4 * total // (1 if run.accumulates else shards),
         "optimizer": state[run.optim] // shards,
         "low-bit weights": low_bit_bytes // shards,
     }

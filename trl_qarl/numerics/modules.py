@@ -133,28 +133,38 @@ class _RMSNorm(EngineOperation):
         return ops.rms_norm(x, self.module.weight, self.module.variance_epsilon, self.dtype)
 
 
-class _Linear(EngineOperation):
-    """An unquantized linear layer. The rounded, packed weight is kept for as long as the master's value stays."""
+class _Packed(EngineOperation):
+    """
+    A module whose `weights` are not quantized. What `packing` makes of them, rounded to the engine's dtype, is kept for as long as the
+    masters' values stay.
+    """
+
+    weights: tuple[str, ...]
+    packing: type
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._product, self._version = None, None
+        self._product, self._versions = None, None
 
-    def product(self) -> kernels.PackedLinear:
-        weight = self.module.weight
-        version = weight_version(weight) if self.keeps_products else None
-        if version is not None and version == self._version:
+    def product(self) -> Any:
+        masters = [getattr(self.module, name) for name in self.weights]
+        versions = [weight_version(master) if self.keeps_products else None for master in masters]
+        if None not in versions and versions == self._versions:
             return self._product
-        product = kernels.PackedLinear(weight.detach().to(self.dtype))
-        if version is not None:
-            self._product, self._version = product, version
+        product = self.packing(*(master.detach().to(self.dtype) for master in masters))
+        if None not in versions:
+            self._product, self._versions = product, versions
         return product
+
+    def __getstate__(self):
+        return {**self.__dict__, "_product": None, "_versions": None}
+
+
+class _Linear(_Packed):
+    weights, packing = ("weight",), kernels.PackedLinear
 
     def forward(self, x):
         return ops.linear(x, self.module.weight, self.module.bias, self.product())
-
-    def __getstate__(self):
-        return {**self.__dict__, "_product": None, "_version": None}
 
 
 class LoraOperation(EngineOperation):
@@ -259,28 +269,11 @@ class Router(_Linear):
         return logits, *experts.route(logits, module.top_k, getattr(module, "norm_topk_prob", True))
 
 
-class _Experts(EngineOperation):
-    """Unquantized experts. The rounded, packed matrices are kept for as long as the masters' values stay."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._product, self._version = None, None
-
-    def product(self) -> experts.PackedExperts:
-        masters = self.module.gate_up_proj, self.module.down_proj
-        version = tuple(map(weight_version, masters)) if self.keeps_products else (None,)
-        if None not in version and version == self._version:
-            return self._product
-        product = experts.PackedExperts(*(master.detach().to(self.dtype) for master in masters))
-        if None not in version:
-            self._product, self._version = product, version
-        return product
+class _Experts(_Packed):
+    weights, packing = ("gate_up_proj", "down_proj"), experts.PackedExperts
 
     def forward(self, x, ids, weights):
         return experts.experts(x, ids, weights, self.module.gate_up_proj, self.module.down_proj, self.product())
-
-    def __getstate__(self):
-        return {**self.__dict__, "_product": None, "_version": None}
 
 
 class _SparseBlock(EngineOperation):

@@ -246,7 +246,9 @@ class QaRLClient(VLLMClient):
         except ServerLost:
             return False
 
-    def control(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
+    def control(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> requests.Response:
         """
         POST to one of the server's control endpoints.
 
@@ -255,7 +257,7 @@ class QaRLClient(VLLMClient):
             PublishError: if the server refuses.
         """
         try:
-            return self.session.post(f"{self.base_url}{path}", json=body or {})
+            return self.session.post(f"{self.base_url}{path}", json=body or {}, headers=headers)
         except ServerLost as error:
             if error.status in (None, 409):
                 raise

@@ -226,13 +226,17 @@ class Publisher:
         """
         if learner is None:
             return {}
-        engine = torch.tensor(self.transport.score(self._canary))
-        difference = (engine - learner).abs().mean().item()
+        replicas = torch.tensor(self.transport.score(self._canary)).view(-1, len(learner))
+        differences = (replicas - learner).abs().mean(1)
+        # The first that is not a number, if there is one.
+        worst = int(differences.argmax())
+        engine, difference = replicas[worst], differences[worst].item()
         # Also where it is not a number.
         if not difference <= CANARY_LIMIT:
             self.transport.clear_cache()
+            name = "the engine" if len(replicas) == 1 else f"replica {worst}"
             raise PublishError(
-                f"After publication the engine's log-probs of {len(learner)} fixed tokens are {difference:.3g} nats from the "
+                f"After publication {name}'s log-probs of {len(learner)} fixed tokens are {difference:.3g} nats from the "
                 f"learner's on average, more than {CANARY_LIMIT}, although it holds the learner's tensors: one of the two computes "
                 f"nonsense, or a kernel works with a copy of other weights. Engine: {_rounded(engine)}; learner: {_rounded(learner)}."
             )
@@ -276,9 +280,11 @@ def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
 def _unsupported_settings(engine: Mapping[str, Any]) -> list[str]:
     """Settings of an engine, wherever they came from, with which it would not sample from the published weights."""
     lines = []
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
+    for name, models in (("pipeline_parallel_size", ""), ("data_parallel_size", " for a mixture of experts")):
         if engine.get(name, 1) != 1:
-            lines.append(f"{name}: 1 is supported, the engine has {engine[name]}: the audit sees whole models only")
+            lines.append(
+                f"{name}: 1 is supported{models}, the engine has {engine[name]}: the audit sees whole models only"
+            )
     if engine.get("enable_expert_parallel"):
         lines.append(
             "enable_expert_parallel: not supported, as a rank holds some experts, and the audit sees whole models only"

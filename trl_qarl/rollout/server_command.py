@@ -22,7 +22,7 @@ _LORA = "it follows from --max_lora_rank"
 
 _SOME_EXPERTS = "a rank holds some experts, and the audit sees whole models only"
 
-_ONE_REPLICA = "weights are published to one replica; start one server for each trainer"
+_ONE_SERVER = "weights go through one server, which all replicas are behind; use --data-parallel-size alone"
 
 # vLLM options that are set here or left at their defaults, with the reason why nobody else may set them.
 _IMPOSED = {
@@ -59,20 +59,18 @@ _IMPOSED = {
     "--lora-dtype": "an adapter has the dtype of the model, as in the learner",
     "--lora-modules": "the adapter comes from the trainer",
     "--default-mm-loras": "the adapter comes from the trainer",
-    "--data-parallel-size": _ONE_REPLICA,
-    "-dp": _ONE_REPLICA,
-    "--data-parallel-size-local": _ONE_REPLICA,
-    "-dpl": _ONE_REPLICA,
-    "--data-parallel-rank": _ONE_REPLICA,
-    "-dpn": _ONE_REPLICA,
-    "--data-parallel-start-rank": _ONE_REPLICA,
-    "-dpr": _ONE_REPLICA,
-    "--data-parallel-hybrid-lb": _ONE_REPLICA,
-    "-dph": _ONE_REPLICA,
-    "--data-parallel-external-lb": _ONE_REPLICA,
-    "-dpe": _ONE_REPLICA,
-    "--data-parallel-multi-port-external-lb": _ONE_REPLICA,
-    "-dpm": _ONE_REPLICA,
+    "--data-parallel-rank": _ONE_SERVER,
+    "-dpn": _ONE_SERVER,
+    "--data-parallel-start-rank": _ONE_SERVER,
+    "-dpr": _ONE_SERVER,
+    "--data-parallel-hybrid-lb": _ONE_SERVER,
+    "-dph": _ONE_SERVER,
+    "--data-parallel-external-lb": _ONE_SERVER,
+    "-dpe": _ONE_SERVER,
+    "--data-parallel-multi-port-external-lb": _ONE_SERVER,
+    "-dpm": _ONE_SERVER,
+    "--data-parallel-backend": "Ray starts processes that do not know where weights arrive",
+    "-dpb": "Ray starts processes that do not know where weights arrive",
 }
 
 

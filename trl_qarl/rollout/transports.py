@@ -44,7 +44,10 @@ class Transport(Protocol):
     """How tensors reach an engine."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what the engine was built for: `quantization_config`, `dtype`, `logprobs_mode`, kernels."""
+        """
+        Return what the engine was built for: `quantization_config`, `dtype`, `logprobs_mode`, kernels; for a server also how many
+        `replicas` it has, which are all alike.
+        """
 
     def begin(self) -> list[str]:
         """
@@ -65,7 +68,7 @@ class Transport(Protocol):
         """End the update and raise [`PublishError`] unless the engine holds what the fingerprints say."""
 
     def score(self, token_ids: list[int]) -> list[float]:
-        """The engine's log-probs of the tokens from the second on; NaN where there is none."""
+        """The engine's log-probs of the tokens from the second on, NaN where there is none; replica by replica."""
 
     def clear_cache(self) -> None:
         """Set all keys and values that the engine holds to 0."""
@@ -159,9 +162,18 @@ class ServerTransport:
 
     def __init__(self, client):
         self.client = client
+        self._replicas = 1
 
     def describe(self) -> dict[str, Any]:
-        return self.client.call_workers("qarl_describe")[0]
+        first, *others = self.client.call_workers("qarl_describe")
+        for other in others:
+            # Ranks of one replica are compared by what they hold.
+            if (replica := other.get("replica")) != first.get("replica") and (names := _differing(first, other)):
+                raise ValueError(
+                    f"Replica {replica} of the server is not like the first one. They differ in: {', '.join(names)}."
+                )
+        self._replicas = len({worker.get("replica") for worker in (first, *others)})
+        return {**first, "replicas": self._replicas}
 
     def begin(self) -> list[str]:
         # Requests of other clients must not be finished with other weights than they were begun with.
@@ -197,7 +209,12 @@ class ServerTransport:
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        entries = _json(self.client.control("/v1/completions", body))["choices"][0].get("prompt_logprobs")
+        return [value for replica in range(self._replicas) for value in self._score_with(replica, body)]
+
+    def _score_with(self, replica: int, body: dict[str, Any]) -> list[float]:
+        token_ids = body["prompt"]
+        answer = self.client.control("/v1/completions", body, {"X-data-parallel-rank": str(replica)})
+        entries = _json(answer)["choices"][0].get("prompt_logprobs")
         if not entries or len(entries) != len(token_ids):
             raise PublishError("/v1/completions: the server returned no log-probs of the prompt.")
         values = [(entry or {}).get(str(token), {}) for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
@@ -273,6 +290,12 @@ class NCCLTransport(ServerTransport):
             self.client.update_named_params(metadata, iter(tensors))
         finally:
             self.client._updating_weights = False
+
+
+def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return in what two replicas differ that must not: they are on devices of their own, and one may have been started again."""
+    own = ("device", "published", "replica")
+    return sorted(name for name in first if name not in own and other.get(name) != first[name])
 
 
 def _json(response) -> dict[str, Any]:

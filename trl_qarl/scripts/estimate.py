@@ -25,6 +25,9 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
     parser.add_argument("--use_peft", action="store_true", help="LoRA on all linear layers, beside a frozen base")
     parser.add_argument("--lora_r", type=int, default=16, help="its rank")
+    parser.add_argument(
+        "--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a process in an update"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch, prompts and completions")
     parser.add_argument(
         "--vllm_gpu_memory_utilization",
@@ -42,16 +45,18 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 def main(args: Namespace) -> int:
     """Print the parts by launch. Return 0 if one of them fits, else 1."""
     with configuration_errors():
-        positive = min(args.gpus, args.gpu_memory, args.tokens, args.lora_r) > 0
+        positive = min(args.gpus, args.gpu_memory, args.tokens, args.lora_r, args.gradient_accumulation_steps) > 0
         if not positive or not 0 <= args.vllm_gpu_memory_utilization < 1:
             raise ValueError(
-                "--gpus, --gpu_memory, --tokens and --lora_r are positive, --vllm_gpu_memory_utilization is from 0 to 1."
+                "--gpus, --gpu_memory, --tokens, --lora_r and --gradient_accumulation_steps are positive, "
+                "--vllm_gpu_memory_utilization is from 0 to 1."
             )
         from ..doctor.memory import Run, launch_configuration, parts_of_memory
         from .doctor import _shapes
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
-        run = Run(args.gpus, args.optim, args.tokens, engine_bytes, args.lora_r if args.use_peft else 0)
+        rank, accumulates = args.lora_r if args.use_peft else 0, args.gradient_accumulation_steps > 1
+        run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates)
         found = parts_of_memory(_shapes(args), plan_of(vars(args)), run, args.exclude_modules)
     fitting = None
     for launch, parts in found.items():
@@ -61,6 +66,11 @@ def main(args: Namespace) -> int:
         listed = ", ".join(f"{name} {size / _GB:.1f}" for name, size in parts.items() if size)
         print(
             f"{launch}: {total:.1f} of {args.gpu_memory:g} GB on each of {args.gpus} GPUs, {'fits' if fits else 'too much'} ({listed})"
+        )
+    if accumulates:
+        print(
+            'fsdp2 holds gradients whole while it adds up micro-batches. accelerator_config={"gradient_accumulation_kwargs": '
+            '{"sync_each_batch": True}} keeps them sharded: estimate that with --gradient_accumulation_steps 1.'
         )
     if fitting is None:
         print(

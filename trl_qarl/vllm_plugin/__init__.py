@@ -4,7 +4,7 @@ What vLLM loads of this package: entry point `vllm.general_plugins`, called in e
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until a
 `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
 ([`trl_qarl.vllm_plugin.cpu_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`],
-[`trl_qarl.vllm_plugin.cuda_kernels`]).
+[`trl_qarl.vllm_plugin.cuda_kernels`]), and has our servers hear all their replicas ([`trl_qarl.vllm_plugin.replicas`]).
 """
 
 import multiprocessing
@@ -30,9 +30,11 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     from ..numerics.cuda import is_known_release
+    from .replicas import hear_every_replica
 
-    # Before vLLM starts its engine's process, which would inherit it.
-    take_token()
+    # Before vLLM starts its engine's process, which would inherit the secret.
+    if take_token() or TOKEN_FILE_VARIABLE in os.environ:
+        hear_every_replica()
     _end_with_parent()
     for backend, name in ((FILE_BACKEND, "FileEngine"), (NCCL_BACKEND, "NCCLEngine")):
         if backend not in WeightTransferEngineFactory._registry:

@@ -66,6 +66,8 @@ def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
 
 
 _WEIGHT_ONLY = {
+    (scalar_types.uint2b2, False): "w2a16",
+    (scalar_types.uint3b4, False): "w3a16",
     (scalar_types.uint4b8, False): "w4a16",
     (scalar_types.uint4, True): "w4a16-asym",
     (scalar_types.uint8b128, False): "w8a16",
@@ -75,7 +77,7 @@ _WEIGHT_ONLY = {
 
 
 class QaRLWeightOnlyKernel(MPLinearKernel):
-    """INT4 and INT8 weights, with and without zero points, with 16- or 32-bit activations."""
+    """INT4 and INT8 weights, with and without zero points, and compact ones of 3 and 2 bits, with 16- or 32-bit activations."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -84,7 +86,7 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         if (c.weight_type, c.zero_points) not in _WEIGHT_ONLY:
-            return False, f"weight type {c.weight_type} is not INT4 or INT8"
+            return False, f"weight type {c.weight_type} is none of INT8, INT4 and, without zero points, 3 and 2 bits"
         if (
             c.weight_type in (scalar_types.uint4b8, scalar_types.uint4)
             and c.act_type in (torch.bfloat16, torch.float16)
@@ -111,6 +113,8 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
             scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
             names = [self.w_q_name, self.w_s_name, *([self.w_zp_name] if self.config.zero_points else [])]
             tensors = {name: getattr(layer, name).data for name in names}
+            # Of fused layers vLLM keeps the shape of one.
+            tensors["weight_shape"] = torch.tensor(self.config.partition_weight_shape[::-1])
             self._low_bit = LowBitTensor.from_checkpoint(tensors, scheme, tensors["weight_scale"].dtype)
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 

@@ -181,13 +181,18 @@ def _changes(old: np.ndarray, new: np.ndarray) -> dict[str, list[np.ndarray]]:
     last = -1
     for start in range(0, len(old), _BLOCK):
         before = old[start : start + _BLOCK]
-        difference = new[start : start + _BLOCK] - before
-        if not difference.any():
+        after = new[start : start + _BLOCK]
+        # Of booleans, which numpy finds ten times as fast.
+        has_changed = after != before
+        if not has_changed.any():
             continue
         if old.itemsize == 2:
-            difference = difference[_order(before)]
-        at = np.flatnonzero(difference)
-        values, distances = difference[at], np.diff(at, prepend=last - start) - 1
+            order = _order(before)
+            at = np.flatnonzero(has_changed[order])
+            there = order[at]
+        else:
+            there = at = np.flatnonzero(has_changed)
+        values, distances = after[there] - before[there], np.diff(at, prepend=last - start) - 1
         last = start + int(at[-1])
         pieces["far"].append(distances[distances >= _FAR].astype("<u4"))
         pieces["distances"].append(np.minimum(distances, _FAR).astype(np.uint8))

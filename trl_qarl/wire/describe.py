@@ -67,7 +67,10 @@ def group_name(index: int, scheme: QuantScheme) -> str:
 
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
-    """Return the scheme that wrote a group of a `quantization_config` under its [`group_name`]; `None` if it is none of [`SCHEMES`]."""
+    """
+    Return the scheme that wrote a group of a `quantization_config` under its [`group_name`], whose bits are those of the container or, after
+    `trl-qarl export --compact`, of the grid; `None` if it is none of [`SCHEMES`].
+    """
 
     def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
         if not ours or not theirs:
@@ -77,10 +80,11 @@ def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
     weights = group["weights"]
     for scheme in SCHEMES.values():
         size = weights.get("group_size") if scheme.group_size is not None else None
+        num_bits = (scheme.container.num_bits, scheme.grid.num_bits) if scheme.is_quantized else ()
         if (
-            scheme.is_quantized
+            weights.get("num_bits") in num_bits
             and group_name(0, scheme).partition("-")[2] == name.partition("-")[2]
-            and fits(weights, scheme.weight_args(size))
+            and fits(weights, scheme.weight_args(size) | {"num_bits": weights["num_bits"]})
             and fits(group.get("input_activations"), scheme.activation_args)
             and (scheme.group_size is None or size in scheme.group_sizes)
         ):

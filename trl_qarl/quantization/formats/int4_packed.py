@@ -3,6 +3,9 @@ INT4 codes in words: `qdata` is int32 `(N, K / 8)`, eight codes + 8 per word, th
 
 A checkpoint (`pack-quantized`) has the same words as `weight_packed`, and `weight_shape` says `(N, K)`. Codes of fewer bits
 are stored as the same numbers, so engines and readers need to know nothing about them.
+
+`to_words` packs these without gaps, as `trl-qarl export --compact` writes them: code `i` of `b` bits, plus `2^(b - 1)`, begins at bit `b i` of
+the row, as vLLM and compressed-tensors from 0.19 on have it (https://github.com/vllm-project/compressed-tensors/pull/732).
 """
 
 from collections.abc import Mapping
@@ -18,6 +21,7 @@ __all__ = [
     "look_up",
     "pack",
     "to_checkpoint",
+    "to_words",
     "unpack",
     "unsigned_codes",
 ]
@@ -66,8 +70,29 @@ def to_checkpoint(qdata: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.T
 
 
 def from_checkpoint(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `qdata` and `scale` of a layer's tensors."""
-    return tensors["weight_packed"], tensors["weight_scale"]
+    """Return `qdata` and `scale` of a layer's tensors; `weight_shape` tells whether codes have fewer bits."""
+    words, scale = tensors["weight_packed"], tensors["weight_scale"]
+    if "weight_shape" not in tensors or (num_codes := int(tensors["weight_shape"][1])) == in_features(words):
+        return words, scale
+    return _from_words(words, 32 * words.shape[1] // num_codes), scale
+
+
+def to_words(qdata: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Return codes of 2 or 3 bits, `K` of them a multiple of 32, in words without gaps: int32 `(N, num_bits K / 32)`."""
+    places = torch.arange(8, device=qdata.device)
+    eights = (unsigned_codes(qdata) - 8 + 2 ** (num_bits - 1)).unflatten(1, (-1, 8)) << num_bits * places
+    # Eight codes fill as many bytes as each has bits.
+    eight_bytes = eights.sum(dim=-1, keepdim=True) >> 8 * places[:num_bits]
+    return (eight_bytes & 0xFF).to(torch.uint8).flatten(1).view(torch.int32)
+
+
+def _from_words(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Return the inverse of [`to_words`]."""
+    places = torch.arange(8, device=words.device)
+    eight_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, num_bits)).long()
+    eights = (eight_bytes << 8 * places[:num_bits]).sum(dim=-1, keepdim=True)
+    codes = (eights >> num_bits * places) & (2**num_bits - 1)
+    return pack(codes.flatten(1) - 2 ** (num_bits - 1))
 
 
 @lru_cache(maxsize=8)

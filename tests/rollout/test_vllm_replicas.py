@@ -1,0 +1,167 @@
+"""A server with two replicas, by vLLM's own data parallelism: what is sent reaches both, and both are heard."""
+
+import contextlib
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+import requests
+from faulty_replica import FAULT_FILE, TENSOR
+
+from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer
+from trl_qarl import prepare_model
+from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.rollout.http_session import ServerLost
+from trl_qarl.rollout.server_command import build_server_command
+from trl_qarl.rollout.server_process import ServerProcess, free_port
+from trl_qarl.wire.protocol import WORKER_EXTENSION, PublishError
+
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("warm_servers")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, warm_servers):
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("replicas")
+    path = make_tiny_model(folder, "qwen2")
+    prepare_model(model := AutoModelForCausalLM.from_pretrained(path), "w4a16")
+    options = ["--max-model-len", "128", "--data-parallel-size", "2"]
+    port, on_cpu = free_port(), True
+    argv, environment = build_server_command(
+        path, quantization_config(model), dtype="float32", port=port, on_cpu=on_cpu, vllm_args=options
+    )
+    argv[argv.index(WORKER_EXTENSION)] = "faulty_replica.FaultyReplica"
+    environment |= {FAULT_FILE: str(folder / "fault"), "VLLM_LOGGING_LEVEL": "WARNING"}
+    with pytest.MonkeyPatch.context() as patch:
+        warm_servers.serve(patch)
+        process, url = ServerProcess(argv, environment, folder / "server.log"), f"http://127.0.0.1:{port}"
+        (folder / "token").write_text(process.token)
+        (folder / "token").chmod(0o600)
+        process.start()
+        process.wait(url, 900)
+        yield SimpleNamespace(process=process, url=url, token=str(folder / "token"), fault=folder / "fault")
+        process.stop()
+
+
+@pytest.fixture
+def make_trainer(server, tmp_path):
+    trainers = []
+
+    def make(**arguments):
+        arguments = {
+            "scheme": "w4a16",
+            "vllm_mode": "server",
+            "vllm_server_base_url": server.url,
+            "vllm_token_file": server.token,
+            "vllm_server_timeout": 60,
+            # Some codes change in a step, not all.
+            "learning_rate": 1e-5,
+        } | arguments
+        trainers.append(make_vllm_trainer(tmp_path, "qwen2", **arguments))
+        return trainers[-1]
+
+    yield make
+    server.fault.unlink(missing_ok=True)
+    for trainer in trainers:
+        trainer.vllm_generation.vllm_client.close_session()
+
+
+def complete(server, replica):
+    body = {
+        "model": requests.get(f"{server.url}/v1/models", timeout=10).json()["data"][0]["id"],
+        "prompt": [5, 6],
+        "max_tokens": 2,
+    }
+    headers = {"X-data-parallel-rank": str(replica)}
+    return requests.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=10).status_code
+
+
+def workers(trainer, method):
+    return trainer.vllm_generation.vllm_client.call_workers(method)
+
+
+@pytest.mark.parametrize("transport", ["file", "http"])
+def test_everything_and_then_changes_reach_both_replicas(server, make_trainer, transport):
+    trainer = make_trainer(vllm_transport=transport, vllm_delta_sync=True)
+    assert trainer.vllm_generation.engine["replicas"] == 2
+    scored = []
+    transport = trainer.vllm_generation.publisher.transport
+    score = transport.score
+    transport.score = lambda ids: scored.append(score(ids)) or scored[-1]
+    trainer.train()
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+    everything, changes = logged(trainer, "publish/megabytes")
+    # What is not quantized is in float32 here, and all of it changes.
+    assert changes < everything / 2, (everything, changes)
+    # Both have the copy of the same, and both compute with it.
+    assert [worker["replica"] for worker in workers(trainer, "qarl_describe")] == [0, 1]
+    (digest,) = {*workers(trainer, "qarl_keep_copy")}
+    assert len(digest) == 64
+    for values in scored:
+        half = len(values) // 2
+        assert half > 5 and values[:half] == values[half:]
+    assert [complete(server, replica) for replica in (0, 1)] == [200, 200]
+
+
+def test_a_replica_that_does_not_hold_what_was_sent_is_named_and_none_generates(server, make_trainer):
+    publisher = make_trainer().vllm_generation.publisher
+    server.fault.write_text("spoiled during")
+    with pytest.raises(PublishError, match=f"(?s)Replica 1 of 2: .*{TENSOR}"):
+        publisher.publish("1")
+    assert [complete(server, replica) for replica in (0, 1)] == [503, 503]
+    server.fault.unlink()
+    publisher.publish("2")
+    assert [complete(server, replica) for replica in (0, 1)] == [200, 200]
+
+
+def test_what_one_replica_has_lost_is_sent_again(server, make_trainer, caplog):
+    publisher = make_trainer().vllm_generation.publisher
+    publisher.publish("1")
+    server.fault.write_text("spoiled before")
+    with caplog.at_level(logging.WARNING):
+        assert publisher.publish("2")["publish/tensors"] == 1
+    assert "no longer held what was published to it" in caplog.text and "model.norm" in caplog.text
+
+
+def test_a_replica_without_the_copy_is_sent_everything(server, make_trainer):
+    publisher = make_trainer(vllm_delta_sync=True).vllm_generation.publisher
+    everything = publisher.publish("1")["publish/megabytes"]
+    assert publisher.publish("2")["publish/megabytes"] == 0
+    server.fault.write_text("no copy")
+    assert publisher.publish("3")["publish/megabytes"] == everything
+
+
+def test_a_server_that_lost_one_replica_is_started_again_and_gets_everything(server, make_trainer):
+    """The last test. vLLM ends the whole server, once the trainer has let its session go."""
+    deaths = []
+
+    def kill_one(completions, **kwargs):
+        if not deaths:
+            server.fault.write_text("dies")
+            with pytest.raises((PublishError, ServerLost)) as death:
+                workers(trainer, "qarl_clear_cache")
+            deaths.append(str(death.value))
+            server.fault.unlink()
+            with contextlib.suppress(requests.RequestException):
+                # The other one does not go on.
+                assert complete(server, 0) == 500
+            trainer.vllm_generation.vllm_client.close_session()
+            deadline = time.monotonic() + 60
+            while server.process.is_running and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not server.process.is_running
+            server.process.start()
+            server.process.wait(server.url, 900)
+        return count_digits(completions)
+
+    trainer = make_trainer(vllm_delta_sync=True)
+    trainer.reward_funcs = [kill_one]
+    trainer.train()
+    assert len(deaths) == 1 and trainer.state.global_step == 4
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+    first, again = logged(trainer, "publish/megabytes")
+    assert first == again

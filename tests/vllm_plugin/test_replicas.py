@@ -1,0 +1,67 @@
+"""What a server makes of the answers of its replicas; with a real one in `tests/rollout/test_vllm_replicas.py`."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from trl_qarl.vllm_plugin.replicas import call_every_replica
+from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE
+
+
+pytestmark = pytest.mark.vllm
+
+
+class Client:
+    """Each engine answers with what it is given, or raises it."""
+
+    def __init__(self, *answers):
+        self.core_engines, self.answers = [b"\x00\x00", b"\x01\x00", b"\x02\x00"][: len(answers)], answers
+
+    async def _call_utility_async(self, method, *args, engine):
+        answer = self.answers[self.core_engines.index(engine)]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def ask(method, *answers):
+    return asyncio.run(call_every_replica(Client(*answers), method))
+
+
+def test_workers_answer_replica_by_replica_and_a_question_needs_all():
+    assert ask("collective_rpc", [{"replica": 0}, 1], [{"replica": 1}, 2]) == [{"replica": 0}, 1, {"replica": 1}, 2]
+    assert ask("reset_prefix_cache", True, True) is True
+    assert ask("reset_prefix_cache", True, False) is False
+    assert ask("get_weight_version", "3", "3") == "3" and ask("resume_scheduler", None, None) is None
+
+
+def test_a_replica_that_fails_or_differs_is_named():
+    with pytest.raises(RuntimeError, match="Replica 1 of 2: it lost a tensor"):
+        ask("collective_rpc", [None], Exception("it lost a tensor"))
+    with pytest.raises(RuntimeError, match=r"2 replicas do not answer 'get_weight_version' alike: \['3', '2'\]"):
+        ask("get_weight_version", "3", "2")
+    # vLLM ends a server whose engine has gone.
+    with pytest.raises(EngineDeadError):
+        ask("collective_rpc", [None], EngineDeadError())
+
+
+@pytest.mark.parametrize("variable", [TOKEN_FILE_VARIABLE, "HOME"])
+def test_only_servers_of_ours_hear_all(variable):
+    code = (
+        "from trl_qarl.vllm_plugin import register; register()\n"
+        "from vllm.v1.engine.core_client import DPLBAsyncMPClient as client\n"
+        "print(client.call_utility_async.__name__)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN_FILE_VARIABLE} | {variable: "x"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[-1] == (
+        "call_every_replica" if variable == TOKEN_FILE_VARIABLE else "call_utility_async"
+    )

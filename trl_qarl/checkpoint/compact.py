@@ -1,0 +1,61 @@
+"""Codes of 3 and 2 bits in as many bits, for what reads those; everywhere else they have INT4's container."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..quantization.checkpoint_names import checkpoint_names
+from ..quantization.experts import QuantizedExperts
+from ..quantization.formats.int4_packed import to_words
+from ..quantization.names import base_modules
+from ..quantization.schemes import INT4_PACKED, QuantScheme
+from ..wire.describe import scheme_of_group
+from .layout import quantized_formats
+
+
+__all__ = ["compact", "is_compact", "problem_of_compact"]
+
+
+def _is_coarse(scheme: QuantScheme) -> bool:
+    return scheme.container == INT4_PACKED and scheme.grid.num_bits < scheme.container.num_bits
+
+
+def problem_of_compact(model: nn.Module) -> str | None:
+    """Return why the codes of `model` cannot be packed closer, or `None`."""
+    for name, module in base_modules(model):
+        if isinstance(module, QuantizedExperts) and _is_coarse(module.scheme):
+            return f"experts ({name!r}) with scheme {module.scheme.name!r} are read in INT4's container alone. Leave the option out."
+    if not any(_is_coarse(scheme) for scheme, _ in quantized_formats(model).values()):
+        schemes = list(dict.fromkeys(scheme.name for scheme, _ in quantized_formats(model).values()))
+        return f"no layer has codes of 3 or 2 bits, only {schemes or ['bf16']}. Add --bits 3 or --bits 2, or leave the option out."
+    return None
+
+
+def compact(model: nn.Module, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """
+    Pack codes of 3 and 2 bits without gaps ([`~trl_qarl.quantization.formats.int4_packed.to_words`]), in place.
+
+    Args:
+        model (`nn.Module`): prepared or converted model, without a [`problem_of_compact`].
+        tensors (`dict[str, torch.Tensor]`): its tensors under their names in a checkpoint.
+        config (`dict`): its `quantization_config`.
+    """
+    names = checkpoint_names(model)
+    for name, (scheme, _) in quantized_formats(model).items():
+        if _is_coarse(scheme):
+            key = f"{names.of_tensor(name)}.weight_packed"
+            tensors[key] = to_words(tensors[key], scheme.grid.num_bits)
+    for name, group in config["config_groups"].items():
+        scheme = scheme_of_group(name, group)
+        if _is_coarse(scheme):
+            group["weights"]["num_bits"] = scheme.grid.num_bits
+
+
+def is_compact(config: dict[str, Any]) -> bool:
+    """Return whether a `quantization_config` is one of [`compact`]; others of 3 and 2 bits are for transformers to read."""
+    return any(
+        weights["num_bits"] < INT4_PACKED.num_bits and scheme_of_group(name, group) is not None
+        for name, group in config.get("config_groups", {}).items()
+        if (weights := group.get("weights"))
+    )

@@ -1,5 +1,6 @@
 """Learner with engine numerics and sampler give every token the same log-prob, bit for bit."""
 
+import gc
 import json
 import re
 from functools import partial
@@ -37,6 +38,14 @@ def quiet(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     # An engine that another test started has made vLLM remember its environment.
     vllm_envs.disable_envs_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_engines():
+    """vLLM exempts an engine that it starts from collection: the last one would stay in this process."""
+    yield
+    gc.unfreeze()
+    gc.collect()
 
 
 def make_trainer(directory, arch="qwen3", **arguments):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_mixture, start_engines_quickly, tampered
+from testing_utils import make_tiny_mixture, make_tiny_model, start_engines_quickly, tampered
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
@@ -77,6 +77,20 @@ def update_masters(model, seed):
 def routed_experts(publisher, layer=1):
     block = publisher.transport._worker.model_runner.model.model.layers[layer]
     return next(module for name, module in block.named_modules() if name.endswith("routed_experts"))
+
+
+@pytest.mark.slow
+def test_a_mixture_starts_beside_the_engine_of_a_dense_model(engine_environment, tmp_path):
+    """First of this file: vLLM's groups of a dense model, whose engine is still there, lack the one of experts."""
+    from trl_qarl.rollout.engines import make_engine
+
+    engines = []
+    for path in (make_tiny_model(tmp_path, "qwen3"), make_tiny_mixture(tmp_path, "qwen3_moe")):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        prepare_model(model, "bf16")
+        engines.append(make_engine(model, torch.bfloat16, on_cpu=True, max_model_len=128, max_num_seqs=8))
+    # Neither has been sent weights.
+    assert [len(rows) for rows in map(engine_logps, engines)] == [len(PROMPTS)] * 2
 
 
 @needs_engine

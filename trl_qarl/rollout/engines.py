@@ -146,11 +146,15 @@ def _in_process_engine(*, on_cpu: bool, **arguments):
     if on_cpu:
         os.environ.update(cpu_environment())
     from vllm import LLM
+    from vllm.distributed import parallel_state
 
     # An engine that nothing refers to any more ends the process group that the next one shares when it is collected.
     # vLLM exempts all objects that are there when an engine starts from collection: a trainer and its earlier engine, too.
     gc.unfreeze()
     gc.collect()
+    # Of a dense model that still has an engine: without the group of experts, which vLLM does not add for a mixture.
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state.destroy_model_parallel()
     defaults = {
         "logprobs_mode": "processed_logprobs",
         # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.

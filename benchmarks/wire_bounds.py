@@ -1,7 +1,7 @@
 """
-What a lossless publication of embeddings in bf16 takes at least, beside what it takes: the table of bounds in `docs/benchmarks.md`.
+What a lossless publication of embeddings, or of an adapter, in bf16 takes at least, beside what it takes: the table of bounds in `docs/benchmarks.md`.
 
-`python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, with a folder, a name on the Hub or `0.1b` (random), trains as `trl-qarl bench publish`
+`python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, of an adapter with `--lora_r 16`, with a folder, a name on the Hub or `0.1b` (random), trains as `trl-qarl bench publish`
 does, eight updates between publications.
 
 A value in bf16 changes when its float32 master crosses a boundary of rounding. The receiver knows the value, not the master's place within
@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Iterator
 
 import torch
+from peft import LoraConfig, get_peft_model
 
 from trl_qarl.bench.engines import load_learner
 from trl_qarl.bench.publish import train
@@ -108,17 +109,29 @@ def row(masters: list[torch.Tensor]) -> dict[str, float]:
 
 
 def measure(
-    path: str, learning_rate: float, publications: int, updates: int
+    path: str, learning_rate: float, publications: int, updates: int, lora_r: int = 0
 ) -> Iterator[tuple[str, dict[str, float], int]]:
-    """Yield the updates of each publication, its [`row`], and the bytes of the whole model in bf16."""
+    """
+    Yield the updates of each publication, its [`row`], and the bytes in bf16 of the whole model or, with the rank `lora_r`, of an
+    adapter on all linear layers, which stands for the embeddings then.
+    """
     model = load_learner(path, "w4a16", torch.bfloat16)
-    size = 2 * sum(parameter.numel() for parameter in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-    embeddings = model.get_input_embeddings().weight
-    masters = [embeddings.detach().clone()]
+    if lora_r:
+        model = get_peft_model(
+            model, LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    size = 2 * sum(parameter.numel() for parameter in trained)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95))
+    published = trained if lora_r else [model.get_input_embeddings().weight]
+
+    def masters_now() -> torch.Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in published])
+
+    masters = [masters_now()]
     for number in range(publications):
         train(path, model, optimizer, torch.bfloat16, updates, seed=number)
-        masters = [*masters[-2:], embeddings.detach().clone()]
+        masters = [*masters[-2:], masters_now()]
         yield f"{number * updates + 1} to {(number + 1) * updates}", row(masters), size
 
 
@@ -135,10 +148,11 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=1e-5)
     parser.add_argument("--publications", type=int, default=3)
     parser.add_argument("--updates", type=int, default=8, help="between two publications")
+    parser.add_argument("--lora_r", type=int, default=0, help="rank of an adapter; without it, the embeddings")
     args = parser.parse_args()
     path = write_random_model(args.model) if args.model in SHAPES else args.model
     print("| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|", sep="\n", flush=True)
-    for updates, found, size in measure(path, args.learning_rate, args.publications, args.updates):
+    for updates, found, size in measure(path, args.learning_rate, args.publications, args.updates, args.lora_r):
         cells = [written(name, found[name], size) if name in found else "-" for name in _COLUMNS[1:]]
         print("| " + " | ".join([updates, *cells]) + " |", flush=True)
 

@@ -120,15 +120,19 @@ def test_a_layer_of_another_plan_is_sent_whole_and_nothing_is_kept_of_the_old_on
         assert layer.keys() == engine.copy._tensors.keys() == engine.copy._elements.keys() == deltas._copy.keys()
 
 
-def test_an_adapter_is_always_sent_whole():
+def test_an_adapter_has_changes_beside_those_of_the_layer_it_is_named_after():
     engine = Engine()
     deltas = Deltas(engine)
-    layer = {"layers.0.q.lora_A.weight": torch.ones(4, 4)}
-    for published in ({}, {name: fingerprint(tensor) for name, tensor in layer.items()}):
-        engine.published = published
-        assert [name for name, _ in publish(deltas, engine, layer, published)] == list(layer)
-    engine.receive(list(layer.items()), layer)
-    assert not engine.copy._tensors
+    adapter = {"layers.0.q.lora_A.weight": torch.ones(40, 40)}
+    everything = LAYER | adapter
+    deltas.begin({})
+    assert engine.receive([*deltas.pack(list(LAYER.items())), *deltas.pack(list(adapter.items()))], everything)
+    after = flip(LAYER, 0) | {"layers.0.q.lora_A.weight": torch.ones(40, 40).fill_diagonal_(0.5)}
+    deltas.begin(engine.published)
+    sent = [
+        block for part in (LAYER, adapter) for block in deltas.pack([(n, t) for n, t in after.items() if n in part])
+    ]
+    assert [name for name, _ in sent] == ["qarl.delta.layers.0", "qarl.delta.adapter"] and engine.receive(sent, after)
 
 
 def make_update():

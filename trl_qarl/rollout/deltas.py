@@ -49,10 +49,6 @@ class Deltas:
         """Return what to send for a layer: a block of changes, and the tensors that are shorter than their changes."""
         changes, kept = [], []
         for name, tensor in layer:
-            if is_adapter_tensor(name):
-                # Every element of an adapter changes.
-                kept.append(name)
-                continue
             old, new = self._copy.get(name), tensor.cpu().contiguous()
             if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
                 changes.append((name, self._confirmed[name], elements(old), elements(new)))
@@ -67,5 +63,6 @@ class Deltas:
         if block:
             # A block that was read from a file could not be written to.
             data = torch.frombuffer(bytearray(block), dtype=torch.uint8)
-            packed.append((f"{DELTA_PREFIX}{layer_of(layer[0][0])}", data))
+            first = layer[0][0]
+            packed.append((DELTA_PREFIX + ("adapter" if is_adapter_tensor(first) else layer_of(first)), data))
         return packed

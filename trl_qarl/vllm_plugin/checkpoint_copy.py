@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from ..wire.delta import apply_delta, base_digest, elements, is_delta
-from ..wire.protocol import is_adapter_tensor
 
 
 __all__ = ["CheckpointCopy"]
@@ -41,11 +40,10 @@ class CheckpointCopy:
             The digest of `published` if a copy of all of it is here, else the empty string.
         """
         self._is_kept = True
-        needed = {name for name in published if not is_adapter_tensor(name)}
-        for name in self._tensors.keys() - needed:
+        for name in self._tensors.keys() - published.keys():
             # Of a trainer with another plan.
             del self._tensors[name], self._elements[name]
-        return base_digest(published) if needed <= self._tensors.keys() else ""
+        return base_digest(published) if published.keys() <= self._tensors.keys() else ""
 
     def take(
         self, tensors: Iterable[tuple[str, torch.Tensor]], published: Mapping[str, str], arrived: Container[str]
@@ -77,7 +75,7 @@ class CheckpointCopy:
                 yield changed_name, self._tensors[changed_name].to(self._device)
 
     def _store(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._is_kept or is_adapter_tensor(name):
+        if not self._is_kept:
             return tensor
         old = self._tensors.get(name)
         if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):

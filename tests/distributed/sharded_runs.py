@@ -85,6 +85,12 @@ def make_model(folder, arch="qwen2", **overrides):
         return AutoModelForCausalLM.from_pretrained(f"{folder}/{arch}", dtype=torch.float32, **overrides)
 
 
+def published(model, dtype):
+    """Bytes of everything that an engine is sent, by name; all processes have to call."""
+    layers = iter_checkpoint_layers(model, dtype, stacks_experts=True)
+    return {name: bits(tensor).numpy().tobytes() for name, tensor in chain.from_iterable(layers)}
+
+
 def weights_of(model):
     return [weight for layer in quantized_layers(model).values() for weight in layer.quantized_weights.values()]
 

@@ -1,0 +1,31 @@
+"""A training as `accelerate launch` starts it, but with gloo on a CPU, where accelerate would leave sharding out. Run by test_launched.py."""
+
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from sharded_runs import assert_sharded, train
+from torch.nn.parallel import DistributedDataParallel
+
+
+folder, name = sys.argv[1:]
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+# With DDP accelerate would name the GPU of each process.
+kind = DistributedType.MULTI_CPU if name == "ddp" else DistributedType.MULTI_GPU
+backend = lambda self, *args, **kwargs: ("gloo", kind)  # noqa: E731
+options = {"bf16": True, "max_steps": 1, "mismatch_probe_steps": 0, "max_completion_length": 4}
+with patch.object(PartialState, "_prepare_backend", backend):
+    for trainer in train(folder, name, **options):
+        if name == "ddp":
+            assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        else:
+            assert_sharded(trainer.model)
+        found = {"machine": int(os.environ["GROUP_RANK"])}
+        found["loss"] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        Path(f"{folder}/{name}{dist.get_rank()}.json").write_text(json.dumps(found))

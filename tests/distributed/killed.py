@@ -40,27 +40,33 @@ def dies_in_checkpoint(folder, *args, **kwargs):
 save_batch = batch.save_batch
 
 
-def train_until(train, folder, ends, options, expected):
+def train_until(train, folder, name, ends, options, expected):
     """Train, of two processes in one, until the second dies, or to the end; what was trained must be what is `expected` then."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
     dies = ends if dist.get_rank() else None
     in_checkpoint = patch.object(batch, "save_batch", dies_in_checkpoint)
     callbacks = [DiesInUpdate(2)] if dies == "update" else None
     with in_checkpoint if dies == "checkpoint" else nullcontext():
-        for trainer in train(folder, "killed", resume=ends != "checkpoint", callbacks=callbacks, **options):
-            found = [whole(p.detach()) for p in trainer.model.parameters()]
+        for trainer in train(folder, name, resume=ends != "checkpoint", callbacks=callbacks, **options):
+            found = [whole(p).detach() for p in trainer.model.parameters()]
             assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-def the_last_checkpoint_survives_a_killed_process(folder, train, options):
-    """Killed within its second checkpoint, then within its third update; the other process ends by itself."""
-    expected, complete = torch.load(f"{folder}/SHARDED_STATE_DICT-end.pt"), []
+def the_last_checkpoint_survives_a_killed_process(folder, train, trained, options):
+    """
+    Killed within its second checkpoint, then within its third update; the other process ends by itself, and a third run ends with the
+    masters of `trained`, the name of the same run without interruption.
+    """
+    expected, name, complete = torch.load(f"{folder}/{trained}-end.pt"), f"{trained}-killed", []
+    options |= {"save_strategy": "steps", "save_steps": 1}
     for ends in ("checkpoint", "update", None):
         port = str(free_port())
-        pids = [fork_rank(rank, 2, port, train_until, train, folder, ends, options, expected) for rank in range(2)]
+        pids = [
+            fork_rank(rank, 2, port, train_until, train, folder, name, ends, options, expected) for rank in range(2)
+        ]
         codes, seconds = wait(pids)
         assert codes == ([0, 0] if ends is None else [1, -signal.SIGKILL]), (ends, codes, seconds)
-        checkpoints = sorted(Path(folder, "killed").glob("checkpoint-*"))
+        checkpoints = sorted(Path(folder, name).glob("checkpoint-*"))
         complete.append([path.name[-1] for path in checkpoints if marker.is_complete(path)])
     assert complete == [["1"], ["1", "2"], ["1", "2", "3", "4"]]
 

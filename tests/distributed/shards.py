@@ -36,7 +36,11 @@ from sharded_trainers import (
     the_peak_of_fsdp2_is_what_was_calculated,
 )
 from train_ddp import fork_ranks
-from zero import zero_trains_an_adapter_a_reference_and_engine_numerics, zero_trains_what_it_trains_with_whole_state
+from zero import (
+    zero_leaves_a_checkpoint_when_a_process_is_killed,
+    zero_trains_an_adapter_a_reference_and_engine_numerics,
+    zero_trains_what_it_trains_with_whole_state,
+)
 
 
 CLAIMS = [
@@ -89,5 +93,6 @@ if __name__ == "__main__":
         asked = [claim for claim in claims if not names or claim.__name__ in names]
         if asked:
             fork_ranks(count, run, folder / f"launch{index}", asked)
-    if not names or a_killed_process_leaves_a_checkpoint.__name__ in names:
-        check([a_killed_process_leaves_a_checkpoint], folder, 0, folder / "killed.json")
+    for claim in (a_killed_process_leaves_a_checkpoint, zero_leaves_a_checkpoint_when_a_process_is_killed):
+        if not names or claim.__name__ in names:
+            check([claim], folder, 0, folder / f"{claim.__name__}.json")

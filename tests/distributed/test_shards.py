@@ -29,6 +29,7 @@ CLAIMS = [
     "zero_trains_what_it_trains_with_whole_state",
     "zero_trains_an_adapter_a_reference_and_engine_numerics",
     "a_killed_process_leaves_a_checkpoint",
+    "zero_leaves_a_checkpoint_when_a_process_is_killed",
 ]
 
 
@@ -46,7 +47,7 @@ def said(tmp_path_factory):
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    assert len(found) == 2 + 1 + 2 + 1
+    assert len(found) == 2 + 1 + 2 + 2
     return {claim: [said[claim] for said in found if claim in said] for claim in set().union(*found)}
 
 

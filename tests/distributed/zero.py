@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from unittest.mock import patch
 
+import killed
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -149,17 +150,19 @@ def assert_quantized_once(model):
         assert quantize.called and same(low_bit, weight.quantize(whole(weight.parameter)))
 
 
+# With masters gathered for each token, once more in backward, and for forwards that have the head as a module, which the loss has not.
+SLICES = {"ds3_gather_for_generation": False, "gradient_checkpointing": True, "mismatch_probe_steps": 1, "bf16": True}
+
+
 def zero_trains_what_it_trains_with_whole_state(folder):
     if find_spec("deepspeed") is None:
         return
     # ZeRO-2 and 3 reduce the gradients of each micro-batch, and so add them up in another order.
     turns = {"arch": "qwen3_moe", "precisions": [4, {"re:.*layers[.]0[.].*": 3, "_default": 2}]}
-    # With masters gathered for each token, once more in backward, and for forwards that have the head as a module, which the loss has not.
-    slices = {"ds3_gather_for_generation": False, "gradient_checkpointing": True, "mismatch_probe_steps": 1}
     for stage, options in (
         (1, {"bf16": False, "gradient_accumulation_steps": 2}),
         (2, {"bf16": True} | turns),
-        (3, {"bf16": True} | slices),
+        (3, SLICES),
     ):
         options = {
             "mismatch_probe_steps": 0,
@@ -177,6 +180,9 @@ def zero_trains_what_it_trains_with_whole_state(folder):
             assert any(row.get("quant/update_to_step") for row in rows)
             assert_publishes(trainer, ddp)
             if stage == 3:
+                ended = [whole(p).detach().clone() for p in trainer.model.parameters()]
+                if dist.get_rank() == 0:
+                    torch.save(ended, f"{folder}/zero3-end.pt")
                 assert_quantized_once(trainer.model)
                 continue
             ours, theirs = ({n: c for n, c in files_of(f).items() if n.endswith(".safetensors")} for f in relays)
@@ -208,3 +214,10 @@ def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
             # With "fast" they are DDP's, as all metrics are, and how large depends on the processor.
             assert found and (trainer.numerics == "fast" or found == {0.0})
             assert trainer.ref_model is None or type(trainer.ref_model).__name__ == "DeepSpeedEngine"
+
+
+def zero_leaves_a_checkpoint_when_a_process_is_killed(folder):
+    if find_spec("deepspeed") is None:
+        return
+    options = SLICES | {"launch": launched(3, True), "optim": "adamw_torch"}
+    killed.the_last_checkpoint_survives_a_killed_process(folder, train, "zero3", options)

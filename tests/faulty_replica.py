@@ -1,4 +1,4 @@
-"""The worker extension of a server in which one replica alone goes wrong, as a file says that its path is in `TEST_FAULT_FILE`."""
+"""The worker extension of a server in which one replica, or one tensor-parallel rank, alone goes wrong, as a file says that its path is in `TEST_FAULT_FILE`."""
 
 import os
 import signal
@@ -17,7 +17,9 @@ class FaultyReplica(WorkerExtension):
     def _meets(self, fault: str) -> bool:
         file = Path(os.environ[FAULT_FILE])
         return (
-            self.vllm_config.parallel_config.data_parallel_index == 1 and file.exists() and file.read_text() == fault
+            1 in (self.vllm_config.parallel_config.data_parallel_index, self.rank)
+            and file.exists()
+            and file.read_text() == fault
         )
 
     def _spoil(self) -> None:

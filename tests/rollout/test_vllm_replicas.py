@@ -1,4 +1,4 @@
-"""A server with two replicas, by vLLM's own data parallelism: what is sent reaches both, and both are heard."""
+"""A server with two replicas or two ranks, by vLLM's own data and tensor parallelism: what is sent reaches both, and both are heard."""
 
 import contextlib
 import logging
@@ -12,6 +12,7 @@ from faulty_replica import FAULT_FILE, TENSOR
 from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl import prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.rollout.http_session import ServerLost
 from trl_qarl.rollout.server_command import build_server_command
 from trl_qarl.rollout.server_process import ServerProcess, free_port
@@ -24,12 +25,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("warm_
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, warm_servers):
+    with serving(tmp_path_factory.mktemp("replicas"), warm_servers, "--data-parallel-size") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving(folder, warm_servers, by):
+    """A server of two workers."""
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("replicas")
     path = make_tiny_model(folder, "qwen2")
-    prepare_model(model := AutoModelForCausalLM.from_pretrained(path), "w4a16")
-    options = ["--max-model-len", "128", "--data-parallel-size", "2"]
+    # Half of a row holds whole groups.
+    prepare_model(model := AutoModelForCausalLM.from_pretrained(path), get_scheme("w4a16", 64))
+    options = ["--max-model-len", "128", by, "2"]
     port, on_cpu = free_port(), True
     argv, environment = build_server_command(
         path, quantization_config(model), dtype="float32", port=port, on_cpu=on_cpu, vllm_args=options
@@ -49,11 +57,18 @@ def server(tmp_path_factory, warm_servers):
 
 @pytest.fixture
 def make_trainer(server, tmp_path):
+    with trainers_of(server, tmp_path) as make:
+        yield make
+
+
+@contextlib.contextmanager
+def trainers_of(server, folder):
     trainers = []
 
     def make(**arguments):
         arguments = {
             "scheme": "w4a16",
+            "group_size": 64,
             "vllm_mode": "server",
             "vllm_server_base_url": server.url,
             "vllm_token_file": server.token,
@@ -61,7 +76,7 @@ def make_trainer(server, tmp_path):
             # Some codes change in a step, not all.
             "learning_rate": 1e-5,
         } | arguments
-        trainers.append(make_vllm_trainer(tmp_path, "qwen2", **arguments))
+        trainers.append(make_vllm_trainer(folder, "qwen2", **arguments))
         return trainers[-1]
 
     yield make
@@ -165,3 +180,25 @@ def test_a_server_that_lost_one_replica_is_started_again_and_gets_everything(ser
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     first, again = logged(trainer, "publish/megabytes")
     assert first == again
+
+
+def test_every_rank_of_a_tensor_parallel_engine_is_audited(tmp_path, warm_servers):
+    with serving(tmp_path, warm_servers, "--tensor-parallel-size") as server, trainers_of(server, tmp_path) as make:
+        trainer = make(vllm_delta_sync=True)
+        trainer.train()
+        assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+        everything, changes = logged(trainer, "publish/megabytes")
+        assert changes < everything / 2
+        digests = workers(trainer, "qarl_keep_copy")
+        assert len(digests) == 2 and len({*digests}) == 1
+        publisher = trainer.vllm_generation.publisher
+        publisher.publish("trained")
+        server.fault.write_text("spoiled before")
+        assert publisher.publish("lost")["publish/tensors"] == 1
+        server.fault.write_text("spoiled during")
+        with pytest.raises(PublishError, match=f"(?s)not the learner's on rank 1 of 2:.*{TENSOR}"):
+            publisher.publish("refused")
+        assert complete(server, 0) == 503
+        server.fault.unlink()
+        assert publisher.publish("healed")["publish/megabytes"] == everything
+        assert complete(server, 0) == 200

@@ -186,7 +186,9 @@ class _AuditedReload:
             problems = fingerprint_differences(self._expected, self._kept() | self._arrived)
         if problems:
             self._distrust()
-            raise RuntimeError("The published weights are not the learner's:\n" + "\n".join(problems))
+            size = self.parallel_config.tensor_parallel_size
+            rank = "" if self._is_whole else f" on rank {self.parallel_config.rank} of {size}"
+            raise RuntimeError(f"The published weights are not the learner's{rank}:\n" + "\n".join(problems))
         if self._owned:
             self._remember_sources()
         self.published, self._live = self._expected, live

@@ -165,6 +165,7 @@ def draw_lengths(cells: list[dict]) -> None:
     scores.set_xlim(-0.7, len(found) - 0.3)
     scores.yaxis.set_major_formatter("{x:.0f} %")
     courses.legend(frameon=False, fontsize=8.5, loc="lower right")
+    courses.set_ylim(bottom=0)
     figure.tight_layout()
     figure.savefig(DOCS / "study-length.png", facecolor="white", dpi=130)
 

@@ -35,6 +35,8 @@ def main() -> None:
         samples = _sample(engine, path, 1000, 128)
         logps = _learner_logps(load_learner(path, "bf16", dtype), samples, dtype)
         print(cache, _mismatch(logps, [logp for *_, row in samples for logp in row]), flush=True)
+        # It would end the process groups of the next one.
+        del engine
 
 
 if __name__ == "__main__":

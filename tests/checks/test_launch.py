@@ -59,7 +59,6 @@ def test_what_cannot_shard_is_refused_by_name():
         ({"beta": 0.1}, "beta=0.1 with fsdp_cpu_ram_efficient_loading=true"),
         ({"sync_ref_model": True}, "sync_ref_model=True with FSDP2"),
         ({"quantize_learner": False}, "quantize_learner=False with FSDP2"),
-        ({"numerics": "engine", "beta": 0.1}, "numerics='engine' with FSDP2 and beta=0.1: the reference"),
         ({"push_to_hub": True}, "hub_strategy='every_save' with FSDP2"),
     ):
         args = config()

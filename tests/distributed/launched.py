@@ -16,14 +16,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 folder, name = sys.argv[1:]
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-# With DDP accelerate would name the GPU of each process.
-kind = DistributedType.MULTI_CPU if name == "ddp" else DistributedType.MULTI_GPU
-backend = lambda self, *args, **kwargs: ("gloo", kind)  # noqa: E731
 options = {"bf16": True, "max_steps": 1, "mismatch_probe_steps": 0, "max_completion_length": 4}
-with patch.object(PartialState, "_prepare_backend", backend):
+if name.startswith("deepspeed"):
+    import zero
+
+    on_cpu = zero.on_cpu()
+    options["optim"] = "adamw_torch"
+else:
+    # With DDP accelerate would name the GPU of each process.
+    kind = DistributedType.MULTI_CPU if name == "ddp" else DistributedType.MULTI_GPU
+    on_cpu = patch.object(PartialState, "_prepare_backend", lambda self, *args, **kwargs: ("gloo", kind))
+with on_cpu:
     for trainer in train(folder, name, **options):
         if name == "ddp":
             assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        elif name.startswith("deepspeed"):
+            zero.assert_sharded(trainer, int(name[-1]))
         else:
             assert_sharded(trainer.model)
         found = {"machine": int(os.environ["GROUP_RANK"])}

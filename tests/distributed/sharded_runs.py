@@ -180,6 +180,22 @@ def assert_trained_the_same(trainer, ddp):
     return rows
 
 
+# A training of two generation batches with an engine in every process.
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
+COLOCATED |= {"max_steps": 2, "steps_per_generation": 1, "learning_rate": 1e-2}
+# vLLM's engine ends the processes' group when it is collected.
+ENGINES = []
+
+
+def assert_follows(trainer, bound):
+    """Rollouts of an engine that has the learner's weights; log-probs differ by `bound` at most."""
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    assert [row["rollout/weight_version"] for row in rows] == [0, 1] and rows[1]["quant/code_flip_rate"] > 0
+    assert max(row["mismatch/abs_logp_max"] for row in rows) <= bound
+    ENGINES.append(trainer.vllm_generation.llm)
+    assert ENGINES[-1].get_weight_version().startswith("1-")
+
+
 def fails_at_once(engine):
     raise PublishError("the gate is closed")
 

@@ -8,13 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes, give_completions
-from sharded_runs import LORA, Engine, assert_publishes, assert_trained_the_same, same, train, weights_of
+from sharded_runs import (
+    COLOCATED,
+    LORA,
+    Engine,
+    assert_follows,
+    assert_publishes,
+    assert_trained_the_same,
+    same,
+    train,
+    weights_of,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import make_tiny_model
 from trl_qarl import qarl_trainer
 from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.doctor.memory import Run, parts_of_memory
+from trl_qarl.numerics.attach import has_engine_numerics
+from trl_qarl.numerics.cpu import has_engine_kernels
 from trl_qarl.numerics.exact import describe_difference
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
@@ -101,12 +113,9 @@ def precisions_in_turn_train_what_they_train_with_whole_masters(folder):
 
 def engine_numerics_train_what_they_train_with_whole_masters(folder):
     """Rollout and learner agree bit for bit, also where weights are written to without a step of the optimizer."""
-    options = {"numerics": "engine", "bf16": True, "max_steps": 2, "mismatch_probe_steps": 0}
-    [ddp] = train(folder, "engine-ddp", **options)
-    for trainer in train(folder, "engine", launch={}, **options):
-        rows = assert_trained_the_same(trainer, ddp)
-        assert trainer.numerics == ddp.numerics == "engine" and max(row.get("loss", 0) for row in rows) != 0
-        assert {row["mismatch/abs_logp_max"] for row in rows if "mismatch/abs_logp_max" in row} == {0.0}
+    [ddp] = train(folder, "engine-ddp", **ENGINE)
+    for trainer in train(folder, "engine", launch={}, **ENGINE):
+        assert_agrees(trainer, ddp)
         differing = {"old_per_token_logps": torch.zeros(1, 1), "sampling_per_token_logps": torch.ones(1, 1)}
         differing["completion_ids"] = torch.full((1, 1), 7)
         said = describe_difference(differing, torch.ones(1, 1), trainer.model, score=pytest.fail)
@@ -120,6 +129,43 @@ def engine_numerics_train_what_they_train_with_whole_masters(folder):
                     logits.append(each.model(input_ids=torch.arange(3, 9).view(1, -1)).logits)
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[3])
         assert not torch.equal(logits[0], logits[2])
+
+
+def engine_numerics_beside_an_adapter_or_a_reference(folder):
+    """FSDP2 gathers the head of a model with an adapter where it is called alone, and has sharded a reference before operations are put in."""
+    adapter = {"lora": LORA, "optim": "adamw_torch", "learning_rate": 1e-2}
+    for name, options in (
+        ("adapter", adapter),
+        ("merged", adapter | {"lora_mode": "merged"}),
+        ("reference", {"beta": 0.1}),
+    ):
+        [ddp] = train(folder, f"engine-{name}-ddp", **ENGINE | options)
+        launch = {"cpu_ram_efficient_loading": False}
+        for trainer in train(folder, f"engine-{name}", launch=launch, **ENGINE | options):
+            rows = assert_agrees(trainer, ddp)
+            if name == "reference":
+                assert is_sharded(trainer.ref_model) and has_engine_numerics(trainer.ref_model)
+                assert max(row["kl"] for row in rows if "kl" in row) > 0
+
+
+ENGINE = {"numerics": "engine", "bf16": True, "max_steps": 2, "mismatch_probe_steps": 0}
+
+
+def assert_agrees(trainer, ddp):
+    """What was trained is what `ddp` has, and so are log-probs of rollout and learner."""
+    rows = assert_trained_the_same(trainer, ddp)
+    assert trainer.numerics == ddp.numerics == "engine" and max(row.get("loss", 0) for row in rows) != 0
+    assert {row["mismatch/abs_logp_max"] for row in rows if "mismatch/abs_logp_max" in row} == {0.0}
+    return rows
+
+
+def colocated_engines_are_filled_by_every_process(folder):
+    """Each with one of its own; and with the learner's arithmetic, log-probs are the engine's."""
+    if find_spec("vllm") is None:
+        return
+    numerics = {"bf16": True, "numerics": "engine"} if has_engine_kernels() else {}
+    for trainer in train(folder, "colocated", launch={}, **COLOCATED, **numerics):
+        assert_follows(trainer, bound=0.0 if numerics else 1e-5)
 
 
 def a_server_is_filled_and_filled_again(folder):

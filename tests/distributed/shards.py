@@ -30,6 +30,8 @@ from sharded_trainers import (
     a_server_is_filled_and_filled_again,
     a_trainer_trains_what_it_trains_with_whole_masters,
     an_adapter_trains_what_it_trains_beside_a_whole_base,
+    colocated_engines_are_filled_by_every_process,
+    engine_numerics_beside_an_adapter_or_a_reference,
     engine_numerics_train_what_they_train_with_whole_masters,
     precisions_in_turn_train_what_they_train_with_whole_masters,
     processes_that_disagree_are_told_so,
@@ -37,6 +39,7 @@ from sharded_trainers import (
 )
 from train_ddp import fork_ranks
 from zero import (
+    zero_fills_colocated_engines,
     zero_leaves_a_checkpoint_when_a_process_is_killed,
     zero_trains_an_adapter_a_reference_and_engine_numerics,
     zero_trains_what_it_trains_with_whole_state,
@@ -52,6 +55,7 @@ CLAIMS = [
     a_mixture_trains_what_it_trains_with_whole_masters,
     an_adapter_trains_what_it_trains_beside_a_whole_base,
     engine_numerics_train_what_they_train_with_whole_masters,
+    engine_numerics_beside_an_adapter_or_a_reference,
     precisions_in_turn_train_what_they_train_with_whole_masters,
     a_server_is_filled_and_filled_again,
     a_reference_is_low_bit_and_sharded_too,
@@ -60,6 +64,8 @@ CLAIMS = [
     processes_that_disagree_are_told_so,
     zero_trains_what_it_trains_with_whole_state,
     zero_trains_an_adapter_a_reference_and_engine_numerics,
+    colocated_engines_are_filled_by_every_process,
+    zero_fills_colocated_engines,
 ]
 LAUNCHES = [
     (2, CLAIMS),

@@ -19,6 +19,8 @@ CLAIMS = [
     "an_adapter_trains_what_it_trains_beside_a_whole_base",
     "precisions_in_turn_train_what_they_train_with_whole_masters",
     "engine_numerics_train_what_they_train_with_whole_masters",
+    "engine_numerics_beside_an_adapter_or_a_reference",
+    "colocated_engines_are_filled_by_every_process",
     "a_server_is_filled_and_filled_again",
     "a_reference_is_low_bit_and_sharded_too",
     "the_peak_of_fsdp2_is_what_was_calculated",
@@ -29,6 +31,7 @@ CLAIMS = [
     "zero_trains_what_it_trains_with_whole_state",
     "zero_trains_an_adapter_a_reference_and_engine_numerics",
     "a_killed_process_leaves_a_checkpoint",
+    "zero_fills_colocated_engines",
     "zero_leaves_a_checkpoint_when_a_process_is_killed",
 ]
 

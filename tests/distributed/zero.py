@@ -17,11 +17,22 @@ import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
-from sharded_runs import LORA, assert_publishes, assert_trained_the_same, files_of, same, train, weights_of
+from sharded_runs import (
+    COLOCATED,
+    LORA,
+    assert_follows,
+    assert_publishes,
+    assert_trained_the_same,
+    files_of,
+    same,
+    train,
+    weights_of,
+)
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from testing_utils import launch_environment
+from trl_qarl.numerics.cpu import has_engine_kernels
 from trl_qarl.quantization.partitioned import shape_of
 from trl_qarl.quantization.sharded import whole, writes_to
 
@@ -52,18 +63,13 @@ OFFLOADED = {
 
 
 @contextmanager
-def launched(stage, bf16, **more):
-    """Environment as `accelerate launch` makes it of the shipped configuration for a stage, and `more`."""
+def on_cpu():
+    """Have accelerate and DeepSpeed run on a CPU as on GPUs, and leave nothing behind."""
     import deepspeed
 
-    shipped = launch_environment(f"deepspeed_zero{stage}.yaml")
-    environment = {name: value for name, value in shipped.items() if name.startswith("ACCELERATE_")}
-    environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"} | ({} if bf16 else {"ACCELERATE_MIXED_PRECISION": "no"})
-    environment |= more
     AcceleratorState._reset_state(True)
     try:
         with (
-            patch.dict(os.environ, environment),
             patch.object(
                 PartialState, "_prepare_backend", lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
             ),
@@ -82,6 +88,16 @@ def launched(stage, bf16, **more):
         AcceleratorState._reset_state(True)
         # By which the next model would be cut too.
         unset_hf_deepspeed_config()
+
+
+@contextmanager
+def launched(stage, bf16, **more):
+    """Environment as `accelerate launch` makes it of the shipped configuration for a stage, and `more`."""
+    shipped = launch_environment(f"deepspeed_zero{stage}.yaml")
+    environment = {name: value for name, value in shipped.items() if name.startswith("ACCELERATE_")}
+    environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"} | ({} if bf16 else {"ACCELERATE_MIXED_PRECISION": "no"})
+    with patch.dict(os.environ, environment | more), on_cpu():
+        yield
 
 
 def passed_on(value):
@@ -152,24 +168,17 @@ def assert_quantized_once(model):
 
 # With masters gathered for each token, once more in backward, and for forwards that have the head as a module, which the loss has not.
 SLICES = {"ds3_gather_for_generation": False, "gradient_checkpointing": True, "mismatch_probe_steps": 1, "bf16": True}
+TURNS = {"arch": "qwen3_moe", "precisions": [4, {"re:.*layers[.]0[.].*": 3, "_default": 2}]}
+# ZeRO-2 and 3 reduce the gradients of each micro-batch, and so add them up in another order.
+RUNS = {1: {"bf16": False, "gradient_accumulation_steps": 2}, 2: {"bf16": True} | TURNS, 3: SLICES}
+RUNS = {stage: {"mismatch_probe_steps": 0, "optim": "adamw_torch"} | options for stage, options in RUNS.items()}
 
 
 def zero_trains_what_it_trains_with_whole_state(folder):
     if find_spec("deepspeed") is None:
         return
-    # ZeRO-2 and 3 reduce the gradients of each micro-batch, and so add them up in another order.
-    turns = {"arch": "qwen3_moe", "precisions": [4, {"re:.*layers[.]0[.].*": 3, "_default": 2}]}
-    for stage, options in (
-        (1, {"bf16": False, "gradient_accumulation_steps": 2}),
-        (2, {"bf16": True} | turns),
-        (3, SLICES),
-    ):
-        options = {
-            "mismatch_probe_steps": 0,
-            "save_strategy": "steps",
-            "save_steps": 2,
-            "optim": "adamw_torch",
-        } | options
+    for stage, options in RUNS.items():
+        options = {"save_strategy": "steps", "save_steps": 2} | options
         relays = [None if stage == 3 else f"{folder}/zero{stage}{of}-relay" for of in ("", "-ddp")]
         adds_up = [AddsUpAsDeepSpeed()] if stage == 3 else []
         [ddp] = train(folder, f"zero{stage}-ddp", publish_dir=relays[1], callbacks=adds_up, **options)
@@ -179,10 +188,10 @@ def zero_trains_what_it_trains_with_whole_state(folder):
             rows = assert_trained_the_same(trainer, ddp)
             assert any(row.get("quant/update_to_step") for row in rows)
             assert_publishes(trainer, ddp)
+            ended = [whole(p).detach().clone() for p in trainer.model.parameters()]
+            if dist.get_rank() == 0:
+                torch.save(ended, f"{folder}/zero{stage}-end.pt")
             if stage == 3:
-                ended = [whole(p).detach().clone() for p in trainer.model.parameters()]
-                if dist.get_rank() == 0:
-                    torch.save(ended, f"{folder}/zero3-end.pt")
                 assert_quantized_once(trainer.model)
                 continue
             ours, theirs = ({n: c for n, c in files_of(f).items() if n.endswith(".safetensors")} for f in relays)
@@ -216,8 +225,22 @@ def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
             assert trainer.ref_model is None or type(trainer.ref_model).__name__ == "DeepSpeedEngine"
 
 
+def zero_fills_colocated_engines(folder):
+    """Each process one of its own; and with the learner's arithmetic, log-probs are the engine's."""
+    if find_spec("deepspeed") is None or find_spec("vllm") is None:
+        return
+    options = COLOCATED | {"optim": "adamw_torch"}
+    for stage, is_exact in ((1, has_engine_kernels()), (2, False), (3, False)):
+        numerics = {"bf16": True, "numerics": "engine"} if is_exact else {}
+        launch = launched(stage, is_exact)
+        for trainer in train(folder, f"zero{stage}-colocated", launch=launch, **options, **numerics):
+            assert_sharded(trainer, stage)
+            assert_follows(trainer, bound=0.0 if is_exact else 1e-5)
+
+
 def zero_leaves_a_checkpoint_when_a_process_is_killed(folder):
     if find_spec("deepspeed") is None:
         return
-    options = SLICES | {"launch": launched(3, True), "optim": "adamw_torch"}
-    killed.the_last_checkpoint_survives_a_killed_process(folder, train, "zero3", options)
+    for stage, options in RUNS.items():
+        options = options | {"launch": launched(stage, options["bf16"])}
+        killed.the_last_checkpoint_survives_a_killed_process(folder, train, f"zero{stage}", options)

@@ -132,13 +132,6 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
             "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
         )
     yield from _problem_of_pushes(args, "FSDP2")
-    if args.numerics == "engine" and is_peft_model(model):
-        yield "numerics='engine' with FSDP2 and LoRA: processes crashed where it was tried. Use numerics='fast', or launch with DDP"
-    elif args.numerics == "engine" and args.beta != 0.0:
-        yield (
-            f"numerics='engine' with FSDP2 and beta={args.beta}: the reference is sharded before its operations could be replaced. Use "
-            "numerics='fast', or launch with DDP"
-        )
 
 
 def _problem_of_pushes(args: Any, launch: str) -> Iterator[str]:

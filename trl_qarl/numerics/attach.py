@@ -19,6 +19,7 @@ from ..quantization.experts import QuantizedExperts
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model, base_modules
+from ..quantization.sharded import whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, ops
 from .availability import adapters_beside, check_engine_numerics
@@ -27,6 +28,7 @@ from .modules import (
     ENGINE_OPERATIONS,
     EngineOperation,
     LoraOperation,
+    class_of,
     engine_product,
     expert_product,
     operation_of,
@@ -82,7 +84,7 @@ def attach_engine_numerics(
             module.product = engine_product
         elif isinstance(module, QuantizedExperts):
             module.product = expert_product
-        elif operation := ENGINE_OPERATIONS.get(type(module)):
+        elif operation := ENGINE_OPERATIONS.get(class_of(module)):
             module.forward = operation(module, dtype, device)
     for _, layer in adapters_beside(model):
         layer.forward = LoraOperation(layer, dtype, device, adapter_rank)
@@ -180,8 +182,10 @@ class _ModelForward(EngineOperation):
         labels = labels[:, 1:]
         scored = labels != -100
         head = model.get_output_embeddings()
-        product = operation_of(head).product()
-        values = ops.head_log_probs(hidden[scored], head.weight, head.bias, product, labels[scored], self.temperature)
+        # FSDP2 gathers the head with the last norm; beside an adapter only where the head itself is called.
+        weight, bias = (None if master is None else whole(master) for master in (head.weight, head.bias))
+        product = operation_of(head).product(weight)
+        values = ops.head_log_probs(hidden[scored], weight, bias, product, labels[scored], self.temperature)
         values = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
         return _LogProbsOutput(*values, self._aux_loss(outputs, kwargs.get("attention_mask")))
 

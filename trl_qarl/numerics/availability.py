@@ -19,7 +19,7 @@ from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
 from .experts import EXPERT_FEATURES
-from .modules import ENGINE_OPERATIONS, TRANSPARENT, head_dim_of, window_of
+from .modules import ENGINE_OPERATIONS, TRANSPARENT, class_of, head_dim_of, window_of
 
 
 __all__ = [
@@ -168,7 +168,7 @@ def _obstacle_of_model(model: nn.Module, dtype: torch.dtype) -> str | None:
 def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     """Yield pairs of a condition and the reason to give where it is not met; later ones rely on earlier ones."""
     model = base_model(model)
-    name = type(model).__name__
+    name = class_of(model).__name__
     yield name in COVERED_CLASSES, f"the operations of {name} are not known, those of {', '.join(COVERED_CLASSES)} are"
     yield dtype is torch.bfloat16, f"they exist in bfloat16, not in {dtype}"
     device = next(model.parameters()).device
@@ -212,8 +212,8 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     for path, module in base_modules(model):
         if path in ("", model.base_model_prefix):
             continue
-        if type(module) not in known:
-            yield False, f"{path!r} is a {type(module).__name__}, whose operations are not known"
+        if class_of(module) not in known:
+            yield False, f"{path!r} is a {class_of(module).__name__}, whose operations are not known"
         yield (
             "forward" not in vars(module),
             f"{path!r} has a `forward` of its own on the instance, as accelerate's `device_map` sets one",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.activations import SiLUActivation
 from transformers.masking_utils import flash_attention_mask
@@ -38,6 +39,7 @@ __all__ = [
     "EngineOperation",
     "LoraOperation",
     "Router",
+    "class_of",
     "engine_product",
     "expert_product",
     "head_dim_of",
@@ -94,6 +96,12 @@ class EngineOperation:
         return inspect.signature(MethodType(type(self.module).forward, self.module))
 
 
+def class_of(module: nn.Module) -> type:
+    """Class of a module, of one that FSDP2 manages that which it had before."""
+    # torch gives such modules a class of their own, before `FSDPModule` and the former class.
+    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+
+
 def operation_of(module: nn.Module) -> EngineOperation | None:
     """The engine's operation in the place of the module's forward, if there is one."""
     forward = vars(module).get("forward")
@@ -146,8 +154,9 @@ class _Packed(EngineOperation):
         super().__init__(*args)
         self._product, self._versions = None, None
 
-    def product(self) -> Any:
-        masters = [getattr(self.module, name) for name in self.weights]
+    def product(self, *masters: torch.Tensor) -> Any:
+        """Return what is made of `masters`, the module's own unless they are given."""
+        masters = masters or tuple(getattr(self.module, name) for name in self.weights)
         versions = [weight_version(master) if self.keeps_products else None for master in masters]
         if None not in versions and versions == self._versions:
             return self._product

@@ -19,6 +19,7 @@ from .checkpoint import marker, record
 from .checkpoint.load import load_renamed
 from .checkpoint.pushes import PushesPolicy
 from .checkpoint.relay import Relay
+from .checks.launch import check_resumed_launch
 from .quantization.sharded import is_sharded
 from .rollout.failures import all_or_none
 
@@ -94,9 +95,12 @@ class SavesRuns(PushesPolicy):
         Checkpoint folder to resume from, `None` for a new run.
 
         Raises:
-            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme or learner.
+            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme, learner or launch.
         """
-        return record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
+        found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
+        if found is not None:
+            check_resumed_launch(self.accelerator, found)
+        return found
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trl_qarl import QaRLConfig
-from trl_qarl.checks.launch import check_agreement, check_launch
+from trl_qarl.checks.launch import check_agreement, check_launch, check_resumed_launch
 
 
 def launched(plugin=None, **state):
@@ -85,3 +85,50 @@ def test_gradients_are_added_up_in_float32():
 
 def test_one_process_agrees_with_itself():
     check_agreement(SimpleNamespace(num_processes=1), {"scheme": "w4a16"})
+
+
+PARTS = {
+    "ZeRO-1 or 2": ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    "ZeRO-3": ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+}
+WRITTEN = {
+    "one process or DDP": ["optimizer.pt", "model.safetensors"],
+    "FSDP2 and FULL_STATE_DICT": ["optimizer.bin", "model.safetensors.index.json"],
+    "FSDP2 and SHARDED_STATE_DICT": ["optimizer_0/.metadata"],
+    **{name: [*(f"global_step2/{part}" for part in parts), "model.safetensors"] for name, parts in PARTS.items()},
+}
+
+
+def test_a_checkpoint_of_another_launch_is_refused(tmp_path, monkeypatch):
+    # transformers resumes some of them, and leaves out the optimizer's state without a word.
+    monkeypatch.setattr("trl_qarl.checks.launch.gather_object", list)
+    launches = {
+        "one process or DDP": launched(),
+        "ZeRO-1 or 2": launched(deepspeed_plugin=SimpleNamespace(zero_stage=2)),
+        "ZeRO-3": launched(deepspeed_plugin=SimpleNamespace(zero_stage=3)),
+    }
+    for kind in ("FULL", "SHARDED"):
+        launches[f"FSDP2 and {kind}_STATE_DICT"] = launched(fsdp(state_dict_type=f"{kind}_STATE_DICT"))
+    for written, files in WRITTEN.items():
+        folder = tmp_path / written
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).touch()
+        for name, accelerator in launches.items():
+            accelerator.num_processes = 1
+            if name == written:
+                check_resumed_launch(accelerator, folder)
+                continue
+            with pytest.raises(
+                ValueError, match=f"was written with {written}, and this run with {name} would"
+            ) as said:
+                check_resumed_launch(accelerator, folder)
+            assert str(said.value).endswith("passing it as the model.") == ("SHARDED" not in written)
+    launches["ZeRO-3"].num_processes = 3
+    with pytest.raises(
+        ValueError, match="by 1 processes with DeepSpeed, .* this run has 3. Launch with `--num_processes 1`"
+    ):
+        check_resumed_launch(launches["ZeRO-3"], tmp_path / "ZeRO-3")
+    # `save_only_model=True`.
+    (tmp_path / "one process or DDP" / "optimizer.pt").unlink()
+    check_resumed_launch(launches["ZeRO-3"], tmp_path / "one process or DDP")

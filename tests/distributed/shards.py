@@ -41,6 +41,7 @@ from train_ddp import fork_ranks
 from zero import (
     zero_fills_colocated_engines,
     zero_leaves_a_checkpoint_when_a_process_is_killed,
+    zero_resumes_its_own_checkpoints_alone,
     zero_trains_an_adapter_a_reference_and_engine_numerics,
     zero_trains_what_it_trains_with_whole_state,
 )
@@ -64,12 +65,13 @@ CLAIMS = [
     processes_that_disagree_are_told_so,
     zero_trains_what_it_trains_with_whole_state,
     zero_trains_an_adapter_a_reference_and_engine_numerics,
+    zero_resumes_its_own_checkpoints_alone,
     colocated_engines_are_filled_by_every_process,
     zero_fills_colocated_engines,
 ]
 LAUNCHES = [
     (2, CLAIMS),
-    (1, [one_process_goes_on_from_a_checkpoint_of_two]),
+    (1, [one_process_goes_on_from_a_checkpoint_of_two, zero_resumes_its_own_checkpoints_alone]),
     (2, [two_processes_go_on_from_a_checkpoint_of_one]),
 ]
 

@@ -31,6 +31,7 @@ CLAIMS = [
     "zero_trains_what_it_trains_with_whole_state",
     "zero_trains_an_adapter_a_reference_and_engine_numerics",
     "a_killed_process_leaves_a_checkpoint",
+    "zero_resumes_its_own_checkpoints_alone",
     "zero_fills_colocated_engines",
     "zero_leaves_a_checkpoint_when_a_process_is_killed",
 ]

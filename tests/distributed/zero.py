@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from unittest.mock import patch
 
 import killed
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -223,6 +224,20 @@ def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
             # With "fast" they are DDP's, as all metrics are, and how large depends on the processor.
             assert found and (trainer.numerics == "fast" or found == {0.0})
             assert trainer.ref_model is None or type(trainer.ref_model).__name__ == "DeepSpeedEngine"
+
+
+def zero_resumes_its_own_checkpoints_alone(folder):
+    """Each process says why."""
+    if find_spec("deepspeed") is None:
+        return
+    options = {"optim": "adamw_torch", "resume": f"{folder}/zero1/checkpoint-2"}
+    if dist.get_world_size() == 1:
+        cases = {"by 2 processes with DeepSpeed": launched(1, False)}
+    else:
+        cases = {"with one process or DDP": None, "with FSDP2": {}, "with ZeRO-3": launched(3, False)}
+    for said, launch in cases.items():
+        with pytest.raises(ValueError, match=said):
+            next(train(folder, "zero-other", launch=launch, **options))
 
 
 def zero_fills_colocated_engines(folder):

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from .options import name_of_optimizer, raise_problems
 from .zero import given_configuration, keep_float32_masters, problems_of_zero
 
 
-__all__ = ["check_agreement", "check_launch", "check_units", "shard_when_prepared", "shards_masters"]
+__all__ = [
+    "check_agreement",
+    "check_launch",
+    "check_resumed_launch",
+    "check_units",
+    "shard_when_prepared",
+    "shards_masters",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +92,49 @@ def shards_masters(accelerator: Accelerator) -> bool:
     state = accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     return getattr(state, "fsdp_plugin", None) is not None or (plugin is not None and plugin.zero_stage == 3)
+
+
+def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
+    """
+    Check that the checkpoint in `folder` was written by a launch whose optimizer state this one finds; every process has to call.
+
+    Raises:
+        ValueError: for a checkpoint of another launch, or of another number of processes with DeepSpeed.
+    """
+    folder, state = Path(folder), accelerator.state
+    plugin, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
+    parts = [path.name for path in folder.glob("global_step*/*")]
+    ours = theirs = "one process or DDP"
+    if plugin is not None:
+        ours = f"FSDP2 and {plugin.state_dict_type.name}"
+    elif deepspeed is not None:
+        ours = "ZeRO-3" if deepspeed.zero_stage == 3 else "ZeRO-1 or 2"
+    if parts:
+        theirs = (
+            "ZeRO-3" if any("zero_pp_rank" in name and "model_states" in name for name in parts) else "ZeRO-1 or 2"
+        )
+    elif (folder / "optimizer.bin").exists():
+        theirs = "FSDP2 and FULL_STATE_DICT"
+    elif (folder / "optimizer_0").exists():
+        theirs = "FSDP2 and SHARDED_STATE_DICT"
+    elif not (folder / "optimizer.pt").exists():
+        # `save_only_model=True`.
+        return
+    has_masters = any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
+    advice = ", or start a new run from its masters by passing it as the model" if has_masters else ""
+    if theirs != ours:
+        raise ValueError(
+            f"The checkpoint {folder} was written with {theirs}, and this run with {ours} would not find its optimizer state. Launch as it "
+            f"was{advice}."
+        )
+    # Each of its own, where machines do not share the folder.
+    ranks = [name.partition("zero_pp_rank_")[2].partition("_")[0] for name in parts if "optim_states" in name]
+    count = len(set(gather_object(ranks))) if parts else accelerator.num_processes
+    if count != accelerator.num_processes:
+        raise ValueError(
+            f"The checkpoint {folder} was written by {count} processes with DeepSpeed, which divides its optimizer state among as many; this "
+            f"run has {accelerator.num_processes}. Launch with `--num_processes {count}`{advice}."
+        )
 
 
 def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:

@@ -15,10 +15,12 @@ from sharded_runs import (
     assert_follows,
     assert_publishes,
     assert_trained_the_same,
+    make_model,
     same,
     train,
     weights_of,
 )
+from torchao.optim.subclass_4bit import OptimState4bit
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import make_tiny_model
@@ -259,6 +261,21 @@ def the_peak_of_fsdp2_is_what_was_calculated(folder):
         # Nothing is published. gloo reduces a copy, and codes are unpacked with a table.
         calculated = sum(parts.values()) - parts["logits"] - parts["weight sync"] + 4 * words * hidden + 2**20
         assert calculated == pytest.approx(live.peaks["layers"], rel=0.1), steps
+
+
+def torchao_steps_in_4_bits(folder):
+    """Of which torch can compile no step on shards."""
+    options = {"optim": "adamw_torch_4bit", "max_steps": 2, "mismatch_probe_steps": 0, "learning_rate": 1e-2}
+    # With compiling switched off torchao refuses to step at all.
+    with patch.object(torch._dynamo.config, "disable", False):
+        trainers = list(train(folder, "4bit", launch={}, **options))
+    for trainer in trainers:
+        before = make_model(folder).parameters()
+        assert not any(
+            torch.equal(whole(p.detach()), q) for p, q in zip(trainer.model.parameters(), before, strict=True)
+        )
+        states = {type(state["exp_avg"].to_local()) for state in trainer.optimizer.optimizer.state.values()}
+        assert OptimState4bit in states
 
 
 def processes_that_disagree_are_told_so(folder):

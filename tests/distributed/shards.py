@@ -36,6 +36,7 @@ from sharded_trainers import (
     precisions_in_turn_train_what_they_train_with_whole_masters,
     processes_that_disagree_are_told_so,
     the_peak_of_fsdp2_is_what_was_calculated,
+    torchao_steps_in_4_bits,
 )
 from train_ddp import fork_ranks
 from zero import (
@@ -62,6 +63,7 @@ CLAIMS = [
     a_reference_is_low_bit_and_sharded_too,
     a_run_goes_on_from_its_checkpoint,
     the_peak_of_fsdp2_is_what_was_calculated,
+    torchao_steps_in_4_bits,
     processes_that_disagree_are_told_so,
     zero_trains_what_it_trains_with_whole_state,
     zero_trains_an_adapter_a_reference_and_engine_numerics,

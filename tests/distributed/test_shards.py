@@ -24,6 +24,7 @@ CLAIMS = [
     "a_server_is_filled_and_filled_again",
     "a_reference_is_low_bit_and_sharded_too",
     "the_peak_of_fsdp2_is_what_was_calculated",
+    "torchao_steps_in_4_bits",
     "a_run_goes_on_from_its_checkpoint",
     "one_process_goes_on_from_a_checkpoint_of_two",
     "two_processes_go_on_from_a_checkpoint_of_one",

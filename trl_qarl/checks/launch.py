@@ -273,10 +273,13 @@ class _Sharding:
             if isinstance(model, nn.Module):
                 as_bytes(model)
         prepared = self.prepare(*args, **kwargs)
-        for model in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
-            if isinstance(model, FSDPModule):
-                check_units(model)
-                count = shard_low_bit(model)
-                keep_no_products(model)
+        for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
+            if isinstance(each, FSDPModule):
+                check_units(each)
+                count = shard_low_bit(each)
+                keep_no_products(each)
                 logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
+            elif type(optimizer := getattr(each, "optimizer", None)).__name__ == "AdamW4bit":
+                # Compiled, it fails on shards of any model (torch 2.13, torchao 0.18).
+                optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
         return prepared

@@ -20,6 +20,8 @@ from sharded_runs import (
     train,
     weights_of,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torchao.optim.subclass_4bit import OptimState4bit
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
@@ -27,9 +29,10 @@ from testing_utils import make_tiny_model
 from trl_qarl import qarl_trainer
 from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.doctor.memory import Run, parts_of_memory
-from trl_qarl.numerics.attach import has_engine_numerics
+from trl_qarl.numerics.attach import attach_engine_numerics, has_engine_numerics
 from trl_qarl.numerics.cpu import has_engine_kernels
 from trl_qarl.numerics.exact import describe_difference
+from trl_qarl.numerics.modules import operation_of
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.sharded import is_sharded, reshard, whole, whole_low_bit
@@ -147,7 +150,21 @@ def engine_numerics_beside_an_adapter_or_a_reference(folder):
             rows = assert_agrees(trainer, ddp)
             if name == "reference":
                 assert is_sharded(trainer.ref_model) and has_engine_numerics(trainer.ref_model)
+                operations = filter(None, map(operation_of, trainer.ref_model.modules()))
+                assert not any(operation.keeps_products for operation in operations)
                 assert max(row["kl"] for row in rows if "kl" in row) > 0
+
+
+def operations_are_put_into_sharded_modules(folder):
+    """FSDP2 gives each module that it manages another class."""
+    sharded, plain = make_model(folder), make_model(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (sharded.model.embed_tokens, [sharded.model.norm, sharded.lm_head], sharded):
+        fully_shard(module, mesh=mesh)
+    for model in (sharded, plain):
+        attach_engine_numerics(model)
+    ours, theirs = ([type(operation_of(module)) for module in model.modules()] for model in (sharded, plain))
+    assert type(sharded.lm_head) is not type(plain.lm_head) and ours == theirs and len(set(ours)) > 5
 
 
 ENGINE = {"numerics": "engine", "bf16": True, "max_steps": 2, "mismatch_probe_steps": 0}

@@ -20,6 +20,7 @@ CLAIMS = [
     "precisions_in_turn_train_what_they_train_with_whole_masters",
     "engine_numerics_train_what_they_train_with_whole_masters",
     "engine_numerics_beside_an_adapter_or_a_reference",
+    "operations_are_put_into_sharded_modules",
     "colocated_engines_are_filled_by_every_process",
     "a_server_is_filled_and_filled_again",
     "a_reference_is_low_bit_and_sharded_too",

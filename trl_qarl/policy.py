@@ -31,7 +31,7 @@ from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters
 from .checks.launch import check_agreement, check_launch, shard_when_prepared, shards_masters
 from .checks.options import raise_problems
-from .numerics.attach import attach_engine_numerics, keep_no_products
+from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
 from .quantization.global_scales import global_scales
@@ -199,8 +199,6 @@ class Policy:
                 shard_low_bit(model)
             self._reference = model
         self.attach_numerics(model)
-        if isinstance(model, FSDPModule):
-            keep_no_products(model)
 
     def record(self) -> dict[str, Any]:
         """Return what the weights of a checkpoint are trained for, to tell it from others."""

@@ -46,6 +46,16 @@ OPTIMIZERS_WITHOUT_SHARDS = {
 }
 """Optimizers that fail on FSDP2's parameters, by package or kind, and what to use instead."""
 
+_DEEPSPEED_STATES = "global_step*/*zero_pp_rank_*_optim_states.pt"
+LAUNCHES_BY_FILES = {
+    "global_step*/*zero_pp_rank_*_model_states.pt": "ZeRO-3",
+    _DEEPSPEED_STATES: "ZeRO-1 or 2",
+    "optimizer.bin": "FSDP2 and FULL_STATE_DICT",
+    "optimizer_0": "FSDP2 and SHARDED_STATE_DICT",
+    "optimizer.pt": "one process or DDP",
+}
+"""Launches, by what they alone write into a checkpoint with the optimizer's state; the first that is found counts."""
+
 
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     """
@@ -102,24 +112,16 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
         ValueError: for a checkpoint of another launch, or of another number of processes with DeepSpeed.
     """
     folder, state = Path(folder), accelerator.state
+    theirs = next((launch for files, launch in LAUNCHES_BY_FILES.items() if any(folder.glob(files))), None)
+    if theirs is None:
+        # `save_only_model=True`.
+        return
     plugin, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
-    parts = [path.name for path in folder.glob("global_step*/*")]
-    ours = theirs = "one process or DDP"
+    ours = "one process or DDP"
     if plugin is not None:
         ours = f"FSDP2 and {plugin.state_dict_type.name}"
     elif deepspeed is not None:
         ours = "ZeRO-3" if deepspeed.zero_stage == 3 else "ZeRO-1 or 2"
-    if parts:
-        theirs = (
-            "ZeRO-3" if any("zero_pp_rank" in name and "model_states" in name for name in parts) else "ZeRO-1 or 2"
-        )
-    elif (folder / "optimizer.bin").exists():
-        theirs = "FSDP2 and FULL_STATE_DICT"
-    elif (folder / "optimizer_0").exists():
-        theirs = "FSDP2 and SHARDED_STATE_DICT"
-    elif not (folder / "optimizer.pt").exists():
-        # `save_only_model=True`.
-        return
     has_masters = any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
     advice = ", or start a new run from its masters by passing it as the model" if has_masters else ""
     if theirs != ours:
@@ -127,9 +129,11 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
             f"The checkpoint {folder} was written with {theirs}, and this run with {ours} would not find its optimizer state. Launch as it "
             f"was{advice}."
         )
+    if deepspeed is None:
+        return
     # Each of its own, where machines do not share the folder.
-    ranks = [name.partition("zero_pp_rank_")[2].partition("_")[0] for name in parts if "optim_states" in name]
-    count = len(set(gather_object(ranks))) if parts else accelerator.num_processes
+    parts = [path.name for path in folder.glob(_DEEPSPEED_STATES)]
+    count = len(set(gather_object(parts)))
     if count != accelerator.num_processes:
         raise ValueError(
             f"The checkpoint {folder} was written by {count} processes with DeepSpeed, which divides its optimizer state among as many; this "

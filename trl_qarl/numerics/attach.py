@@ -19,7 +19,7 @@ from ..quantization.experts import QuantizedExperts
 from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model, base_modules
-from ..quantization.sharded import whole
+from ..quantization.sharded import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, ops
 from .availability import adapters_beside, check_engine_numerics
@@ -90,6 +90,8 @@ def attach_engine_numerics(
         layer.forward = LoraOperation(layer, dtype, device, adapter_rank)
     # Who wraps the model's forward later, as accelerate does, hides it.
     model._engine_forward = model.forward = _ModelForward(model, dtype, device, temperature)
+    if is_sharded(model):
+        keep_no_products(model)
 
 
 def detach_engine_numerics(model: nn.Module) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from typing_extensions import override
 
+from .quantization.inventory import Inventory
 from .quantization.sharded import held_rows, is_sharded, whole
-from .quantization.walk import iter_layers
 
 
 __all__ = ["MuonAdamW", "create_muon_adamw"]
@@ -136,7 +136,7 @@ def create_muon_adamw(
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linears = [linear for layer in iter_layers(model) for linear in layer.linears.values()]
+    linears = [linear for layer in Inventory.of(model).walk() for linear in layer.linears.values()]
     matrices = {id(m.weight) for m in linears if m is not head} - embeddings
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rest = [(name, p) for name, p in trainable if id(p) not in matrices]

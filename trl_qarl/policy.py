@@ -35,10 +35,11 @@ from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
 from .quantization.global_scales import global_scales
+from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, precision_at, problems_of_patterns, set_precision
 from .quantization.sharded import reshard, shard_low_bit
-from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model, quantized_layers
+from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model
 from .rollout.failures import all_or_none
 
 
@@ -144,7 +145,7 @@ class Policy:
         self.precision = precision
         has_changed = False
         for model in (self.model, self._reference):
-            if model is not None and set_precision(quantized_layers(model), self.swap_report.schemes, precision):
+            if model is not None and set_precision(Inventory.of(model).layers, self.swap_report.schemes, precision):
                 reshard(model)
                 has_changed = True
         return has_changed
@@ -153,7 +154,7 @@ class Policy:
     def bits(self) -> tuple[float | None, bool]:
         """Bits that it runs at, a mean over weights where layers differ, and whether they do; `None` for those of its schemes."""
         if isinstance(self.precision, Mapping):
-            return mean_bits(quantized_layers(self.model).values())
+            return mean_bits(Inventory.of(self.model).layers.values())
         return None if self.precision is None else float(self.precision), False
 
     @property
@@ -203,7 +204,7 @@ class Policy:
     def record(self) -> dict[str, Any]:
         """Return what the weights of a checkpoint are trained for, to tell it from others."""
         record = scheme_record(self.args, self.swap_report.plan, self.dtype)
-        if scales := global_scales(quantized_layers(self.model)):
+        if scales := global_scales(Inventory.of(self.model).layers):
             record["global_scales"] = scales
         if self.has_adapter:
             record |= {"lora_mode": self.args.lora_mode, "base": self._base}
@@ -283,7 +284,7 @@ class RefreshReference(TrainerCallback):
 
     @override
     def on_step_end(self, args, state, control, **kwargs):
-        for layer in quantized_layers(self.ref_model).values():
+        for layer in Inventory.of(self.ref_model).layers.values():
             layer.invalidate()
 
 

@@ -10,11 +10,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from testing_utils import MIXTURES, make_mixture, relative_error
 from trl_qarl.quantization.experts import QuantizedExperts, problem_of_experts
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.quantize import quantize_activation
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import convert_model, freeze_model, prepare_model, quantized_layers, restore_model
 from trl_qarl.quantization.tensors import LowBitTensor
-from trl_qarl.quantization.walk import iter_quantized_weights
 
 
 SCHEMES = ["w4a16", "w8a16", "w8a8", "fp8"]
@@ -184,7 +184,7 @@ def test_every_layout_that_is_named_is_quantized_and_its_routers_are_not(mixture
 def test_frozen_experts_compute_what_they_did_and_hold_no_master(mixtures):
     model, ids = copy.deepcopy(mixtures["qwen2_moe"]), torch.randint(3, 260, (2, 24))
     prepare_model(model, "w4a16")
-    masters = sum(weight.parameter.nbytes for _, weight in iter_quantized_weights(model))
+    masters = sum(weight.parameter.nbytes for _, weight in Inventory.of(model).weights())
     expected = model(ids).logits
     assert freeze_model(model) == masters
     logits = model(ids).logits
@@ -207,7 +207,7 @@ def test_converted_models_keep_frozen_experts(mixtures):
 def test_codes_that_change_are_counted_and_unchanged_experts_are_kept():
     model = make_mixture()
     prepare_model(model, "w4a16")
-    weight = dict(iter_quantized_weights(model))["model.layers.0.mlp.experts.down_proj"]
+    weight = dict(Inventory.of(model).weights())["model.layers.0.mlp.experts.down_proj"]
     before = weight.low_bit_weight()
     assert weight.low_bit_weight() is before
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_one_group_size_divides_both_sizes_or_the_experts_are_refused():
     model = make_mixture(moe_intermediate_size=96)
     report = prepare_model(model, "w4a16")
     assert {report.converted[name] for name in report.num_experts} == {32}
-    assert {weight.low_bit_weight().group_size for n, weight in iter_quantized_weights(model) if "experts" in n} == {
+    assert {weight.low_bit_weight().group_size for n, weight in Inventory.of(model).weights() if "experts" in n} == {
         32
     }
     with pytest.raises(ValueError, match=r"mlp\.experts'.*hidden size 128 and intermediate size 48.*in_features=48"):

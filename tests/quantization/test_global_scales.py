@@ -10,6 +10,7 @@ from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
 from trl_qarl.quantization.global_scales import global_scales, share_global_scales
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.swap import freeze_model, quantized_layers, restore_model
 
 
@@ -71,7 +72,7 @@ def test_an_update_does_not_change_it_and_layers_of_several_are_not_exported(mod
     assert {name: tensors[f"{name}.weight_global_scale"].item() for name in before} == before
     layers["model.layers.0.self_attn.v_proj"].quantized_weights["weight"].global_scale /= 2
     with pytest.raises(ValueError, match="global scales .*v_proj.* differ, and vLLM would take one"):
-        quantization_config(model)
+        quantization_config(Inventory.of(model))
 
 
 def test_masters_are_exported_with_the_divisors_of_their_run(model, tmp_path):

@@ -10,6 +10,7 @@ from layers import LAYERS, tiny
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
 from trl_qarl.quantization.gemm import has_fast_bf16
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import (
@@ -270,7 +271,7 @@ def test_a_converted_model_computes_publishes_and_exports_what_the_prepared_one_
     prepare_model(model, scheme)
     with torch.no_grad():
         expected = [model(tokens).logits, model(tokens[:, :3]).logits]
-    published, config = bits(iter_checkpoint_tensors(model, dtype)), quantization_config(model)
+    published, config = bits(iter_checkpoint_tensors(model, dtype)), quantization_config(Inventory.of(model))
     export_checkpoint(model, tmp_path / "prepared")
     quantize_(model, QaRLWeightConfig(scheme, step="convert"))
     assert not quantized_layers(model) and type(model.lm_head.weight) is nn.Parameter
@@ -282,7 +283,9 @@ def test_a_converted_model_computes_publishes_and_exports_what_the_prepared_one_
         assert torch.equal(model(given).logits, logits)
         with torch.inference_mode():
             assert torch.equal(model(given).logits, logits)
-    assert bits(iter_checkpoint_tensors(model, dtype)) == published and quantization_config(model) == config
+    assert (
+        bits(iter_checkpoint_tensors(model, dtype)) == published and quantization_config(Inventory.of(model)) == config
+    )
     export_checkpoint(model, tmp_path / "converted")
     loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / step).state_dict() for step in ("prepared", "converted")]
     assert loaded[0].keys() == loaded[1].keys()
@@ -351,7 +354,7 @@ def test_a_scheme_per_layer():
     )
     layers = quantized_layers(model)
     assert [layers[name].scheme.name for name in LAYERS] == 2 * (4 * ["w4a16"] + 3 * ["w8a8"])
-    config = quantization_config(model)
+    config = quantization_config(Inventory.of(model))
     assert config["format"] == "mixed-precision" and config["ignore"] == ["lm_head"]
     assert [group["format"] for group in config["config_groups"].values()] == ["pack-quantized", "int-quantized"]
     assert config["config_groups"]["group_1"]["targets"] == [

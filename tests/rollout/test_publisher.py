@@ -9,6 +9,7 @@ from torch import nn
 
 from testing_utils import make_mixture
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.precisions import set_precision
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
@@ -49,7 +50,7 @@ def publisher_to_one_engine(scheme):
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     transport = Recorder()
     engine = {
-        "quantization_config": quantization_config(model),
+        "quantization_config": quantization_config(Inventory.of(model)),
         "dtype": "bfloat16",
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": 1,

@@ -5,6 +5,7 @@ from torch import nn
 
 from trl_qarl import prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.rollout.server_command import build_server_command
 from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
 
@@ -103,7 +104,7 @@ def test_replicas_behind_one_server_are_allowed(arguments):
 def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, message):
     model = nn.Sequential(nn.Linear(128, 128))
     prepare_model(model, "w4a8")
-    config = quantization_config(model)
+    config = quantization_config(Inventory.of(model))
     with pytest.raises(ValueError, match=message):
         build_server_command("m", config, dtype=dtype, on_cpu=on_cpu)
     assert build_server_command("m", config)  # bfloat16 on a GPU
@@ -114,7 +115,10 @@ def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, messa
 def test_on_a_gpu_mxfp4_gets_the_kernel_that_leaves_activations_alone():
     for scheme, has_choice in (("mxfp4a16", True), ("w4a16", False)):
         prepare_model(model := nn.Sequential(nn.Linear(128, 128)), scheme)
-        argv, _ = build_server_command("m", quantization_config(model))
+        argv, _ = build_server_command("m", quantization_config(Inventory.of(model)))
         assert ("--kernel-config" in argv) == has_choice
         assert '{"linear_backend_per_quant": {"mxfp4": "marlin"}}' in argv or not has_choice
-        assert "--kernel-config" not in build_server_command("m", quantization_config(model), on_cpu=True)[0]
+        assert (
+            "--kernel-config"
+            not in build_server_command("m", quantization_config(Inventory.of(model)), on_cpu=True)[0]
+        )

@@ -10,6 +10,7 @@ from testing_utils import make_tiny_model
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.rollout.server_command import build_server_command
 from trl_qarl.scripts import vllm_serve
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
@@ -59,7 +60,7 @@ def test_the_engine_is_quantized_as_the_learner_will_be(tmp_path, capsys, option
     command = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(path)
     prepare_model(model, **swap)
-    assert json.dumps({"quantization_config": quantization_config(model)}) in command
+    assert json.dumps({"quantization_config": quantization_config(Inventory.of(model))}) in command
 
 
 def test_unquantized_needs_no_overrides(tmp_path, capsys):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from testing_utils import make_mixture
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
-from trl_qarl.quantization.walk import iter_quantized_weights
 from trl_qarl.telemetry.codes import (
     code_flip_rate,
     sampled_masters,
@@ -18,7 +18,7 @@ from trl_qarl.telemetry.codes import (
 def test_code_flip_rate_counts_the_last_update():
     net = nn.Sequential(nn.Linear(128, 32), nn.Linear(32, 32))
     prepare_model(net, "w8a8")
-    weights = [weight for _, weight in iter_quantized_weights(net)]
+    weights = [weight for _, weight in Inventory.of(net).weights()]
     assert math.isnan(code_flip_rate(weights))
     codes = net[0].low_bit_weight().qdata.clone()
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_sqnr_in_decibel():
         (layer.weight.detach().double() - layer.low_bit_weight().dequantize(torch.float64)).square().sum()
         for layer in layers.values()
     )
-    assert sqnr(iter_quantized_weights(net))["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
+    assert sqnr(Inventory.of(net).weights())["quant/sqnr"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
 
 
 def test_sqnr_of_each_family_of_layers():
@@ -46,9 +46,9 @@ def test_sqnr_of_each_family_of_layers():
         {f"layer{i}": nn.ModuleDict({"up": nn.Linear(128, 8), "down": nn.Linear(128, 8)}) for i in "ab"}
     )
     prepare_model(net, "w4a16")
-    ratios = sqnr(iter_quantized_weights(net))
+    ratios = sqnr(Inventory.of(net).weights())
     assert set(ratios) == {"quant/sqnr", "quant/sqnr/up", "quant/sqnr/down"}
-    ups = {name: layer for name, layer in iter_quantized_weights(net) if name.endswith("up")}
+    ups = {name: layer for name, layer in Inventory.of(net).weights() if name.endswith("up")}
     assert len(ups) == 2 and sqnr(ups.items())["quant/sqnr"] == ratios["quant/sqnr/up"] != ratios["quant/sqnr/down"]
 
 
@@ -61,7 +61,7 @@ def test_sqnr_of_experts_is_that_of_all_of_them():
         low_bit = layer.mlp.experts.quantized_weights["down_proj"].low_bit_weight().dequantize(torch.float32)
         signal += master.square().sum()
         noise += (master - low_bit.view_as(master)).square().sum()
-    ratios = sqnr(iter_quantized_weights(model))
+    ratios = sqnr(Inventory.of(model).weights())
     assert ratios["quant/sqnr/down_proj"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
     assert ratios["quant/sqnr"] != ratios["quant/sqnr/gate_up_proj"] != ratios["quant/sqnr/down_proj"]
 
@@ -72,7 +72,7 @@ def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
     net = nn.Sequential(nn.Linear(256, 40), nn.Linear(128, 24))
     prepare_model(net, scheme)
     layers = quantized_layers(net)
-    before = sampled_masters(iter_quantized_weights(net))
+    before = sampled_masters(Inventory.of(net).weights())
     assert [len(rows) for rows in before.values()] == [20, 24]
     old = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     with torch.no_grad():
@@ -93,11 +93,11 @@ def test_update_is_measured_in_distances_of_neighbouring_low_bit_values(scheme):
                     step = s * 2.0 ** (max(math.floor(math.log2(code)) if code else -6, -6) - 3)
                 moved += abs(layer.weight[i, j].item() - old[name][i, j].item()) / step
                 count += 1
-    assert update_to_step(before, iter_quantized_weights(net)) == pytest.approx(moved / count, rel=1e-3)
+    assert update_to_step(before, Inventory.of(net).weights()) == pytest.approx(moved / count, rel=1e-3)
 
 
 def test_update_of_nothing_is_zero_steps_and_no_layers_are_nan():
     net = nn.Sequential(nn.Linear(128, 32))
     prepare_model(net, "w4a16")
-    assert update_to_step(sampled_masters(iter_quantized_weights(net)), iter_quantized_weights(net)) == 0
+    assert update_to_step(sampled_masters(Inventory.of(net).weights()), Inventory.of(net).weights()) == 0
     assert math.isnan(update_to_step({}, []))

@@ -10,6 +10,7 @@ from testing_utils import make_tiny_mixture, make_tiny_model, start_engines_quic
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -235,7 +236,7 @@ def config(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(128, 128))
     prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
     monkeypatch.setattr(experts, "is_our_engine", lambda: True)
-    return experts.QaRLCompressedTensorsConfig.from_config(quantization_config(model))
+    return experts.QaRLCompressedTensorsConfig.from_config(quantization_config(Inventory.of(model)))
 
 
 def make_layer(**changes):

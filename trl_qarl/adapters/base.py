@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
 from ..checkpoint.load import is_low_bit_checkpoint, load_frozen_model
+from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_model, base_modules
+from ..quantization.names import base_model
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.schemes import QuantScheme
-from ..quantization.selection import layer_format, parts_of_experts, quantizable_layers, reasons_to_skip
-from ..quantization.swap import SwapReport, freeze_model, prepare_model, quantized_layers, report_frozen
+from ..quantization.selection import layer_format, parts_of_experts, reasons_to_skip
+from ..quantization.swap import SwapReport, freeze_model, prepare_model, report_frozen
 from ..quantization.tensors import LowBitTensor
-from ..quantization.walk import iter_layers
 from .tensors import CONFIG_FILE, is_adapter_folder, saved_adapter_config
 
 
@@ -99,7 +99,7 @@ def prepare_base(
         ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint has other schemes.
     """
     plan = get_plan(scheme)
-    layers = quantized_layers(model)
+    layers = Inventory.of(model).layers
     if any(layer.is_frozen for layer in layers.values()):
         if is_merged:
             raise ValueError(
@@ -152,10 +152,10 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
             "quantize_learner=False needs the base in high precision, but it comes from a low-bit checkpoint. Leave out "
             "`quantize_learner`, or start from the high-precision checkpoint."
         )
-    layers = quantized_layers(model)
-    others = quantizable_layers(model)
-    candidates = {name: m for name, m in base_modules(model) if name in layers or name in others}
-    skipped = reasons_to_skip(model, others, None)
+    inventory = Inventory.of(model)
+    layers = inventory.layers
+    candidates = {name: m for name, m in inventory.modules.items() if name in layers or name in inventory.quantizable}
+    skipped = reasons_to_skip(inventory, None)
     # Of one scheme alone the checkpoint says which layers have it.
     ours = (
         dict.fromkeys(layers, plan.schemes[0])
@@ -196,14 +196,14 @@ def base_fingerprint(model: nn.Module) -> str:
     multiplied by and counted from, or, where nothing is quantized, the first row of each layer.
     """
     digest = hashlib.sha256()
-    is_quantized = bool(quantized_layers(model))
-    for layer in iter_layers(model):
+    inventory = Inventory.of(model)
+    for layer in inventory.walk():
         for name, linear in layer.linears.items():
             digest.update(f"{name}{tuple(linear.weight.shape)}".encode())
             if isinstance(linear, QuantizedLinear):
                 held = linear.quantize(linear.weight) if linear.holds_adapter else linear.low_bit_weight()
                 _add_grid(digest, held)
-            elif not is_quantized:
+            elif not inventory.layers:
                 # Other layers are in high precision in a run and in 16 bits in its export.
                 _add(digest, linear.weight[0].bfloat16())
         for name, experts in layer.experts.items():

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..quantization.names import base_model
+from ..quantization.inventory import Inventory
 from ..quantization.quantize import count_code_flips
-from ..quantization.swap import quantized_layers
 from .tensors import ADAPTER_NAME
 
 
@@ -50,15 +49,16 @@ def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
     Raises:
         ValueError: if the masters are gone.
     """
-    frozen = [name for name, layer in quantized_layers(model).items() if layer.is_frozen]
+    inventory = Inventory.of(model)
+    frozen = [name for name, layer in inventory.layers.items() if layer.is_frozen]
     if frozen:
         raise ValueError(
             f"An adapter is merged into masters, which are gone here ({frozen[0]!r} is low-bit alone). Load the adapter on the "
             "high-precision base."
         )
     sums = torch.zeros(4, dtype=torch.float64)
-    layers = {id(layer) for layer in quantized_layers(model).values()}
-    for wrapper in base_model(model).modules():
+    layers = {id(layer) for layer in inventory.layers.values()}
+    for wrapper in inventory.model.modules():
         if ADAPTER_NAME not in getattr(wrapper, "lora_A", ()):
             continue
         delta, layer = wrapper.get_delta_weight(ADAPTER_NAME).float(), wrapper.base_layer

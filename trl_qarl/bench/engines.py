@@ -10,6 +10,7 @@ from .shapes import has_weights, random_model
 
 
 if TYPE_CHECKING:
+    from ..quantization.inventory import Inventory
     from ..quantization.schemes import QuantScheme
 
 
@@ -175,9 +176,8 @@ def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, i
 
 def _config_of(model) -> dict[str, Any] | None:
     from ..checkpoint.layout import quantization_config
-    from ..quantization.swap import quantized_layers
 
-    return quantization_config(model) if quantized_layers(model) else None
+    return quantization_config(Inventory.of(model)) or None
 
 
 def pad(pairs, device):

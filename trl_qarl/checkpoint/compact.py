@@ -3,15 +3,12 @@
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..quantization.checkpoint_names import checkpoint_names
 from ..quantization.experts import QuantizedExperts
 from ..quantization.formats.int4_packed import to_words
-from ..quantization.names import base_modules
+from ..quantization.inventory import Inventory
 from ..quantization.schemes import INT4_PACKED, QuantScheme
 from ..wire.describe import scheme_of_group
-from .layout import quantized_formats
 
 
 __all__ = ["compact", "is_compact", "problem_of_compact"]
@@ -21,30 +18,30 @@ def _is_coarse(scheme: QuantScheme) -> bool:
     return scheme.container == INT4_PACKED and scheme.grid.num_bits < scheme.container.num_bits
 
 
-def problem_of_compact(model: nn.Module) -> str | None:
-    """Return why the codes of `model` cannot be packed closer, or `None`."""
-    for name, module in base_modules(model):
+def problem_of_compact(inventory: Inventory) -> str | None:
+    """Return why the codes of a model cannot be packed closer, or `None`."""
+    for name, module in inventory.layers.items():
         if isinstance(module, QuantizedExperts) and _is_coarse(module.scheme):
             return f"experts ({name!r}) with scheme {module.scheme.name!r} are read in INT4's container alone. Leave the option out."
-    if not any(_is_coarse(scheme) for scheme, _ in quantized_formats(model).values()):
-        schemes = list(dict.fromkeys(scheme.name for scheme, _ in quantized_formats(model).values()))
-        return f"no layer has codes of 3 or 2 bits, only {schemes or ['bf16']}. Add --bits 3 or --bits 2, or leave the option out."
+    schemes = [scheme for scheme, _ in inventory.formats.values()]
+    if not any(map(_is_coarse, schemes)):
+        names = list(dict.fromkeys(scheme.name for scheme in schemes))
+        return f"no layer has codes of 3 or 2 bits, only {names or ['bf16']}. Add --bits 3 or --bits 2, or leave the option out."
     return None
 
 
-def compact(model: nn.Module, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+def compact(inventory: Inventory, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     """
     Pack codes of 3 and 2 bits without gaps ([`~trl_qarl.quantization.formats.int4_packed.to_words`]), in place.
 
     Args:
-        model (`nn.Module`): prepared or converted model, without a [`problem_of_compact`].
+        inventory ([`Inventory`]): that of a prepared or converted model, without a [`problem_of_compact`].
         tensors (`dict[str, torch.Tensor]`): its tensors under their names in a checkpoint.
         config (`dict`): its `quantization_config`.
     """
-    names = checkpoint_names(model)
-    for name, (scheme, _) in quantized_formats(model).items():
+    for name, (scheme, _) in inventory.formats.items():
         if _is_coarse(scheme):
-            key = f"{names.of_tensor(name)}.weight_packed"
+            key = f"{inventory.names.of_tensor(name)}.weight_packed"
             tensors[key] = to_words(tensors[key], scheme.grid.num_bits)
     for name, group in config["config_groups"].items():
         scheme = scheme_of_group(name, group)

@@ -22,20 +22,15 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..quantization.checkpoint_names import checkpoint_names
-from ..quantization.names import architecture, base_model, is_adapted
-from ..quantization.selection import stacked_experts
+from ..quantization.inventory import Inventory
+from ..quantization.names import architecture, is_adapted
 from ..quantization.sharded import is_sharded, whole
-from ..quantization.swap import quantized_layers
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .compact import compact, problem_of_compact
 from .gguf import GGUF_FILE, export_gguf
 from .layout import (
-    has_stacked_experts,
     iter_checkpoint_tensors,
-    loads_in_transformers,
     quantization_config,
-    quantized_formats,
 )
 from .serving import ADAPTER_FOLDER
 
@@ -111,8 +106,8 @@ def export_checkpoint(
             "--model_name_or_path DIR --output_dir OUT`."
         )
     output_dir = Path(output_dir)
-    is_merged = any(layer.holds_adapter for layer in quantized_layers(model).values())
-    adapted, model = (model if is_adapted(model) and not is_merged else None), base_model(model)
+    inventory = Inventory.of(model)
+    adapted, model = (model if is_adapted(model) and not inventory.holds_adapter else None), inventory.model
     if adapted is model:
         raise ValueError(
             "The model has an adapter, which only PEFT can save. Pass the `PeftModel` that it is part of."
@@ -122,24 +117,24 @@ def export_checkpoint(
             "The base is bitsandbytes' in 4 bits, which has no export here: `save_model` writes the adapter, and PEFT loads it on "
             "the same base."
         )
-    layers, formats = quantized_layers(model), quantized_formats(model)
+    formats = inventory.formats
     if dtype is None:
-        dtype = next(iter(layers.values())).scale_dtype if layers else model.dtype
+        dtype = next((layer.scale_dtype for layer in inventory.layers.values()), model.dtype)
     scheme = "-".join(dict.fromkeys(scheme.name for scheme, _ in formats.values())) or "bf16"
-    if formats and has_stacked_experts(model):
+    if formats and inventory.stacked_experts:
         raise ValueError(
             f"{type(model).__name__} has experts in high precision beside layers in {scheme!r}. Under one name "
             "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
             "with `save_model`, or train with scheme='bf16'."
         )
-    if is_compact and (problem := problem_of_compact(model)):
+    if is_compact and (problem := problem_of_compact(inventory)):
         raise ValueError(f"--compact (is_compact=True): {problem}")
     check_export_dir(output_dir)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [architecture(model)]
     config.dtype = dtype
     if formats:
-        config.quantization_config = quantization_config(model)
+        config.quantization_config = quantization_config(inventory)
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
     adapter = {} if adapted is None else {n: whole(t) for n, t in adapted.state_dict().items() if ".lora_" in n}
@@ -150,7 +145,7 @@ def export_checkpoint(
         return output_dir
     tensors = checkpoint_state_dict(model, dtype)
     if is_compact:
-        compact(model, tensors, config.quantization_config)
+        compact(inventory, tensors, config.quantization_config)
     with written_as_a_whole(output_dir) as folder:
         if gguf is not None:
             export_gguf(model, gguf, folder / GGUF_FILE, dtype, processing_class)
@@ -169,7 +164,7 @@ def export_checkpoint(
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
             about["evaluated"] = output_dir
-        about["loads_in_transformers"] = loads_in_transformers(model) and not is_compact
+        about["loads_in_transformers"] = inventory.loads_in_transformers and not is_compact
         save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:
             # An earlier one's adapter belongs to another base.
@@ -249,7 +244,8 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
     that share storage (a tied output head), only the first name is kept, as in a transformers checkpoint.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
-    if not stacked_experts(model).keys() <= checkpoint_names(model).experts.keys():
+    inventory = Inventory.of(model)
+    if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():
         # Of other layouts transformers alone knows what they are in a checkpoint.
         tensors = revert_weight_conversion(model, tensors)
     # Matrices of experts are views of all of a layer.

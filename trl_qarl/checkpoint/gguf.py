@@ -26,12 +26,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from ..quantization.names import base_model, is_adapted
+from ..quantization.inventory import Inventory
+from ..quantization.names import is_adapted
 from ..quantization.schemes import INT4_PACKED, INT8_PACKED, MXFP4, SCHEMES, QuantScheme
 from ..quantization.sharded import is_sharded
-from ..quantization.swap import quantized_layers
 from ..quantization.tensors import LowBitTensor
-from ..quantization.walk import iter_layers
 
 
 if TYPE_CHECKING:
@@ -154,16 +153,16 @@ def export_gguf(
     Raises:
         ValueError: if `base` is of another model, if a scheme has no type of GGUF, or if fp16 does not hold a scale; nothing is written.
     """
-    is_merged = any(layer.holds_adapter for layer in quantized_layers(model).values())
-    if is_adapted(model) and not is_merged:
+    inventory = Inventory.of(model)
+    if is_adapted(model) and not inventory.holds_adapter:
         raise ValueError(
             "A GGUF file has no place for an adapter beside the low-bit base. Train with lora_mode='merged', or export with "
             "`--merge_adapter`, which says what is lost."
         )
-    model = base_model(model)
+    model = inventory.model
     if is_sharded(model):
         raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
-    policy = _policy_tensors(model)
+    policy = _policy_tensors(inventory)
     _check_base(base, model, policy, processing_class)
     _check_policy(policy)
     _write(base, policy, Path(path), dtype)
@@ -196,11 +195,11 @@ def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtyp
         partial.unlink(missing_ok=True)
 
 
-def _policy_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
     """Weights of the policy by their names in GGUF, low-bit ones as they are, in the order of their rows there."""
     import gguf
 
-    config = model.config
+    config = inventory.model.config
     architecture = _ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise ValueError(
@@ -210,7 +209,7 @@ def _policy_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
-    for layer in iter_layers(model):
+    for layer in inventory.walk():
         low_bit = layer.quantized
         for name, tensor in layer.tensors.items():
             if name in low_bit:

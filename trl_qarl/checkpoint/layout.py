@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..quantization.checkpoint_names import CheckpointNames, checkpoint_names
-from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts, has_stacked_matrices
+from ..quantization.checkpoint_names import CheckpointNames
+from ..quantization.experts import DOWN, GATE_UP
 from ..quantization.global_scales import check_global_scales
-from ..quantization.names import architecture, base_modules
+from ..quantization.inventory import Inventory, LayerWeights
+from ..quantization.names import architecture
 from ..quantization.partitioned import shape_of
 from ..quantization.schemes import (
     E4M3,
@@ -24,26 +25,20 @@ from ..quantization.schemes import (
     INT4_PACKED,
     INT8,
     INT8_CODES,
-    NVFP4,
     SCHEMES,
     QuantScheme,
 )
-from ..quantization.selection import ROUTER_NAMES, stacked_experts
+from ..quantization.selection import ROUTER_NAMES
 from ..quantization.sharded import is_sharded, whole, whole_low_bit
 from ..quantization.tensors import LowBitTensor
-from ..quantization.walk import LayerWeights, iter_layers
-from ..quantization.weight import QuantizedLayer, QuantizedWeight
 from ..wire.describe import group_name
 
 
 __all__ = [
-    "has_stacked_experts",
     "iter_checkpoint_layers",
     "iter_checkpoint_tensors",
-    "loads_in_transformers",
     "problem_of_mixture",
     "quantization_config",
-    "quantized_formats",
 ]
 
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
@@ -62,9 +57,9 @@ def iter_checkpoint_layers(
     under the name under which vLLM takes them all at once: of 128 experts six in place of 1,152.
     """
     seen: set[Hashable] = set()
-    names = checkpoint_names(model)
-    for layer in iter_layers(model):
-        yield list(_checkpoint_tensors(layer, dtype, seen, names, stacks_experts))
+    inventory = Inventory.of(model)
+    for layer in inventory.walk():
+        yield list(_checkpoint_tensors(layer, dtype, seen, inventory.names, stacks_experts))
 
 
 def _checkpoint_tensors(
@@ -121,15 +116,17 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
     return chain.from_iterable(iter_checkpoint_layers(model, dtype))
 
 
-def quantization_config(model: nn.Module) -> dict[str, Any]:
+def quantization_config(inventory: Inventory) -> dict[str, Any]:
     """
-    Return the `quantization_config` entry of the model's `config.json`, as compressed-tensors defines it.
+    Return the `quantization_config` entry of a model's `config.json`, as compressed-tensors defines it; empty where nothing is quantized.
 
     One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular
     expression.
     """
-    formats, names = quantized_formats(model), checkpoint_names(model)
-    check_global_scales(_global_scales(model))
+    formats, names = inventory.formats, inventory.names
+    if not formats:
+        return {}
+    check_global_scales(inventory.global_scales)
     by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
         by_format[scheme, group_size].append(name)
@@ -148,7 +145,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
         "format": checkpoint_formats.pop() if len(checkpoint_formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [names.of_tensor(n) for n, m in base_modules(model) if _is_matrix(n, m) and n not in formats],
+        "ignore": [names.of_tensor(n) for n, m in inventory.modules.items() if _is_matrix(n, m) and n not in formats],
         "kv_cache_scheme": None,
     }
 
@@ -159,40 +156,6 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
         return True
     weight = module._parameters.get("weight")
     return name.rpartition(".")[2] in ROUTER_NAMES and weight is not None and len(shape_of(weight)) == 2
-
-
-def quantized_formats(model: nn.Module) -> dict[str, tuple[QuantScheme, int | None]]:
-    """Scheme and group size of every prepared or converted layer of `model`, by its name."""
-    formats = {}
-    for name, module in base_modules(model):
-        source = module if isinstance(module, QuantizedLayer) else getattr(module, "weight", None)
-        if isinstance(source, (QuantizedLayer, LowBitTensor)):
-            formats[name] = source.scheme, source.group_size
-    return formats
-
-
-def loads_in_transformers(model: nn.Module) -> bool:
-    """Return whether transformers reads the checkpoint: of experts it knows FP8 codes, and codes that are packed (5.17)."""
-    # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers.
-    return not any(
-        isinstance(module, QuantizedExperts) and module.scheme.container == INT8_CODES
-        for _, module in base_modules(model)
-    )
-
-
-def _global_scales(model: nn.Module) -> dict[str, float | None]:
-    """Divisors of the scales of the model's NVFP4 layers, prepared or converted, by their names."""
-    scales = {}
-    for name, module in base_modules(model):
-        sources = (
-            module.quantized_weights.values()
-            if isinstance(module, QuantizedLayer)
-            else [getattr(module, "weight", None)]
-        )
-        for source in sources:
-            if isinstance(source, (QuantizedWeight, LowBitTensor)) and source.scheme.container == NVFP4:
-                scales[name] = source.global_scale
-    return scales
 
 
 def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) -> list[str]:
@@ -221,17 +184,10 @@ def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
     return matrices[0].rsplit(".", 2)[0] if matrices else None
 
 
-def has_stacked_experts(model: nn.Module) -> bool:
-    """Return whether a mixture of experts has them in high precision."""
-    return bool(stacked_experts(model))
-
-
-def problem_of_mixture(model: nn.Module) -> str | None:
-    """Return why vLLM cannot be given the experts of `model`, or `None`: also where it has none."""
-    name = architecture(model)
-    for path, module in base_modules(model):
-        if not isinstance(module, QuantizedExperts) and not has_stacked_matrices(path, module):
-            continue
+def problem_of_mixture(inventory: Inventory) -> str | None:
+    """Return why vLLM cannot be given the experts of a model, or `None`: also where it has none."""
+    name = architecture(inventory.model)
+    for path, module in inventory.experts.items():
         if name not in MIXTURES:
             return (
                 f"{name} is a mixture of experts ({path!r}) whose weight sync with vLLM has not been compared; that of "

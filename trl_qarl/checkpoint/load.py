@@ -21,14 +21,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from ..quantization.checkpoint_names import checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_state_dict, is_adapted
+from ..quantization.names import is_adapted
 from ..quantization.own_grid import compare_groups, masters_on_grid
 from ..quantization.schemes import SCHEMES, QuantScheme, get_scheme
-from ..quantization.selection import quantizable_layers, stacked_experts
-from ..quantization.swap import quantized_layers, restore_model
+from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
 from .compact import is_compact
@@ -118,8 +117,9 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     model = load_frozen_model(name_or_path, **options)
     num_groups = num_moved = num_lost = 0
     reason = "they use too few codes to be given their scale by masters"
-    settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in quantized_layers(model).values())
-    for layer in quantized_layers(model).values():
+    layers = Inventory.of(model).layers.values()
+    settings = dict.fromkeys((layer.scheme.name, layer.group_size) for layer in layers)
+    for layer in layers:
         for name, weight in layer.quantized_weights.items():
             theirs = weight.low_bit_weight()
             if theirs.scale.dtype == torch.float32:
@@ -178,9 +178,10 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     files = {name: path for path in Path(folder).glob("*.safetensors") for name in _names_in(path)}
     if is_adapted(model) or not files:
         return
-    names = checkpoint_names(model)
-    stacked = stacked_experts(model).keys() | names.experts.keys()
-    for name, tensor in base_state_dict(model).items():
+    inventory = Inventory.of(model)
+    names = inventory.names
+    stacked = inventory.stacked_experts.keys() | names.experts.keys()
+    for name, tensor in inventory.tensors().items():
         if name in files:
             continue
         parts = (
@@ -260,7 +261,8 @@ def _fill(
         }
         for name in scales
     }
-    names = checkpoint_names(model)
+    inventory = Inventory.of(model)
+    names = inventory.names
     in_model = {of: name for name, of in names.tensors.items()}
     dense = {in_model.get(n, n): t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     unexpected = model.load_state_dict(dense, strict=False, assign=True).unexpected_keys
@@ -270,7 +272,7 @@ def _fill(
     def read(name: str, scheme: QuantScheme) -> LowBitTensor:
         return LowBitTensor.from_checkpoint(low_bit.pop(name), scheme, dtype)
 
-    for name, module in quantizable_layers(model).items():
+    for name, module in inventory.quantizable.items():
         parts = {
             leaf: names.experts[f"{name}.{leaf}"] for leaf in (GATE_UP, DOWN) if f"{name}.{leaf}" in names.experts
         }

@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..quantization.walk import layer_of
+from ..quantization.names import layer_of
 from ..wire.delta import DELTA_PREFIX, apply_delta, base_digest, elements, is_delta, pack_delta
 from ..wire.fingerprint import fingerprint
 from .export import check_export_dir, read_header, written_as_a_whole

@@ -18,9 +18,9 @@ from ..adapters.tensors import is_adapter_folder, saved_adapter_config
 from ..checkpoint.layout import problem_of_mixture
 from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
+from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted, is_peft_model
 from ..quantization.partitioned import shape_of
-from ..quantization.selection import stacked_experts
 from .adapter import (
     is_nf4,
     problems_of_adapted_model,
@@ -112,9 +112,10 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
         skipped (`Mapping[str, str]`):
             Why layers stay in high precision, by name.
     """
-    if args.use_vllm and (problem := problem_of_mixture(model)):
+    inventory = Inventory.of(model)
+    if args.use_vllm and (problem := problem_of_mixture(inventory)):
         yield f"use_vllm=True: {problem}"
-    experts = stacked_experts(model)
+    experts = inventory.stacked_experts
     if not args.is_quantized or not experts:
         return
     reason = skipped[next(iter(experts)).rpartition(".")[0]]

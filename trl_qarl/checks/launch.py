@@ -18,10 +18,9 @@ from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.uploads import exports_policy
 from ..numerics.attach import keep_no_products
-from ..quantization.names import base_model, base_modules, is_peft_model
+from ..quantization.inventory import Inventory
+from ..quantization.names import base_model, is_peft_model, layer_of
 from ..quantization.sharded import as_bytes, shard_low_bit
-from ..quantization.swap import quantized_layers
-from ..quantization.walk import layer_of
 from .options import name_of_optimizer, raise_problems
 from .zero import given_configuration, keep_float32_masters, problems_of_zero
 
@@ -251,8 +250,9 @@ def check_units(model: nn.Module) -> None:
     Raises:
         ValueError: naming a unit that is a part of one.
     """
-    layers = {layer_of(name) for name in quantized_layers(model)}
-    for name, module in base_modules(model):
+    inventory = Inventory.of(model)
+    layers = {layer_of(name) for name in inventory.layers}
+    for name, module in inventory.modules.items():
         layer = layer_of(f"{name}.weight")
         if isinstance(module, FSDPModule) and layer in layers and layer != name:
             raise ValueError(

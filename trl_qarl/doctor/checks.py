@@ -15,10 +15,11 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
+from ..quantization.inventory import Inventory
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.report import SwapReport
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
-from ..quantization.selection import layer_format, parts_of_experts, quantizable_layers
+from ..quantization.selection import layer_format, parts_of_experts
 from ..quantization.swap import prepare_model
 
 
@@ -190,7 +191,7 @@ def check_model(
     """
     plan = get_plan(scheme)
     refused = {}
-    layers = quantizable_layers(model)
+    layers = Inventory.of(model).quantizable
     parts = parts_of_experts(layers)
     for name, module in layers.items():
         if isinstance(module, nn.Linear) or name in parts:

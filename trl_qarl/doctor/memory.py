@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..quantization.inventory import Inventory
+from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
-from ..quantization.swap import prepare_model, quantized_layers
-from ..quantization.walk import layer_of
+from ..quantization.swap import prepare_model
 from ..rollout.publisher import largest_chunk
 
 
@@ -132,7 +133,7 @@ def _head(tokens: int, hidden: int, vocabulary: int, is_trained: bool) -> int:
 
 
 def _quantized(model: nn.Module) -> list[torch.Tensor]:
-    return [w.parameter for layer in quantized_layers(model).values() for w in layer.quantized_weights.values()]
+    return [w.parameter for layer in Inventory.of(model).layers.values() for w in layer.quantized_weights.values()]
 
 
 def _gathered(model: nn.Module, low_bit_bytes: int, has_gradients: bool) -> int:

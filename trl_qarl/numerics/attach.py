@@ -17,8 +17,9 @@ from transformers.utils import ModelOutput
 
 from ..quantization.experts import QuantizedExperts
 from ..quantization.gemm import low_bit_linear
+from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_model, base_modules
+from ..quantization.names import base_model
 from ..quantization.sharded import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, ops
@@ -79,7 +80,7 @@ def attach_engine_numerics(
     device = next(model.parameters()).device.type
     if device == "cuda":
         cuda.prepare_process()
-    for _, module in list(base_modules(model)):
+    for module in Inventory.of(model).modules.values():
         if isinstance(module, QuantizedLinear):
             module.product = engine_product
         elif isinstance(module, QuantizedExperts):

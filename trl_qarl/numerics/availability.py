@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
+from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import adapted_layers, base_model, base_modules
+from ..quantization.names import adapted_layers, base_model
 from ..quantization.schemes import E4M3_CODES, MXFP4, NVFP4, QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
@@ -209,7 +210,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     noise = getattr(config, "router_jitter_noise", 0.0)
     yield not noise, f"router_jitter_noise={noise} is not 0, and engines route without noise"
     known = (*ENGINE_OPERATIONS, QuantizedLinear, QuantizedExperts, *TRANSPARENT)
-    for path, module in base_modules(model):
+    for path, module in Inventory.of(model).modules.items():
         if path in ("", model.base_model_prefix):
             continue
         if class_of(module) not in known:

@@ -5,8 +5,8 @@ transformers stacks matrices of experts that lie apart in a checkpoint, and rena
 `mlp` is `block_sparse_moe` there). It has one conversion for each model, which is asked here with marks in place of tensors.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
-from .names import base_model, base_modules, base_state_dict
+from .names import base_state_dict
 from .partitioned import shape_of
 
 
-__all__ = ["CheckpointNames", "checkpoint_names"]
+__all__ = ["CheckpointNames", "find_checkpoint_names"]
 
 _ROW_BLOCKS = {GATE_UP: 2, DOWN: 1}
 
@@ -44,24 +44,14 @@ class CheckpointNames:
         return of_module.removesuffix(".weight") if of_module else self.tensors.get(name, name)
 
 
-_known: WeakKeyDictionary[nn.Module, CheckpointNames] = WeakKeyDictionary()
-
-
-def checkpoint_names(model: nn.Module) -> CheckpointNames:
+def find_checkpoint_names(model: nn.Module, modules: Mapping[str, nn.Module]) -> CheckpointNames:
     """
-    Return the names that `model`, without its adapters, has in a checkpoint; none of a model without experts that can be quantized, or
-    whose checkpoints do not have their matrices one by one.
+    Return the names that `model`, with these `modules`, has in a checkpoint. There are none for a model without experts that can be
+    quantized, or whose checkpoints do not have the experts' matrices one by one.
     """
-    model = base_model(model)
-    if model not in _known:
-        _known[model] = _find(model)
-    return _known[model]
-
-
-def _find(model: nn.Module) -> CheckpointNames:
     stacked = {
         f"{name}.{leaf}": (module.num_experts, blocks)
-        for name, module in base_modules(model)
+        for name, module in modules.items()
         if isinstance(module, QuantizedExperts) or problem_of_experts(module) is None
         for leaf, blocks in _ROW_BLOCKS.items()
     }

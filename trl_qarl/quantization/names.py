@@ -5,6 +5,7 @@ PEFT puts a model into `base_model.model` and a layer it adapts into `base_layer
 recognised by their attributes, as PEFT is optional.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "base_state_dict",
     "is_adapted",
     "is_peft_model",
+    "layer_of",
 ]
 
 
@@ -103,3 +105,9 @@ def is_peft_model(model: Any) -> bool:
     from peft import PeftModel
 
     return isinstance(model, PeftModel)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that a tensor is part of: its name up to the first number, such as `"model.layers.3"`, else its module."""
+    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
+    return match[0] if match else name.rpartition(".")[0] or name

@@ -7,49 +7,24 @@ from contextlib import suppress
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoint_names import checkpoint_names
-from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, has_stacked_matrices, problem_of_experts
-from .names import base_model, base_modules
+from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, problem_of_experts
+from .inventory import Inventory
 from .partitioned import shape_of
 from .patterns import covers
 from .schemes import QuantScheme
-from .weight import QuantizedLayer
 
 
 __all__ = [
     "ROUTER_NAMES",
     "layer_format",
     "parts_of_experts",
-    "quantizable_layers",
     "reasons_to_skip",
-    "stacked_experts",
 ]
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 """Last name components of MoE routers. Compared whole: a pattern such as `gate*` would also match `gate_proj`."""
 
 EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
-
-
-def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of `model`, and the modules in which a mixture stacks its experts, that are not quantized, by name."""
-    return {
-        name: module
-        for name, module in base_modules(model)
-        if not isinstance(module, QuantizedLayer)
-        and (isinstance(module, nn.Linear) or has_stacked_matrices(name, module))
-    }
-
-
-def stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, in which a mixture keeps the matrices of all experts in high precision, as transformers 5 does."""
-    return {
-        f"{name}.{leaf}": parameter
-        for name, module in quantizable_layers(model).items()
-        if not isinstance(module, nn.Linear)
-        for leaf, parameter in module.named_parameters(recurse=False)
-        if len(shape_of(parameter)) == 3
-    }
 
 
 def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
@@ -70,7 +45,7 @@ def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str
 
 def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
     """
-    Return how one of [`quantizable_layers`], or what was made of it, is quantized under `scheme`: with which one, and which group size.
+    Return how a quantizable layer, or what was made of it, is quantized under `scheme`: with which one, and which group size.
 
     Raises:
         ValueError: if no group size fits.
@@ -80,16 +55,14 @@ def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, i
     return experts_format(module, scheme)
 
 
-def reasons_to_skip(
-    model: nn.Module, layers: Mapping[str, nn.Module], exclude_modules: str | Sequence[str] | None
-) -> dict[str, str]:
+def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] | None) -> dict[str, str]:
     """
-    Return why each of the `layers` of `model`, from [`quantizable_layers`], that stay in high precision does so.
+    Return why each layer that could be quantized and stays in high precision does so.
 
     Raises:
         ValueError: if an exclude pattern matches none of them, or some of the experts of a layer.
     """
-    model = base_model(model)
+    model, layers = inventory.model, inventory.quantizable
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     embedding_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     excluded = _excluded(layers, exclude_modules)
@@ -97,7 +70,7 @@ def reasons_to_skip(
     for name, module in layers.items():
         leaf = name.rpartition(".")[2]
         if not isinstance(module, nn.Linear):
-            problem = "exclude_modules" if name in excluded else _problem_of_experts(model, name, module)
+            problem = "exclude_modules" if name in excluded else _problem_of_experts(inventory, name, module)
             reasons |= {name: problem} if problem else {}
         elif module is head or leaf == "lm_head":
             reasons[name] = "output head"
@@ -114,12 +87,12 @@ def reasons_to_skip(
     return reasons
 
 
-def _problem_of_experts(model: nn.Module, name: str, module: nn.Module) -> str | None:
+def _problem_of_experts(inventory: Inventory, name: str, module: nn.Module) -> str | None:
     problem = problem_of_experts(module)
     if (
         problem is None
-        and isinstance(model, PreTrainedModel)
-        and f"{name}.{GATE_UP}" not in checkpoint_names(model).experts
+        and isinstance(inventory.model, PreTrainedModel)
+        and f"{name}.{GATE_UP}" not in inventory.names.experts
     ):
         problem = "checkpoints have the matrices of all experts in one tensor, for which there is no low-bit form"
     return problem and f"{type(module).__name__}: {problem}"

@@ -25,14 +25,14 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from .experts import QuantizedExperts, has_stacked_matrices
 from .gemm import low_bit_linear
 from .global_scales import share_global_scales
+from .inventory import Inventory
 from .linear import QuantizedLinear
-from .names import base_model, base_modules
+from .names import base_model
 from .plan import QuantPlan, check_fused, get_plan
 from .report import SwapReport, report_layers
 from .schemes import QuantScheme, get_scheme
-from .selection import layer_format, parts_of_experts, quantizable_layers, reasons_to_skip
+from .selection import layer_format, parts_of_experts, reasons_to_skip
 from .tensors import LowBitTensor
-from .walk import iter_layers
 from .weight import MADE_IN_INFERENCE_MODE, QuantizedLayer
 
 
@@ -149,10 +149,11 @@ def prepare_model(
     _check_not_quantized(model)
     if not plan.is_quantized:
         return SwapReport(plan, {}, {}, 0, 0, 0)
-    candidates = quantizable_layers(model)
+    inventory = Inventory.of(model)
+    candidates = inventory.quantizable
     if not candidates:
         raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
-    reasons = reasons_to_skip(model, candidates, exclude_modules)
+    reasons = reasons_to_skip(inventory, exclude_modules)
     schemes, kept = plan.assign(candidates, reasons, parts_of_experts(candidates))
     reasons |= kept
     chosen = {name: candidates[name] for name in schemes}
@@ -198,10 +199,10 @@ def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport
     Return the report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters; `plan`, if given, is
     one of several schemes that its layers have.
     """
-    layers = quantized_layers(model)
-    plan = plan or QuantPlan.of_layers({name: layer.scheme for name, layer in layers.items()})
-    skipped = dict.fromkeys(quantizable_layers(model), "not quantized in the checkpoint")
-    return report_layers(plan, layers, skipped, has_masters=False)
+    inventory = Inventory.of(model)
+    plan = plan or QuantPlan.of_layers({name: layer.scheme for name, layer in inventory.layers.items()})
+    skipped = dict.fromkeys(inventory.quantizable, "not quantized in the checkpoint")
+    return report_layers(plan, inventory.layers, skipped, has_masters=False)
 
 
 def restore_model(model: nn.Module) -> int:
@@ -265,6 +266,8 @@ def _replace(
         for name, child in list(parent._modules.items()):
             if child in replacements:
                 setattr(parent, name, replacements[child])
+    # The one before would keep the replaced modules, and their masters, in memory.
+    Inventory.of(model)
     return replacements
 
 
@@ -284,7 +287,7 @@ def freeze_model(model: nn.Module) -> int:
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Return every quantized layer of `model` by its name, that in the base model where an adapter wraps it."""
-    return {name: module for name, module in base_modules(model) if isinstance(module, QuantizedLayer)}
+    return Inventory.of(model).layers
 
 
 def disable_quantized_forward(model: nn.Module) -> None:
@@ -317,7 +320,7 @@ def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [
         tensor
-        for layer in iter_layers(model)
+        for layer in Inventory.of(model).walk()
         for tensor in layer.in_high_precision.values()
         if tensor.is_floating_point()
     ]

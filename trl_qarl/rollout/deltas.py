@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..quantization.walk import layer_of
+from ..quantization.names import layer_of
 from ..wire.delta import DELTA_PREFIX, base_digest, elements, pack_delta
 from ..wire.protocol import is_adapter_tensor
 from .transports import Tensors, Transport

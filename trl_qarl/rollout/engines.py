@@ -17,7 +17,7 @@ from ..checkpoint.export import is_export
 from ..checkpoint.layout import quantization_config
 from ..numerics import cuda
 from ..numerics.attach import has_engine_numerics
-from ..quantization.swap import quantized_layers
+from ..quantization.inventory import Inventory
 from ..wire.protocol import FILE_BACKEND, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .publisher import largest_chunk
@@ -85,7 +85,7 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
         arguments:
             Further arguments of `vllm.LLM`.
     """
-    config = quantization_config(model) if quantized_layers(model) else None
+    config = quantization_config(Inventory.of(model)) or None
     check_engine_runs(config, str(dtype).removeprefix("torch."), on_cpu)
     if _is_repeated_on_gpu(model):
         cuda.prepare_process()
@@ -205,7 +205,7 @@ def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
     lora = lora_arguments(model)
     argv, environment = build_server_command(
         model.name_or_path,
-        quantization_config(model) if quantized_layers(model) else None,
+        quantization_config(Inventory.of(model)) or None,
         dtype=str(dtype).removeprefix("torch."),
         port=args.vllm_server_port,
         on_cpu=on_cpu,

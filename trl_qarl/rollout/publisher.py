@@ -18,9 +18,10 @@ from torch import nn
 from ..adapters.engine import adapter_problems, iter_adapter_tensors
 from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quantization_config
 from ..forward import learner_log_probs
+from ..quantization.inventory import Inventory
+from ..quantization.names import layer_of
 from ..quantization.sharded import is_sharded
-from ..quantization.swap import quantized_forward, quantized_layers
-from ..quantization.walk import layer_of
+from ..quantization.swap import quantized_forward
 from ..wire.describe import (
     CANARY_TOKENS,
     config_differences,
@@ -78,7 +79,7 @@ class Publisher:
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, transport: Transport | None, tokenizer=None, delta: bool = False
     ):
-        if problem := problem_of_mixture(model):
+        if problem := problem_of_mixture(Inventory.of(model)):
             raise NotImplementedError(problem)
         self.model = model
         self.dtype = dtype
@@ -101,8 +102,8 @@ class Publisher:
             ValueError: naming both values of everything that differs.
         """
         engine = self.transport.describe()
-        ours = quantization_config(self.model) if quantized_layers(self.model) else {}
-        problems = config_differences(ours, engine["quantization_config"])
+        inventory = Inventory.of(self.model)
+        problems = config_differences(quantization_config(inventory), engine["quantization_config"])
         for name, value in (
             ("dtype", str(self.dtype).removeprefix("torch.")),
             ("logprobs_mode", "processed_logprobs"),
@@ -117,7 +118,7 @@ class Publisher:
             ours = describe_tokenizer(self.tokenizer)
             problems += model_differences("tokenizer", ours, engine.get("tokenizer") or {})
         problems += [*_unsupported_settings(engine), *adapter_problems(self.model, engine)]
-        has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in quantized_layers(self.model).values())
+        has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in inventory.layers.values())
         if has_fp8_scales and engine["tensor_parallel_size"] != 1:
             problems.append(
                 f"scheme 'w4a8' needs tensor_parallel_size=1, the engine has {engine['tensor_parallel_size']}: vLLM would round the "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import DTYPES, read_record
+from ..quantization.inventory import Inventory
 from ..quantization.plan import EDGES, QuantPlan, get_plan, plan_of
 from ..quantization.precisions import at_bits, plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
@@ -136,7 +137,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint.record import SCHEME_FILE, check_record
     from ..quantization.global_scales import share_global_scales
-    from ..quantization.swap import prepare_model, quantized_layers
+    from ..quantization.swap import prepare_model
 
     source = args.model_name_or_path
     record_path = cached_file(
@@ -180,7 +181,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     else:
         report = prepare_model(model, plan, **arguments)
         if scales := settings.get("global_scales"):
-            share_global_scales(quantized_layers(model), scales)
+            share_global_scales(Inventory.of(model).layers, scales)
         print(report)
     return model, report, settings
 
@@ -189,7 +190,7 @@ def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, A
     """Return the low-bit checkpoint that `args` names in fewer bits, made of its codes, its report and settings."""
     from ..checkpoint.load import load_frozen_model
     from ..checkpoint.serving import ADAPTER_FOLDER
-    from ..quantization.swap import quantized_layers, report_frozen
+    from ..quantization.swap import report_frozen
 
     source = args.model_name_or_path
     given = [name for name in ("scheme", "group_size", "exclude_modules", "dtype", *EDGES) if getattr(args, name)]
@@ -200,7 +201,7 @@ def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, A
         )
     model = load_frozen_model(source, "auto", **hub_kwargs)
     plan = _plan_at(args.bits, report_frozen(model).plan, Path(source, ADAPTER_FOLDER).exists())
-    for layer in quantized_layers(model).values():
+    for layer in Inventory.of(model).layers.values():
         for weight in layer.quantized_weights.values():
             if (scheme := at_bits(weight.scheme, args.bits)) != weight.scheme:
                 weight.hold(weight.low_bit_weight().coarser(scheme))

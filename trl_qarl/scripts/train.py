@@ -165,10 +165,10 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
-    from ..checkpoint.layout import has_stacked_experts
     from ..checkpoint.serving import folder_size, serve_command, serve_words
     from ..checkpoint.uploads import PushFailed, exports_policy
     from ..qarl_trainer import QaRLTrainer
+    from ..quantization.inventory import Inventory
     from ..quantization.names import is_peft_model
 
     with configuration_errors():
@@ -226,7 +226,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         trainer.save_model(training_args.output_dir)
     saved = "Adapter" if is_peft_model(trainer.model) else "Master weights"
     trainer.accelerator.print(f"{saved} saved to {training_args.output_dir}.")
-    if training_args.is_quantized and has_stacked_experts(trainer.model):
+    if training_args.is_quantized and Inventory.of(trainer.model).stacked_experts:
         trainer.accelerator.print("Nothing exported: with experts in high precision there is no low-bit checkpoint.")
     elif export_dir is not None and failure is None and trainer.is_world_process_zero():
         if not pushes_policy:

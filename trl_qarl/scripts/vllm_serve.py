@@ -122,6 +122,7 @@ def _has_tls(vllm_args: list[str]) -> bool:
 def _quantization_config(args: Namespace) -> dict[str, Any] | None:
     """Return what the learner's `quantization_config` will be, from the shapes of the model alone."""
     from ..checkpoint.layout import quantization_config
+    from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model
 
     plan = plan_of(vars(args))
@@ -133,7 +134,7 @@ def _quantization_config(args: Namespace) -> dict[str, Any] | None:
     if (low_bit := getattr(model.config, "quantization_config", None)) is not None:
         return low_bit
     prepare_model(model, plan, exclude_modules=args.exclude_modules)
-    return quantization_config(model)
+    return quantization_config(Inventory.of(model))
 
 
 def _largest_chunk(args: Namespace) -> int:

@@ -17,9 +17,9 @@ from ..forward import FORWARD_KEYS, Batch, learner_log_probs
 from ..objectives.objective import reduce_metrics
 from ..objectives.ratios import mismatch_weight, sequence_log_ratio
 from ..objectives.registry import get_objective
+from ..quantization.inventory import Inventory
 from ..quantization.sharded import is_sharded
 from ..quantization.swap import quantized_forward
-from ..quantization.walk import iter_quantized_weights
 from ..quantization.weight import QuantizedWeight
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
 from .mismatch import mismatch_metrics, mismatch_sums, ratio_histograms, split_metrics, split_sums, weight_metrics
@@ -158,7 +158,7 @@ class Recorder(TrainerCallback):
                 Whether layers ran at different bits, so that the batch is of no one precision.
         """
         mismatch = self._mismatch(batch, output.get("importance_sampling_ratio")) if is_scored else {}
-        row = {**mismatch, **sqnr(iter_quantized_weights(self.model), self._add_up), **publication}
+        row = {**mismatch, **sqnr(Inventory.of(self.model).weights(), self._add_up), **publication}
         self.log(row)
         if not self.model.training:
             return
@@ -323,7 +323,7 @@ class Recorder(TrainerCallback):
 
     def _trained_layers(self) -> Iterator[tuple[str, QuantizedWeight]]:
         # Beside an adapter nothing of the base moves.
-        return ((name, layer) for name, layer in iter_quantized_weights(self.model) if layer.is_trained)
+        return ((name, layer) for name, layer in Inventory.of(self.model).weights() if layer.is_trained)
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:
         """

@@ -1,0 +1,205 @@
+"""
+[`Inventory`]: the layers of one model, found in one walk over its modules and kept with the model.
+
+Everything outside a forward asks it which layers are quantized, how, what they are called in a checkpoint, and what was left alone.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .checkpoint_names import CheckpointNames, find_checkpoint_names
+from .experts import QuantizedExperts, has_stacked_matrices
+from .linear import QuantizedLinear
+from .names import base_model, base_modules, base_state_dict, layer_of
+from .partitioned import shape_of
+from .schemes import INT8_CODES, NVFP4, QuantScheme
+from .tensors import LowBitTensor
+from .weight import QuantizedLayer, QuantizedWeight
+
+
+__all__ = ["Inventory", "LayerWeights"]
+
+_ATTRIBUTE = "_trl_qarl_inventory"
+
+
+class LayerWeights(NamedTuple):
+    """
+    The weights of one layer, under the names they have in the base model; valid until the walk goes on.
+
+    Args:
+        name (`str`):
+            From [`layer_of`], such as `"model.layers.3"`.
+        tensors (`dict[str, torch.Tensor]`):
+            Its part of the `state_dict`: masters, low-bit weights of frozen layers, and all that is in high precision.
+        linears (`dict[str, nn.Linear]`):
+            Its linear layers, quantized or not.
+        experts (`dict[str, QuantizedExperts]`):
+            Its quantized experts.
+    """
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+    linears: dict[str, nn.Linear]
+    experts: dict[str, QuantizedExperts]
+
+    @property
+    def quantized(self) -> dict[str, QuantizedWeight]:
+        """Its quantized weights, by the names of their tensors."""
+        layers = {
+            name: layer for name, layer in self.linears.items() if isinstance(layer, QuantizedLinear)
+        } | self.experts
+        return {
+            f"{name}.{leaf}": weight
+            for name, layer in layers.items()
+            for leaf, weight in layer.quantized_weights.items()
+        }
+
+    @property
+    def in_high_precision(self) -> dict[str, torch.Tensor]:
+        """The tensors that an engine has in high precision too: neither a master nor a low-bit weight."""
+        masters = self.quantized
+        return {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if name not in masters and not isinstance(tensor, LowBitTensor)
+        }
+
+
+class Inventory:
+    """
+    The layers of one model, by their names in the base model: an adapted layer has its own name, its wrapper has none.
+
+    It holds modules and names. Tensors are read from the modules when they are asked for, as sharding and loading replace them, and so
+    are schemes, which `precisions` changes during training.
+
+    Args:
+        model (`nn.Module`):
+            The model, also a [`~peft.PeftModel`]. Call [`Inventory.of`], which makes an inventory only where there is none.
+
+    Attributes:
+        model (`nn.Module`):
+            The base model.
+        modules (`dict[str, nn.Module]`):
+            Every module without the adapters.
+        layers (`dict[str, QuantizedLayer]`):
+            The quantized layers.
+        quantizable (`dict[str, nn.Module]`):
+            Linear layers, and modules in which a mixture stacks its experts, that are not quantized.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = base_model(model)
+        self._modules = list(self.model.modules())
+        self.modules = dict(base_modules(self.model))
+        self.layers = {name: module for name, module in self.modules.items() if isinstance(module, QuantizedLayer)}
+        self.quantizable = {
+            name: module
+            for name, module in self.modules.items()
+            if name not in self.layers and (isinstance(module, nn.Linear) or has_stacked_matrices(name, module))
+        }
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Inventory":
+        """Return the inventory of `model`, a new one if a module has been replaced, added or removed since the last call."""
+        attributes = vars(base_model(model))
+        known = attributes.get(_ATTRIBUTE)
+        if known is None or known._modules != list(known.model.modules()):
+            known = attributes[_ATTRIBUTE] = cls(model)
+        return known
+
+    @cached_property
+    def names(self) -> CheckpointNames:
+        """Names in a checkpoint, where they differ from those in the model."""
+        return find_checkpoint_names(self.model, self.modules)
+
+    @property
+    def formats(self) -> dict[str, tuple[QuantScheme, int | None]]:
+        """Scheme and group size of every prepared or converted layer."""
+        found = {name: self.layers.get(name, getattr(module, "weight", None)) for name, module in self.modules.items()}
+        return {
+            name: (source.scheme, source.group_size)
+            for name, source in found.items()
+            if isinstance(source, (QuantizedLayer, LowBitTensor))
+        }
+
+    @property
+    def global_scales(self) -> dict[str, float | None]:
+        """Divisors of the scales of NVFP4 layers, prepared or converted."""
+        scales = {}
+        for name, module in self.modules.items():
+            sources = (
+                module.quantized_weights.values()
+                if isinstance(module, QuantizedLayer)
+                else [getattr(module, "weight", None)]
+            )
+            for source in sources:
+                if isinstance(source, (QuantizedWeight, LowBitTensor)) and source.scheme.container == NVFP4:
+                    scales[name] = source.global_scale
+        return scales
+
+    @property
+    def stacked_experts(self) -> dict[str, nn.Parameter]:
+        """Parameters in which a mixture keeps the matrices of all experts in high precision, as transformers 5 does."""
+        return {
+            f"{name}.{leaf}": parameter
+            for name, module in self.quantizable.items()
+            if not isinstance(module, nn.Linear)
+            for leaf, parameter in module.named_parameters(recurse=False)
+            if len(shape_of(parameter)) == 3
+        }
+
+    @property
+    def experts(self) -> dict[str, nn.Module]:
+        """Modules of experts, quantized or not."""
+        return {
+            name: module
+            for name, module in self.modules.items()
+            if isinstance(module, QuantizedExperts) or (name in self.quantizable and not isinstance(module, nn.Linear))
+        }
+
+    @property
+    def holds_adapter(self) -> bool:
+        """Whether adapters are part of the weights that are quantized (`lora_mode="merged"`)."""
+        return any(layer.holds_adapter for layer in self.layers.values())
+
+    @property
+    def loads_in_transformers(self) -> bool:
+        """Whether transformers reads the checkpoint: of experts it knows FP8 codes, and codes that are packed (5.17)."""
+        # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers.
+        return not any(
+            isinstance(layer, QuantizedExperts) and layer.scheme.container == INT8_CODES
+            for layer in self.layers.values()
+        )
+
+    def walk(self) -> Iterator[LayerWeights]:
+        """
+        Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`.
+
+        Where FSDP2 has sharded the masters, these are the parts that this process holds. [`~trl_qarl.quantization.sharded.whole`]
+        gathers one tensor at a time, so that no more than one is held whole in high precision.
+        """
+        for layer, members in groupby(self.tensors().items(), key=lambda item: layer_of(item[0])):
+            tensors = dict(members)
+            owners = {
+                owner: self.modules[owner] for name in tensors if (owner := name.rpartition(".")[0]) in self.modules
+            }
+            yield LayerWeights(
+                layer,
+                tensors,
+                linears={name: module for name, module in owners.items() if isinstance(module, nn.Linear)},
+                experts={name: module for name, module in owners.items() if isinstance(module, QuantizedExperts)},
+            )
+
+    def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Yield every quantized weight on the same walk, by the name of its linear layer, or of the experts' parameter."""
+        for layer in self.walk():
+            yield from ((name.removesuffix(".weight"), weight) for name, weight in layer.quantized.items())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the `state_dict` of the model without its adapters: the parameters themselves."""
+        return base_state_dict(self.model)

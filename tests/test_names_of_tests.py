@@ -41,7 +41,6 @@ ELSEWHERE = {
     "objectives/options.py": "objectives/test_objectives.py",
     "objectives/others.py": "objectives/test_objectives.py",
     "objectives/presets.py": "objectives/test_objectives.py",
-    "objectives/registry.py": "objectives/test_objectives.py",
     "quantization/checkpoint_names.py": "checkpoint/test_export.py",
     "quantization/patterns.py": "quantization/test_plan.py",
     "quantization/report.py": "quantization/test_swap.py",

@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, make_problems, make_tiny_model, make_tiny_tokenizer, spread
 from trainings import EXPERTS, arguments, make, parameters, rows
-from trl_qarl.objectives.registry import get_objective
+from trl_qarl.objectives.registry import find_objective
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
@@ -369,7 +369,7 @@ def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, mo
         is_first.append(False)
         return completion_ids, logps
 
-    tbpo, compute_loss, losses = type(get_objective("tbpo")), QaRLTrainer._compute_loss, []
+    tbpo, compute_loss, losses = type(find_objective("tbpo")), QaRLTrainer._compute_loss, []
     own_loss = tbpo.loss
 
     def own_loss_and_its_gradient(self, args, batch):

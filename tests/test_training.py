@@ -123,7 +123,7 @@ def make(case, model, folder, callbacks=None):
 
 def check_what_was_logged(case, trainer, batches):
     args, history = trainer.args, rows(trainer)
-    objective = get_objective(args.objective)
+    objective = get_objective(args)
     assert len(history) == 4 and all(math.isfinite(row["loss"] + row["grad_norm"]) for row in history)
     # An objective may clip or drop everything in a second update of a batch, never in the first.
     assert all(row["grad_norm"] > 0 for row in history if "reward" in row)

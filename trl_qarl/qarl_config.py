@@ -33,7 +33,7 @@ from .checks.options import (
 from .checks.refused import LORA_MODES
 from .checks.zero import keep_float32_masters
 from .objectives.options import UNSET, trl_default
-from .objectives.registry import OBJECTIVES, get_objective
+from .objectives.registry import OBJECTIVES, get_objective, problem_of_objective
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import QuantPlan, get_plan, parse_scheme
 
@@ -122,7 +122,9 @@ class QaRLConfig(GRPOConfig):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
             `"on-policy"`, `"dual-clip"`, which set TRL's options; one that others use against the mismatch, `"icepop"`,
             `"kpop"`, `"geo-mask"`, `"bypass"`, `"dppo-tv"`, `"acr"`; or one of TRL's losses (`"grpo"`, `"dapo"`, `"sapo"`,
-            ...). Replaces `loss_type`.
+            ...); or `"module:Name"`, an [`~trl_qarl.objectives.objective.Objective`] of your own. Replaces `loss_type`.
+        objective_kwargs (`dict`, *optional*):
+            Arguments of the class that `objective="module:Name"` names.
         positive_epsilon_high (`float`, *optional*, defaults to `4e-4`):
             TBPO: for positive advantages, the ratio counts up to `1 + positive_epsilon_high`.
         negative_epsilon_low (`float`, *optional*, defaults to `3e-4`):
@@ -198,7 +200,7 @@ class QaRLConfig(GRPOConfig):
             Weight decay of the optimizer.
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "objective_kwargs"]
 
     scheme: dict[str, Any] | str | None = "w4a16"
     group_size: int | None = None
@@ -210,7 +212,8 @@ class QaRLConfig(GRPOConfig):
     lora_mode: str = field(default="adapter", metadata={"choices": list(LORA_MODES)})
     numerics: str | None = field(default=None, metadata={"choices": list(NUMERICS)})
     exact: str | None = field(default=None, metadata={"choices": list(EXACT)})
-    objective: str = field(default="tbpo", metadata={"choices": list(OBJECTIVES)})
+    objective: str = "tbpo"
+    objective_kwargs: dict[str, Any] | str | None = None
     positive_epsilon_high: float = 4e-4
     negative_epsilon_low: float = 3e-4
     negative_epsilon_high: float = 7e-4
@@ -242,6 +245,7 @@ class QaRLConfig(GRPOConfig):
     def __post_init__(self):
         loss_type = self.loss_type
         self.scheme = parse_scheme(self.scheme)
+        self.objective_kwargs = as_dict(self.objective_kwargs) or None
         self._choose_device()
         generation_kwargs = as_dict(self.generation_kwargs)
         if generation_kwargs.get("do_sample") is True:
@@ -255,7 +259,7 @@ class QaRLConfig(GRPOConfig):
         problems += check_hub(self)
         alternative = loss_type if loss_type in OBJECTIVES else "grpo"
         raise_problems_of_config(problems, self.objective, refused, alternative)
-        is_on_policy = get_objective(self.objective).is_on_policy
+        is_on_policy = get_objective(self).is_on_policy
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = (1 if is_on_policy else 8) * self.gradient_accumulation_steps
         # transformers knows no such optimizer name; the trainer builds it.
@@ -306,9 +310,9 @@ class QaRLConfig(GRPOConfig):
 
     def _apply_objective(self) -> None:
         """Sets what `objective` decides, and TRL's defaults where an option of its loss was not given."""
-        if self.objective not in OBJECTIVES:
+        if problem_of_objective(self):
             return
-        objective = get_objective(self.objective)
+        objective = get_objective(self)
         self.loss_type = objective.loss_type
         for name, value in objective.options.items():
             setattr(self, name, value)

@@ -113,7 +113,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         check_arguments(**given)
         self.policy = Policy(args, peft_config)
         self.export_dir = Path(args.output_dir, args.plan.name)
-        self._objective = get_objective(args.objective)
+        self._objective = get_objective(args)
         self._calls_tools = False
         with replaced_in_trl(
             create_model_from_path=self.policy.load,

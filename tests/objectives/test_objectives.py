@@ -18,7 +18,7 @@ from trl_qarl.objectives.ratios import (
     kpop_weight,
     mismatch_ratio,
 )
-from trl_qarl.objectives.registry import OBJECTIVES, all_objectives, get_objective
+from trl_qarl.objectives.registry import OBJECTIVES, all_objectives, find_objective
 from trl_qarl.objectives.token_losses import acr_loss, dppo_tv_loss
 from trl_qarl.qarl_trainer import QaRLTrainer
 
@@ -32,7 +32,7 @@ CLIP = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 3.0, "clip_max": 2.0}
 PRESETS = [name for name, objective in all_objectives().items() if isinstance(objective, Preset)]
 
 
-OURS = [name for name in PRESETS if get_objective(name).weighs_by_sampler]
+OURS = [name for name in PRESETS if find_objective(name).weighs_by_sampler]
 
 
 OWN_BOUNDS = {"icepop": (0.7, 1.5), "geo-mask": (0.9, 1.2), "kpop": 0.002, "dppo-tv": 0.02}
@@ -51,7 +51,7 @@ def own_options(objective):
 def make_trainer(objective, use_vllm, per_token_logps):
     """A trainer without model and data: what TRL's `_compute_loss` reads, with log-probs that are given."""
     trainer = QaRLTrainer.__new__(QaRLTrainer)
-    known = get_objective(objective)
+    known = find_objective(objective)
     entropies = torch.zeros_like(per_token_logps)
     vars(trainer).update(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (per_token_logps, entropies, None),
@@ -216,8 +216,8 @@ def test_bounds_of_trls_losses_stand_at_their_level(loss, level, positive, negat
         vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode="sequence_mask",
     )
-    of_tokens = get_objective(loss).token_bounds(config)["token_ratio"]
-    of_sequences = get_objective(loss).sequence_bounds(config)
+    of_tokens = find_objective(loss).token_bounds(config)["token_ratio"]
+    of_sequences = find_objective(loss).sequence_bounds(config)
     found = of_tokens if level == "token" else of_sequences["ratio"]
     assert found == {"positive": positive, "negative": negative}
     if level == "token":

@@ -64,7 +64,7 @@ def check_dropout(model: nn.Module, args: Any) -> None:
     if args.disable_dropout:
         _switch_off(model, active)
         return
-    needs_one_policy = get_objective(args.objective).needs_one_policy
+    needs_one_policy = get_objective(args).needs_one_policy
     if needs_one_policy:
         # Where TRL's examples have it, unlike a model that drops activations, which is rare.
         of_adapter = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}

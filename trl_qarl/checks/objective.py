@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ..objectives.options import default
-from ..objectives.registry import OBJECTIVES, all_objectives, get_objective
+from ..objectives.registry import all_objectives, get_objective, problem_of_objective
 
 
 __all__ = ["check_objective", "check_ratios", "refused_by_objective"]
@@ -11,23 +11,23 @@ __all__ = ["check_objective", "check_ratios", "refused_by_objective"]
 
 def check_objective(config) -> Iterator[str]:
     """Contradictions of what was given with `objective`, before it sets anything."""
-    if config.objective not in OBJECTIVES:
-        yield f"Unknown objective {config.objective!r}. Choose one of {list(OBJECTIVES)}."
+    if problem := problem_of_objective(config):
+        yield problem
         return
-    yield from get_objective(config.objective).contradictions(config)
+    yield from get_objective(config).contradictions(config)
 
 
 def refused_by_objective(config) -> Iterator[tuple[str, str]]:
     """Options as they were given that have no meaning for the objective, and why."""
-    if config.objective in OBJECTIVES:
-        yield from get_objective(config.objective).refused(config)
+    if problem_of_objective(config) is None:
+        yield from get_objective(config).refused(config)
 
 
 def check_ratios(config) -> Iterator[str]:
     """Options of the loss, once `objective` has set its own."""
-    if config.objective not in OBJECTIVES:
+    if problem_of_objective(config):
         return
-    objective = get_objective(config.objective)
+    objective = get_objective(config)
     users: dict[str, list[str]] = {}
     for other in all_objectives().values():
         for name in other.own_options:

@@ -1,11 +1,17 @@
-"""The table of objectives. Its names need no torch."""
+"""The table of objectives, and objectives of a user's own by the place they are defined at. Its names need no torch."""
 
+import json
+import os
+import sys
+from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 from .objective import Objective
 
 
-__all__ = ["OBJECTIVES", "all_objectives", "get_objective"]
+__all__ = ["OBJECTIVES", "all_objectives", "find_objective", "get_objective", "problem_of_objective"]
 
 OBJECTIVES = (
     "tbpo",
@@ -45,6 +51,69 @@ def all_objectives() -> dict[str, Objective]:
     return {objective.name: objective for objective in objectives}
 
 
-def get_objective(name: str) -> Objective:
-    """Return the objective that `objective=name` chooses, one of [`OBJECTIVES`]."""
+def get_objective(config: Any) -> Objective:
+    """Return the objective of a [`QaRLConfig`]. Raises as [`find_objective`] does."""
+    return find_objective(config.objective, config.objective_kwargs)
+
+
+def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
+    """
+    Return the objective of this name.
+
+    Args:
+        name (`str`):
+            One of [`OBJECTIVES`], or `"module:Name"`: an [`Objective`], or a subclass of it, in a module that can be imported from the
+            current folder or from the environment.
+        options (`Mapping[str, Any]`, *optional*):
+            Arguments of the class, beside `name`.
+
+    Raises:
+        ValueError: if there is no such objective, or if it does not take the options.
+    """
+    if ":" in name:
+        return _of_user(name, json.dumps(dict(options or {}), sort_keys=True))
+    if name not in OBJECTIVES:
+        raise ValueError(
+            f"Unknown objective {name!r}. Choose one of {list(OBJECTIVES)}, or name your own as 'module:Name'."
+        )
+    if options:
+        raise ValueError(
+            f"objective_kwargs={dict(options)!r} is for an objective of your own ('module:Name'), and objective={name!r} has options of "
+            "QaRLConfig. Remove it."
+        )
     return all_objectives()[name]
+
+
+@cache
+def _of_user(name: str, options: str) -> Objective:
+    module_name, _, attribute = name.partition(":")
+    # As TRL does for reward functions: scripts of an environment do not look there.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"objective={name!r} cannot be imported: {error}. Write 'module:Name'.") from error
+    if isinstance(found, type) and issubclass(found, Objective):
+        try:
+            return found(name=name, **json.loads(options))
+        except TypeError as error:
+            raise ValueError(f"objective={name!r} does not take objective_kwargs={options}: {error}.") from error
+    if not isinstance(found, Objective):
+        raise ValueError(
+            f"objective={name!r} is a {type(found).__name__}. It must be an `trl_qarl.objectives.objective.Objective` or a subclass of it."
+        )
+    if options != "{}":
+        raise ValueError(
+            f"objective={name!r} is an object, which takes no objective_kwargs={options}. Name its class."
+        )
+    return found
+
+
+def problem_of_objective(config: Any) -> str | None:
+    """Return why `objective` and `objective_kwargs` name no objective, or `None`."""
+    try:
+        get_objective(config)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -65,7 +65,7 @@ class Recorder(TrainerCallback):
     ):
         self.args, self.accelerator, self.model = args, accelerator, model
         self._metrics, self._decode = metrics, decode
-        self._objective = get_objective(args.objective)
+        self._objective = get_objective(args)
         self._bounds = self._objective.histogram_bounds(args)
         self._counts_sequences = self._objective.sequence_bounds(args) is not None
         self._histograms: torch.Tensor | None = None

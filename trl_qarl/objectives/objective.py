@@ -88,8 +88,8 @@ class Objective:
 
     @property
     def loss_type(self) -> str:
-        """TRL's `loss_type`: that of its own loss, where the objective is not one of TRL's."""
-        return "grpo" if self.has_own_loss or ":" in self.name else self.name
+        """TRL's `loss_type`."""
+        return "grpo" if ":" in self.name else self.name
 
     # What is computed.
 

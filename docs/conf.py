@@ -61,7 +61,13 @@ def visit_math(self, node):
     raise nodes.SkipNode
 
 
+def unlink_lab_notebooks(app, docname, source):
+    """Keep only the text of links to pages under benchmarks/, which a reader of the repository can follow and a site does not have."""
+    source[0] = re.sub(r"\[([^]]+)\]\(\.\./benchmarks/[\w./-]+\.md(?:#[\w-]+)?\)", r"\1", source[0])
+
+
 def setup(app):
+    app.connect("source-read", unlink_lab_notebooks)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.connect("autodoc-process-docstring", translate_docstring)
     app.connect("autodoc-process-signature", shorten_signature)

@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
+    ROOT / "benchmarks/study/README.md",
 ]
 # Fences whose content is checked below, and those that show output or belong to another program.
 CHECKED, OTHER = {"python", "sh", "yaml"}, {"text", "diff", "{toctree}", "{eval-rst}", "{include}"}
@@ -84,11 +85,11 @@ def test_headline_picture_has_the_numbers_of_the_study():
 def test_tables_of_the_study_are_those_of_its_results():
     fill = runpy.run_path(str(ROOT / "benchmarks/study/long_tables.py"))["fill"]
     results = json.loads((ROOT / "benchmarks/study/study.json").read_text())
-    page = (ROOT / "docs/study_grids.md").read_text()
+    page = (ROOT / "benchmarks/study/README.md").read_text()
     shown = re.findall(r"<!-- (\w+): \w+ -->", page)
     assert set(shown) == {cell["study"] for cell in results}
     assert fill(page, results) == page, (
-        "run `python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study_grids.md`"
+        "run `python benchmarks/study/long_tables.py benchmarks/study/study.json --fill benchmarks/study/README.md`"
     )
 
 

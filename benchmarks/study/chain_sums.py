@@ -6,7 +6,7 @@ Sums modulo 100 written out step by step, and a model of 0.6 million parameters 
     python benchmarks/study/chain_sums.py --output_dir DIR --steps 60 90 --layers 2 --key_value_heads 1
 
 A problem is `03:38+47=`, its answer `85;02:47+85=32;01:85+32=17.`, character by character: each step adds the last two
-numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (docs/study_grids.md). With `--mixture` the model
+numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (benchmarks/study/README.md). With `--mixture` the model
 is a mixture of experts, of whose 2 million parameters a token meets 0.6 million.
 """
 

@@ -1,6 +1,6 @@
 """
-Draws docs/headline.png and the figures of docs/study_grids.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib);
-docs/study-bits.png and docs/study-length.png too where `long_tables.py --collect` has added the cells of benchmarks/study/bits.yaml and of
+Draws docs/headline.png and the figures of benchmarks/study/README.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib);
+benchmarks/study/study-bits.png and benchmarks/study/study-length.png too where `long_tables.py --collect` has added the cells of benchmarks/study/bits.yaml and of
 benchmarks/study/length_1000.yaml.
 """
 
@@ -29,7 +29,7 @@ RUNS = {
     ("QaRL", "tbpo"): ("QaRL, TBPO", "blue"),
 }
 BASELINE = ("long", "bf16", "bf16", "grpo-tis")
-# Held-out problems solved greedily before training, in per cent of 256 (study_grids.md, "Before training").
+# Held-out problems solved greedily before training, in per cent of 256 (README.md, "Before training").
 BEFORE = {"bf16": 74, "w4a16-g128": 62, "w3a16-g32": 32}
 SMOOTHED = 5
 # Recipes of benchmarks/study/bits.yaml, on the left as they are, on the right with `-warm`.
@@ -112,7 +112,7 @@ def draw_courses(cells: list[dict], metric: str, label: str, picture: str, log: 
     panels[0].set_ylabel(label)
     panels[1].legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
-    figure.savefig(DOCS / picture, facecolor="white", dpi=130)
+    figure.savefig(HERE / picture, facecolor="white", dpi=130)
 
 
 def draw_bits(cells: list[dict]) -> None:
@@ -138,7 +138,7 @@ def draw_bits(cells: list[dict]) -> None:
         bbox_to_anchor=(1, 1),
     )
     figure.tight_layout()
-    figure.savefig(DOCS / "study-bits.png", facecolor="white", dpi=130)
+    figure.savefig(HERE / "study-bits.png", facecolor="white", dpi=130)
 
 
 def draw_lengths(cells: list[dict]) -> None:
@@ -167,7 +167,7 @@ def draw_lengths(cells: list[dict]) -> None:
     courses.legend(frameon=False, fontsize=8.5, loc="lower right")
     courses.set_ylim(bottom=0)
     figure.tight_layout()
-    figure.savefig(DOCS / "study-length.png", facecolor="white", dpi=130)
+    figure.savefig(HERE / "study-length.png", facecolor="white", dpi=130)
 
 
 def _panels(**options):

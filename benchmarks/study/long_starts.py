@@ -1,5 +1,5 @@
 """
-Other starts for the low-bit policies of benchmarks/study/long_study.py, which docs/study_grids.md compares with rounding to nearest.
+Other starts for the low-bit policies of benchmarks/study/long_study.py, which benchmarks/study/README.md compares with rounding to nearest.
 Each changes the master weights before the first update.
 """
 

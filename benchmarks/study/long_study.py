@@ -1,5 +1,5 @@
 """
-One cell of the study of long completions in docs/study_grids.md, in a few minutes on one core: the model of
+One cell of the study of long completions in benchmarks/study/README.md, in a few minutes on one core: the model of
 `benchmarks/study/chain_sums.py` learns to get chains of 10 to 15 sums right, in answers of 112 to 172 tokens.
 
     python benchmarks/study/chain_sums.py --output_dir MODEL
@@ -30,7 +30,7 @@ from trl_qarl.quantization.precisions import block_by_block
 
 
 # Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.
-# With the scales of compressed-tensors, as in docs/study_grids.md.
+# With the scales of compressed-tensors, as in benchmarks/study/README.md.
 VARIANTS = {
     "bf16": {"scheme": "bf16"},
     "w4a16-g32": {"scheme": "w4a16-observer", "group_size": 32},
@@ -74,7 +74,7 @@ VARIANTS |= {
 }
 PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
-# The paper's offsets, which are for thousands of tokens, times `--band_scale`; docs/study_grids.md says how that was chosen.
+# The paper's offsets, which are for thousands of tokens, times `--band_scale`; benchmarks/study/README.md says how that was chosen.
 BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 # An objective that a cell names, with another option: the mismatch of a whole answer truncated where else each token's is, and wider bands.

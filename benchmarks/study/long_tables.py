@@ -1,9 +1,9 @@
 """
-The tables of docs/study_grids.md, from the directories that `trl-qarl compare` has filled so far, finished cells only.
+The tables of benchmarks/study/README.md, from the directories that `trl-qarl compare` has filled so far, finished cells only.
 
     python benchmarks/study/long_tables.py --collect outputs/long outputs/long_variants --output benchmarks/study/study.json
     python benchmarks/study/long_tables.py benchmarks/study/study.json
-    python benchmarks/study/long_tables.py benchmarks/study/study.json --fill docs/study_grids.md
+    python benchmarks/study/long_tables.py benchmarks/study/study.json --fill benchmarks/study/README.md
 
 The first adds what the page and its pictures need of every cell, in the place of cells with the same settings; a study can so be made of the
 cells of several machines or days. The second prints
@@ -12,7 +12,7 @@ third renews the tables of the page.
 
     python benchmarks/study/long_tables.py --bands DIR
 
-prints the `--band_scale` that follows from a run that no band bounds, by the rule in docs/study_grids.md.
+prints the `--band_scale` that follows from a run that no band bounds, by the rule in benchmarks/study/README.md.
 """
 
 import itertools

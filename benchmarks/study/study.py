@@ -1,5 +1,5 @@
 """
-One cell of the studies in docs/study_grids.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would be deployed.
+One cell of the studies in benchmarks/study/README.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would be deployed.
 
     python benchmarks/study/study.py train --output_dir DIR --quantize_learner true --objective tbpo --scheme w4a16-observer --seed 0
     python benchmarks/study/study.py evaluate --output_dir DIR

@@ -102,11 +102,11 @@ def divergences(settings: Sequence[tuple] = KL_SCHEMES) -> str:
     Table of nats per token from SmolLM2 to itself with low-bit weights. A setting is a scheme, a group size, and perhaps a share of
     channels that are split; bits are those of all codes and scales per weight of the model as it is.
     """
+    from splitting import split_outlier_channels
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from trl_qarl import prepare_model, restore_model
     from trl_qarl.demo.smollm2 import convert_smollm2
-    from trl_qarl.quantization.splitting import split_outlier_channels
     from trl_qarl.quantization.swap import quantized_layers
 
     with tempfile.TemporaryDirectory() as folder:

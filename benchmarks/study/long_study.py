@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -26,7 +27,16 @@ import places
 import routes
 from long_tables import BITS
 
-from trl_qarl.quantization.precisions import block_by_block
+from trl_qarl.quantization.plan import DEFAULT
+
+
+def block_by_block(bits: int, fewer: int, blocks: Sequence[int], every: int) -> dict:
+    """Return a schedule of `precisions` that begins at `bits` and has one more decoder layer at `fewer` after each `every` updates."""
+    patterns = [f"re:.*layers[.]{block}[.].*" for block in blocks]
+    stages = {
+        count * every: dict.fromkeys(patterns[:count], fewer) | {DEFAULT: bits} for count in range(1, len(patterns))
+    }
+    return {0: bits, **stages, len(patterns) * every: fewer}
 
 
 # Options by the name that a cell has. A scale for 128 inputs is one for a whole row of most matrices of this model.

@@ -13,7 +13,6 @@ from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.precisions import (
     at_bits,
     bits_of,
-    block_by_block,
     mean_bits,
     parse_precisions,
     plan_at_bits,
@@ -119,6 +118,13 @@ class Blocks(torch.nn.Module):
         self.head = torch.nn.Linear(64, 32)
 
 
+def block_by_block(order):
+    """From 4 bits to 3, one more layer every 10 updates."""
+    patterns = [f"re:.*layers[.]{block}[.].*" for block in order]
+    stages = {10 * count: dict.fromkeys(patterns[:count], 3) | {"_default": 4} for count in (1, 2)}
+    return {0: 4, **stages, 30: 3}
+
+
 @pytest.mark.parametrize(
     ("order", "bits"),
     [
@@ -128,7 +134,7 @@ class Blocks(torch.nn.Module):
     ids=["first to last", "last to first"],
 )
 def test_block_by_block_each_layer_has_the_codes_of_its_bits(order, bits):
-    precisions = parse_precisions(json.dumps(block_by_block(4, 3, order, every=10)))
+    precisions = parse_precisions(json.dumps(block_by_block(order)))
     model = Blocks()
     schemes = prepare_model(model, get_scheme(FOUR, 32)).schemes
     assert not [*problems_of_precisions(precisions, get_plan(FOUR), 31)] and bits_of(precisions) == [4, 3]

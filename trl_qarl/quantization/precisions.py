@@ -12,15 +12,14 @@ that was started for 4 bits runs 3 and 2 as they are published, and each comes f
 
 A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a plan has them
 ([`trl_qarl.quantization.plan`]): `{"re:.*layers\\.0\\..*": 3, "_default": 4}`. Layers that no pattern fits have the bits of their scheme.
-[`block_by_block`] writes a schedule of these.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from .patterns import DEFAULT, check_pattern, covered_names, pattern_of
+from .patterns import check_pattern, covered_names, pattern_of
 from .plan import QuantPlan
 from .schemes import GRIDS, SCHEMES, QuantScheme
 
@@ -29,7 +28,6 @@ __all__ = [
     "NESTING_BITS",
     "at_bits",
     "bits_of",
-    "block_by_block",
     "mean_bits",
     "parse_precisions",
     "plan_at_bits",
@@ -134,30 +132,6 @@ def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantSche
             covered_names(pattern, "precisions", nesting, "layers whose bits can change")
         except ValueError as error:
             yield str(error)
-
-
-def block_by_block(bits: int, fewer: int, blocks: Sequence[int], every: int) -> dict[int, Precision]:
-    """
-    Return the schedule that begins at `bits` bits and has one more decoder layer at `fewer` after each `every` updates.
-
-    Args:
-        bits, fewer (`int`):
-            Bits at the beginning and at the end.
-        blocks (`Sequence[int]`):
-            Numbers of all decoder layers in the order in which they change: `range(12)`, or `range(11, -1, -1)` from last to first.
-        every (`int`):
-            Updates between two changes.
-
-    ```python
-    >>> block_by_block(4, 3, range(2), every=10)
-    {0: 4, 10: {'re:.*layers[.]0[.].*': 3, '_default': 4}, 20: 3}
-    ```
-    """
-    patterns = [f"re:.*layers[.]{block}[.].*" for block in blocks]
-    stages = {
-        count * every: dict.fromkeys(patterns[:count], fewer) | {DEFAULT: bits} for count in range(1, len(patterns))
-    }
-    return {0: bits, **stages, len(patterns) * every: fewer}
 
 
 def precision_at(precisions: Precisions, update: int, updates_per_batch: int) -> Precision:

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import nn
 
-from .schemes import QuantScheme
-from .tensors import LowBitTensor
+from trl_qarl.quantization.schemes import QuantScheme
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 __all__ = ["split_outlier_channels"]

@@ -1,5 +1,8 @@
 """Outlier channels that are split: what stays, bit for bit, and what is refused."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +11,13 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model
 from trainings import SIGNED
 from trl_qarl import get_scheme, prepare_model
-from trl_qarl.quantization.splitting import split_outlier_channels
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
+
+
+split_outlier_channels = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/splitting.py"))[
+    "split_outlier_channels"
+]
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def count_positions(model: nn.Module) -> Callable[..., Any]:
 
 class Batch(NamedTuple):
     """
-    What a generation batch, or a micro-batch of it, says of its tokens.
+    Log-probs, advantages and mask of a generation batch, or of a micro-batch of it.
 
     Args:
         old_per_token_logps (`torch.Tensor` of shape `(B, T)`):

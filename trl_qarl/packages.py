@@ -1,5 +1,5 @@
 """
-Which packages are installed, and what one of them says at its import that is nobody's concern here. Loads none of them.
+Queries installed package versions and silences irrelevant import messages of torchao, without importing any package.
 
 - *Failed to load ...*: torchao's wheel holds libraries for other Python versions and for GPUs, and tries them all. Dropped where the
   library is for another Python, or for a GPU beside a PyTorch without CUDA. One that could have loaded is still named.

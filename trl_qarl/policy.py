@@ -1,8 +1,8 @@
 """
-[`Policy`]: the model that is trained, from its name to what is served and saved of it. It knows no trainer.
+The policy being trained: loads the model, quantizes it once, and describes, exports and publishes it. Independent of the trainer.
 
-There is one time at which it is prepared: once TRL has made the model and its adapter and transformers has put them on their device,
-and before TRL makes anything of them, such as a reference or an engine. [`PreparesPolicy`] is there in the order of constructors. With
+`prepare()` runs exactly once: after TRL has created the model and its adapter and transformers has moved them to their device, and
+before TRL builds a reference model or an engine from them. [`PreparesPolicy`] calls it at that point. With
 `precisions` it runs at other bits batch by batch: [`TakesTurns`].
 """
 

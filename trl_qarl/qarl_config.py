@@ -283,7 +283,7 @@ class QaRLConfig(GRPOConfig):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything runs low-bit weights; also of a scheme that is refused, so that every problem can be told at once."""
+        """True if anything runs low-bit weights. Also true for a refused scheme, so that all problems can be reported at once."""
         try:
             return self.plan.is_quantized
         except ValueError:

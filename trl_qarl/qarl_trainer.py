@@ -292,7 +292,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
 
     @property
     def _is_scored_by_sampler(self) -> bool:
-        """Whether nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
+        """True if nothing needs the learner's log-probs of a rollout, which saves their forward."""
         return not self._objective.needs_scores and self.beta == 0.0 and self.numerics == "fast"
 
     def _publish_what_changed(self) -> None:

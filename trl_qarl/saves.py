@@ -1,4 +1,4 @@
-"""What a trainer adds to transformers' checkpoints: the generation batch in progress, a mark of completeness, one record."""
+"""Additions to transformers' checkpoints: the generation batch in progress, a mark of completeness, and a record."""
 
 import logging
 import os

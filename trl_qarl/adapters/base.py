@@ -1,4 +1,4 @@
-"""The model an adapter is trained beside: how it is loaded, frozen and told from others."""
+"""The base model of an adapter: loads it, freezes it and tells it from other bases."""
 
 import hashlib
 import json

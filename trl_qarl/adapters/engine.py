@@ -1,4 +1,4 @@
-"""What vLLM needs to serve an adapter: the tensors that it is sent, how it is started, and what it cannot serve."""
+"""The adapter in vLLM: the tensors to send, the engine arguments, and the adapters that vLLM cannot serve."""
 
 import math
 from collections.abc import Iterator, Mapping

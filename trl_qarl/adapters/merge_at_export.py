@@ -1,4 +1,4 @@
-"""An adapter merged into its base and quantized with it, and how much of it survives."""
+"""Merges an adapter into its base, quantizes the sum, and measures how much of the adapter is left."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ __all__ = ["MergeLoss", "merge_adapter"]
 @dataclass(frozen=True)
 class MergeLoss:
     """
-    What quantizing the merged weight does to an adapter `D` beside the low-bit base `Q(W)`.
+    The effect of quantizing the merged weight on an adapter `D` beside the low-bit base `Q(W)`.
 
     Args:
         relative_error (`float`):

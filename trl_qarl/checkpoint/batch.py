@@ -1,4 +1,4 @@
-"""What a checkpoint adds to TRL's: which scheme it was trained for, and the generation batch in progress; the last complete one."""
+"""The generation batch in progress, saved with a checkpoint and loaded when a run is resumed."""
 
 import logging
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""README files, model cards on the Hub: of master weights and adapters, which alone are not the policy, and of its export."""
+"""Model cards: for master weights and adapters, which are not the policy on their own, and for exports."""
 
 import json
 import re
@@ -97,7 +97,7 @@ _LORA_MODES = {
 @dataclass(frozen=True)
 class TrainingFacts:
     """
-    What a card says about a training.
+    Facts about a training for its card.
 
     Attributes:
         settings (`dict`):

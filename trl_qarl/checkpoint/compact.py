@@ -1,4 +1,4 @@
-"""Codes of 3 and 2 bits in as many bits, for what reads those; everywhere else they have INT4's container."""
+"""Packs 3- and 2-bit codes into 3 and 2 bits for readers that support it. Everywhere else these codes have INT4's container."""
 
 from typing import Any
 

@@ -151,7 +151,7 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
 
 
 def _is_matrix(name: str, module: nn.Module) -> bool:
-    """Whether an engine may take a module for a linear layer: a router of transformers is none."""
+    """True if an engine may treat a module as a linear layer. A router of transformers is not an `nn.Linear`."""
     if isinstance(module, nn.Linear):
         return True
     weight = module._parameters.get("weight")
@@ -179,7 +179,7 @@ def _leaves(name: str, names: CheckpointNames) -> set[str]:
 
 
 def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
-    """What the names of a layer's experts begin with in a checkpoint; `None` for a linear layer."""
+    """Prefix of the names of a layer's experts in a checkpoint; `None` for a linear layer."""
     matrices = names.experts.get(f"{name}.{DOWN}")
     return matrices[0].rsplit(".", 2)[0] if matrices else None
 

@@ -1,5 +1,5 @@
 """
-A low-bit checkpoint as a model whose quantized layers hold codes and scales alone, without any high-precision copy.
+Loads a low-bit checkpoint as a model whose quantized layers hold only codes and scales, without a high-precision copy.
 
 Format: https://github.com/vllm-project/compressed-tensors, as [`~trl_qarl.checkpoint.export.export_checkpoint`] writes it.
 """

@@ -1,4 +1,4 @@
-"""What a trainer adds to TRL's model cards and to transformers' pushes: the policy that was trained is the low-bit one."""
+"""Model cards and pushes of a trainer: uploads the low-bit policy, which is the one that was trained."""
 
 import logging
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""`qarl.json`, what weights were trained for, beside them; and the checkpoint that a run goes on from. Needs no torch."""
+"""`qarl.json`, the quantization settings saved next to weights, and the search for the checkpoint to resume from. Needs no torch."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str, Any]:
-    """Return what the weights of a checkpoint were trained for."""
+    """Return the quantization settings of a checkpoint."""
     excluded = args.exclude_modules
     return {
         "scheme": plan.written,

@@ -1,5 +1,5 @@
 """
-A training's low-bit policies as files, for object storage to carry: the first whole, and of each further one what changed.
+Writes the policies of a training to files for object storage: the first one whole, then the changes of each version.
 
 | in the folder | |
 |---|---|

@@ -1,5 +1,5 @@
 """
-What a push to the Hub uploads, into which repository, and how to repeat one that failed.
+Uploads to the Hub: the files, their repository, and the commands that repeat a failed upload.
 
 | `hub_export` | `NAME` | `NAME-masters` |
 |---|---|---|

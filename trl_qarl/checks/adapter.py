@@ -1,4 +1,4 @@
-"""What is wrong with an adapter: each function yields its problems, and none changes anything. PEFT is not imported."""
+"""Checks of adapters: each function yields problems and changes nothing. PEFT is not imported."""
 
 from collections.abc import Iterator
 from typing import Any

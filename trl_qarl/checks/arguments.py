@@ -1,4 +1,4 @@
-"""Checks of what only the trainer knows: launcher, dropout, arguments."""
+"""Checks of the trainer's arguments, which a configuration does not see."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What `accelerate launch` was told, which a configuration does not see: sharding, parallelism, compilation."""
+"""Checks settings from `accelerate launch` that are not in the training arguments: sharding, parallelism, compilation."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What is wrong with `objective` and the options of its loss: each function yields its problems and changes nothing."""
+"""Checks of `objective` and the options of its loss: each function yields problems and changes nothing."""
 
 from collections.abc import Iterator
 

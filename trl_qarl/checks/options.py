@@ -1,4 +1,4 @@
-"""What is wrong with a [`QaRLConfig`]: each function yields its problems, and none changes the configuration."""
+"""Checks of a [`QaRLConfig`]: each function yields problems. Only `check_scheme` changes the configuration: it parses `precisions`."""
 
 import json
 import math

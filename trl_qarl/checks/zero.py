@@ -1,4 +1,4 @@
-"""Checks of what DeepSpeed was told, and float32 masters for it, which would round them with `bf16`."""
+"""Checks of DeepSpeed's configuration, and float32 masters, which DeepSpeed would round with `bf16`."""
 
 import logging
 import os

@@ -1,5 +1,5 @@
 """
-Named benchmarks with lm-evaluation-harness: it has problems, prompts and scoring, our samplers complete them.
+Named benchmarks with lm-evaluation-harness, which brings problems, prompts and scoring. Our samplers complete them.
 
 What is scored is thus what was deployed. Sampling options are those of the sampler, a task's own (mostly greedy decoding)
 are not used, but for the texts at which a completion ends.

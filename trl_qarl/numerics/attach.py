@@ -142,7 +142,7 @@ def _true_positions(module, args, kwargs):
 @dataclass
 class _LogProbsOutput(ModelOutput):
     """
-    What TRL reads of a call with `fused_lm_head=True`: `(B, T - 1)` each, 0 where the label is -100; and the load-balancing loss of a
+    The fields that TRL reads from a call with `fused_lm_head=True`: `(B, T - 1)` each, 0 where the label is -100; and the load-balancing loss of a
     mixture of experts, where router logits were asked for.
     """
 

@@ -1,5 +1,5 @@
 """
-Whether the learner of a run can compute as the engine does, bit for bit, and if not why. Everything that is asked or refused on that
+Decides if the learner of a run can compute as the engine does, bit for bit, and says why not. Everything that is asked or refused on that
 account is answered here: by the options alone ([`contradicting_options`]), by a model ([`check_engine_numerics`]), and for a run
 ([`choose_numerics`]). Whether the engine that answered has the same arithmetic is seen in [`trl_qarl.numerics.exact`].
 """

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 class Exactness:
     """
-    What happens where the engine gave a sampled token another log-prob than the learner with its numerics.
+    The reaction to a sampled token whose log-prob differs between the engine and a learner with engine numerics.
 
     Args:
         exact (`str` or `None`):

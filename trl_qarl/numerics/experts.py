@@ -1,5 +1,5 @@
 """
-Mixtures of experts as vLLM computes them on a CPU, with gradients: which experts a token goes to, and unquantized experts.
+Mixtures of experts as vLLM computes them on a CPU, with gradients: routing, and unquantized experts.
 
     values, ids = the k largest of the router's logits, in the order in which `topk` finds them
     weights     = softmax of the values                          in the dtype of the logits

@@ -65,7 +65,7 @@ def window_of(module: nn.Module) -> int | None:
 
 class EngineOperation:
     """
-    What a module computes in the engine's arithmetic. As the attribute `forward` of the instance it takes the place of that of the
+    The forward of a module in the engine's arithmetic. As the attribute `forward` of the instance it takes the place of that of the
     class, for torch, transformers and PEFT alike; it is copied and pickled with the module.
 
     Args:
@@ -92,7 +92,7 @@ class EngineOperation:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the class's forward, at which `generate` looks."""
+        """Signature of the class's forward, which `generate` inspects."""
         return inspect.signature(MethodType(type(self.module).forward, self.module))
 
 

@@ -1,1 +1,1 @@
-"""What is optimized: TBPO, and presets of TRL's losses."""
+"""Objectives: TBPO, and presets of TRL's losses."""

@@ -1,5 +1,5 @@
 """
-[`Objective`]: what is optimized as one object, that a configuration, the trainer and the telemetry ask instead of looking at names.
+Defines [`Objective`], the single interface through which configuration, trainer and telemetry see a training objective.
 
 An objective is one file: an object of this class or of a subclass, and whatever it computes with. `registry.py` lists them. The
 class itself is a loss of TRL's by its `loss_type` name. Needs no torch.
@@ -28,7 +28,7 @@ NO_BOUNDS: Bounds = (None, None)
 
 class Loss(NamedTuple):
     """
-    What an objective computes that is no loss of TRL's.
+    Result of an objective that has a loss of its own.
 
     Args:
         value (`torch.Tensor`):

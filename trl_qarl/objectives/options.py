@@ -1,4 +1,4 @@
-"""TRL's options of a loss: which tell a value that was given from one that was not, and which some objectives do not use."""
+"""TRL's options of a loss: their defaults, and the options that some objectives do not use."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

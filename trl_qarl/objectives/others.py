@@ -1,5 +1,5 @@
 r"""
-What others use against the mismatch between learner and sampler, around TRL's clipped loss.
+Objectives of other projects against the mismatch between learner and sampler, around TRL's clipped loss.
 
 With `r` and `w` of `presets.py`, `b = r w` the token ratio to the sampler and `W_g = exp(mean_t log w)`:
 
@@ -81,7 +81,7 @@ class _GeoMask(_Band):
 
     @override
     def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]]:
-        """Of the weight alone: the ratio is one of tokens."""
+        """Bounds of the weight only: the ratio is one of tokens."""
         band = both_signs((config.mismatch_low, config.mismatch_high))
         return {"ratio": both_signs(NO_BOUNDS), "mismatch_weight": band}
 

@@ -53,7 +53,7 @@ class Preset(Objective):
 
     @property
     def corrects_mismatch(self) -> bool:
-        """Whether TRL weighs the loss by the mismatch between learner and sampler, for rollouts of vLLM."""
+        """True if TRL weighs the loss by the mismatch between learner and sampler, for rollouts in vLLM."""
         return self.options["vllm_importance_sampling_correction"]
 
     @override

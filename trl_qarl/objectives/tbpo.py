@@ -68,7 +68,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class TBPOOutput(NamedTuple):
-    """What [`tbpo_loss`] did to each sequence: detached tensors of shape `(B,)`, flags are `bool`."""
+    """The effect of [`tbpo_loss`] on each sequence: detached tensors of shape `(B,)`, flags are `bool`."""
 
     ratio: torch.Tensor
     log_ratio: torch.Tensor

@@ -1,5 +1,5 @@
 """
-The divisors of NVFP4's scales: one for all layers that vLLM holds as one matrix, chosen when a model is prepared, and kept.
+NVFP4's global scales: one for all layers that vLLM fuses into one matrix, chosen when a model is prepared and then constant.
 
 vLLM takes the largest of such a matrix for all of it, so with several it would multiply by other weights than were trained. They are
 powers of two with room for weights that grow ([`~trl_qarl.quantization.quantize.choose_global_scale`]), so they need not follow them.

@@ -164,12 +164,12 @@ class Inventory:
 
     @property
     def holds_adapter(self) -> bool:
-        """Whether adapters are part of the weights that are quantized (`lora_mode="merged"`)."""
+        """True if adapters are part of the weights that are quantized (`lora_mode="merged"`)."""
         return any(layer.holds_adapter for layer in self.layers.values())
 
     @property
     def loads_in_transformers(self) -> bool:
-        """Whether transformers reads the checkpoint: of experts it knows FP8 codes, and codes that are packed (5.17)."""
+        """True if transformers reads the checkpoint. Among experts it supports FP8 codes and packed codes (5.17)."""
         # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers.
         return not any(
             isinstance(layer, QuantizedExperts) and layer.scheme.container == INT8_CODES

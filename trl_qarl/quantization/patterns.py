@@ -1,5 +1,5 @@
 """
-Which layers a pattern of names stands for. Needs no torch.
+Patterns of layer names. Needs no torch.
 
 A pattern is the whole name of a layer, `"re:"` and an expression over whole names, or `"_default"` for all that no other fits.
 """

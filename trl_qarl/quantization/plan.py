@@ -1,5 +1,5 @@
 """
-Which scheme each layer gets: patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's `FqnToConfig` has them. Needs no torch.
+Assigns a scheme to each layer: patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's `FqnToConfig` has them. Needs no torch.
 
 A plan is written as the name of one scheme, or as a mapping from patterns to schemes:
 
@@ -75,12 +75,12 @@ class QuantPlan:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the plan changes any weight."""
+        """True if the plan changes any weight."""
         return bool(self.schemes)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it is one scheme for every layer."""
+        """True if every layer has the same scheme."""
         return len(self.rules) == 1 and self.rules[0][0] == DEFAULT and not self._edges
 
     @property

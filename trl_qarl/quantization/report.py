@@ -1,4 +1,4 @@
-"""What was quantized, how, and what was left alone."""
+"""Report of a preparation: quantized layers, their formats, and the layers left in high precision."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ __all__ = ["SwapReport", "low_bit_bytes", "report_layers"]
 @dataclass(frozen=True)
 class SwapReport:
     """
-    What [`~trl_qarl.quantization.swap.prepare_model`] did.
+    Result of [`~trl_qarl.quantization.swap.prepare_model`].
 
     Args:
         plan ([`~trl_qarl.quantization.plan.QuantPlan`]):
@@ -55,7 +55,7 @@ class SwapReport:
 
     @property
     def layers(self) -> str:
-        """How many layers were quantized, in words."""
+        """Number of quantized layers, in words."""
         experts = f" and {sum(self.num_experts.values())} experts in {len(self.num_experts)} layers"
         return f"{len(self.converted) - len(self.num_experts)} linear layers{experts if self.num_experts else ''}"
 

@@ -241,7 +241,7 @@ class QuantScheme:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the scheme changes any weight."""
+        """True if the scheme changes any weight."""
         return self.grid is not None
 
     @property
@@ -252,7 +252,7 @@ class QuantScheme:
 
     @property
     def has_fp8_scales(self) -> bool:
-        """Whether the engine turns the scales of groups into FP8: INT4 weights that meet FP8 activations."""
+        """True if the engine turns the scales of groups into FP8: INT4 weights that meet FP8 activations."""
         return self.group_size is not None and self.activation == E4M3
 
     @property

@@ -1,4 +1,4 @@
-"""Which layers of a model are left alone."""
+"""Selects the layers that stay in high precision."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

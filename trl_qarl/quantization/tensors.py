@@ -136,7 +136,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether FSDP2 has gathered codes and scales."""
+        """True if FSDP2 has gathered codes and scales."""
         return self.gathered_shape is not None
 
     @property

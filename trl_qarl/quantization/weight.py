@@ -1,5 +1,5 @@
 """
-What a layer knows about one weight that it quantizes, and what is common to layers that have such weights.
+Per-weight quantization state, and the base class of quantized layers.
 
 A linear layer has one [`QuantizedWeight`], the experts of a mixture have two. Its *source* says which weight is quantized and
 where gradients go: [`MasterSource`], the layer's own parameter, unless another was set.
@@ -117,13 +117,13 @@ class QuantizedWeight:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the master is gone."""
+        """True if the master is gone."""
         parameter = self.parameter
         return self.source.is_frozen or (isinstance(parameter, LowBitTensor) and not parameter.is_gathered)
 
     @property
     def is_trained(self) -> bool:
-        """Whether an optimizer can change the low-bit weight."""
+        """True if an optimizer can change the low-bit weight."""
         return not self.is_frozen and self.source.is_trained(self.parameter)
 
     def master(self) -> torch.Tensor:
@@ -241,17 +241,17 @@ class QuantizedLayer(nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the masters are gone."""
+        """True if the masters are gone."""
         return self._first.is_frozen
 
     @property
     def is_trained(self) -> bool:
-        """Whether an optimizer can change the low-bit weights."""
+        """True if an optimizer can change the low-bit weights."""
         return any(weight.is_trained for weight in self.quantized_weights.values())
 
     @property
     def holds_adapter(self) -> bool:
-        """Whether an adapter is part of a weight that is quantized."""
+        """True if an adapter is part of a weight that is quantized."""
         return any(weight.source.holds_adapter for weight in self.quantized_weights.values())
 
     def restored(self) -> nn.Module:

@@ -1,1 +1,1 @@
-"""Where completions come from, and what the sampler says about them."""
+"""Rollouts: engines, weight sync and sampling."""

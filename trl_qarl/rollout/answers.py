@@ -1,5 +1,5 @@
 """
-Whether what an engine, or a `rollout_func`, hands back can be completions. A response of HTTP that is valid need not be: it may
+Validates completions returned by the engine or by `rollout_func`. A valid HTTP response can still be malformed: it may
 lack a completion, or hold tokens that the learner has no embedding for, or log-probs that no token can have.
 
 Only what is impossible is refused. A completion that is merely unlikely, or from other weights, is not seen here.
@@ -24,7 +24,7 @@ SMALLEST_LOGP = -9999.0
 
 
 class BadAnswer(ValueError):
-    """What came back cannot be completions of what was asked for; says which completion, which token, and what is allowed."""
+    """Malformed completions. The message names the completion, the token and the allowed values."""
 
 
 def vocabulary_size(model) -> int:

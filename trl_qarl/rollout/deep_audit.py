@@ -1,5 +1,5 @@
 """
-Does the engine compute with what was published? Score the same tokens with it and with a fresh engine that loads the export.
+Compares an engine with a fresh one that loads the export, by the log-probs of the same tokens.
 
 The fingerprints of [`trl_qarl.wire.fingerprint`] compare weights before vLLM repacks them for its kernels; this compares what
 comes out at the other end. It starts a second engine and is meant for a new vLLM version, model or kernel, not for every step.

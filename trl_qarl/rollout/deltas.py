@@ -1,4 +1,4 @@
-"""What of a layer changed since the engine confirmed it last, so that nothing else has to be sent."""
+"""Changes of a layer since the engine last confirmed it, so that nothing else has to be sent."""
 
 from collections.abc import Mapping
 

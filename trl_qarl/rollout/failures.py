@@ -1,4 +1,4 @@
-"""What of a rollout fails, and how every process learns of it."""
+"""Rollout errors, and raising one rank's error on all ranks."""
 
 import logging
 from contextlib import contextmanager

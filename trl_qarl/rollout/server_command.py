@@ -1,4 +1,4 @@
-"""How a vLLM server for one learner is started: a pure function from settings to command line and environment."""
+"""Command line and environment of a vLLM server for one learner, as a pure function of its settings."""
 
 import itertools
 import json

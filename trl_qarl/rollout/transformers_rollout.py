@@ -48,7 +48,7 @@ class SamplingLogProbs(LogitsProcessor):
 
     @property
     def has_run(self) -> bool:
-        """Whether the scores of any token have been seen."""
+        """True if the scores of any token have been seen."""
         return bool(self.steps) or self._pending is not None
 
     @override

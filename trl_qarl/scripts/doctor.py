@@ -1,4 +1,4 @@
-"""`trl-qarl doctor`: whether this machine can train, before a training finds out."""
+"""`trl-qarl doctor`: checks this machine before a training does."""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,4 @@
-"""`trl-qarl env`: what to paste into an issue."""
+"""`trl-qarl env`: prints versions and hardware for a bug report."""
 
 import platform
 from argparse import ArgumentParser, Namespace

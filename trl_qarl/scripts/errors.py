@@ -1,4 +1,4 @@
-"""How commands end that were given a wrong configuration."""
+"""Ends a command on a wrong configuration with one line instead of a traceback."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`trl-qarl estimate`: what training a model takes of each GPU, and which launch fits."""
+"""`trl-qarl estimate`: memory of a training on each GPU, and the launches that fit."""
 
 from argparse import ArgumentParser, Namespace
 

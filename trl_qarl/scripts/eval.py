@@ -1,4 +1,4 @@
-"""`trl-qarl eval`: how many problems a policy solves as it is deployed, alone or against another one."""
+"""`trl-qarl eval`: share of problems that a deployed policy solves, on its own or against another policy."""
 
 import json
 from argparse import ArgumentParser, Namespace

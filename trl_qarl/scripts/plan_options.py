@@ -1,4 +1,4 @@
-"""Options of commands that say which scheme each layer has."""
+"""Command line options for the scheme of each layer."""
 
 from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any

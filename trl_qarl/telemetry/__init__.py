@@ -1,1 +1,1 @@
-"""What is measured about a run, and the files it is written to."""
+"""Measurements of a run, and the files they are written to."""

@@ -1,5 +1,5 @@
 """
-Rules about the health of a run: what is held against which threshold, and the next step where it is passed.
+Rules about the health of a run: a metric, a threshold, and the next step when it is exceeded.
 
 The same rules write to the log while a run trains and colour the cards of `trl-qarl report`. They read the rows of
 `metrics.jsonl` and the settings of `run.json`, and they say nothing where a metric is missing. docs/health.md has the
@@ -45,7 +45,7 @@ Rows = Iterable[Mapping[str, float | None]]
 @dataclass(frozen=True)
 class Finding:
     """
-    What one rule says of a run.
+    Result of one rule for a run.
 
     Args:
         rule (`str`):

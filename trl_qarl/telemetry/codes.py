@@ -1,4 +1,4 @@
-"""What is measured about the low-bit weights (`quant/*`): code flips, updates against a quantization step, quantization error."""
+"""Measurements of the low-bit weights (`quant/*`): code flips, updates relative to a quantization step, quantization error."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

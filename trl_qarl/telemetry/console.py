@@ -1,5 +1,5 @@
 """
-What a run says while it trains: one short row per logged step, and the advice of [`trl_qarl.telemetry.advisor`].
+Console output of a training: one short row per logged step, and the advice of [`trl_qarl.telemetry.advisor`].
 
 Everything that is logged still goes to `metrics.jsonl` and to the trackers.
 """

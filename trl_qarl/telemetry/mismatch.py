@@ -1,5 +1,5 @@
 """
-What is measured about the mismatch between learner and sampler, as pure functions of tensors.
+Measurements of the mismatch between learner and sampler, as pure functions of tensors.
 
 Names follow TRL's families: `mismatch/*` compares the learner at rollout with the sampler.
 """

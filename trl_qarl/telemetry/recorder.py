@@ -1,4 +1,4 @@
-"""[`Recorder`]: everything that is measured about a run, between the trainer that calls and the callback that writes."""
+"""[`Recorder`]: collects the measurements of a run, which the trainer makes and a callback writes."""
 
 import logging
 import time

@@ -1,5 +1,5 @@
 """
-What a run leaves in its output directory to be read without a tracker: five files of JSON, written by the main process.
+Files of a run that can be read without a tracker: five JSON files in the output directory, written by the main process.
 
 - `metrics.jsonl`: one line per logged row, `{"step", "time", **metrics}`; `time` in seconds since the epoch, NaN and
   infinity as `null`.

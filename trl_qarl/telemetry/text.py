@@ -1,4 +1,4 @@
-"""What is found in sampled completions: loops, garbled text, the worst spans."""
+"""Detects loops, garbled text and the worst spans in sampled completions."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,5 @@
 """
-What vLLM loads of this package: entry point `vllm.general_plugins`, called in every vLLM process.
+The part of this package that vLLM loads: entry point `vllm.general_plugins`, called in every vLLM process.
 
 It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until a
 `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them

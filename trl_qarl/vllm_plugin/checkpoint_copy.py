@@ -1,4 +1,4 @@
-"""What a worker keeps of the published tensors, in checkpoint format and host memory, so that it can be sent changes alone."""
+"""A worker's copy of the published tensors, in checkpoint format and host memory, to which changes can be applied."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""What a model in vLLM holds: names, fingerprints and kernels of its layers."""
+"""Names, fingerprints and kernels of the layers of a model in vLLM."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

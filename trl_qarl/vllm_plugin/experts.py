@@ -58,7 +58,7 @@ class RepackedExperts(UnquantizedFusedMoEMethod):
 
 class _LowBitExperts(FusedMoEMethodBase):
     """
-    What the methods of low-bit experts share. The class of vLLM's that makes their parameters comes after it; its constructor, which
+    Common base of the methods of low-bit experts. The class of vLLM's that makes their parameters comes after it; its constructor, which
     looks for a kernel, is not called.
     """
 

@@ -123,7 +123,7 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
 
 
 class _QaRLFp4Kernel:
-    """What the kernels of FP4 weights with 16- or 32-bit activations share; vLLM's base class comes after it."""
+    """Common base of kernels for FP4 weights with 16- or 32-bit activations; vLLM's base class comes after it."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -183,7 +183,7 @@ def _has_fp4_activations() -> bool:
 
 
 class _QaRLScaledMMKernel:
-    """What the kernels of low-bit weights with low-bit activations share; vLLM's base class comes after it."""
+    """Common base of kernels for low-bit weights with low-bit activations; vLLM's base class comes after it."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

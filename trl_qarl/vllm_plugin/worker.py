@@ -1,4 +1,4 @@
-"""What trainers call in a worker, beside vLLM's own methods for weight updates."""
+"""Methods that trainers call in a worker, in addition to vLLM's own for weight updates."""
 
 from typing import Any
 

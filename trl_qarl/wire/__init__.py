@@ -1,1 +1,1 @@
-"""What the trainer's side and vLLM's side agree on."""
+"""The protocol between trainer and vLLM."""

@@ -121,7 +121,7 @@ def apply_delta(block: bytes, held: Mapping[str, np.ndarray], confirmed: Mapping
 
 
 def _read(block: bytes, held, confirmed) -> tuple[list[list[Any]], dict[str, bytes]]:
-    """What a block says that it changes, and its streams; all that can be checked before anything is unpacked has been."""
+    """Header and streams of a block, checked as far as possible before unpacking."""
     damaged = "The block of changes is damaged"
     if block[:4] != _MAGIC:
         raise ValueError(f"{damaged}: it does not begin as one.")
@@ -207,7 +207,7 @@ def _changes(old: np.ndarray, new: np.ndarray) -> dict[str, list[np.ndarray]]:
 
 
 def _positions(distances: np.ndarray, far: np.ndarray) -> Iterator[np.ndarray]:
-    """Where changes are, some at a time, of how far each is from the one before."""
+    """Positions of changes, in chunks, from the gaps between them."""
     last = -1
     for start in range(0, len(distances), _CHUNK):
         steps = distances[start : start + _CHUNK].astype(np.int64)

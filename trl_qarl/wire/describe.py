@@ -1,4 +1,4 @@
-"""Models, tokenizers and quantization configurations in words that learner and engine compare."""
+"""Descriptions of models, tokenizers and quantization configurations, which learner and engine compare."""
 
 import hashlib
 import json

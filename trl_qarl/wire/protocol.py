@@ -1,4 +1,4 @@
-"""What trainer, server and vLLM's processes share: names, paths, headers and the error of a publication. Imports nothing."""
+"""Names, paths, headers and the error of a weight sync, shared by trainer, server and vLLM's processes. Imports nothing."""
 
 __all__ = [
     "FILE_BACKEND",

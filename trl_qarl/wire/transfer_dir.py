@@ -1,5 +1,5 @@
 """
-The directory through which weights go to a server's file transport: where it is, who may write to it, and what is cleared away.
+The directory of a server's file transport: its place, its permissions and its cleanup.
 
 The names that a trainer puts into it begin with its host and process, from which the next one tells whether their owner still
 lives.
@@ -164,7 +164,7 @@ def _host() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When the process was started, in ticks since the host was; `None` if it has ended. Without `/proc`, `"0"`."""
+    """Start time of the process in ticks since boot; `None` if it has ended. Without `/proc`, `"0"`."""
     if not os.path.isdir("/proc/self"):
         try:
             os.kill(pid, 0)

@@ -5,6 +5,7 @@ import logging
 import math
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -42,6 +43,45 @@ def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, c
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=True)
     assert "checkpoint-3 is incomplete" in caplog.text and resumed.state.global_step == 3
+
+
+class Orders:
+    """Three epochs of three generation batches of two updates each, saved at each update, and runs that go on from these."""
+
+    def __init__(self, model, folder, **options):
+        self.model, self.folder = model, folder
+        self.options = {"max_steps": 18, "save_strategy": "steps", "save_steps": 1, **options}
+        self.whole, self.order = self.run(folder, None)
+
+    def run(self, folder, checkpoint):
+        seen = []
+
+        def note(prompts, completions, **kwargs):
+            seen.append(sorted(set(prompts)))
+            return spread(completions)
+
+        trainer = make(self.model, folder, reward=note, train_dataset=make_problems(6), **self.options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer, seen
+
+    def check(self, step):
+        with TemporaryDirectory(dir=self.folder) as folder:
+            resumed, seen = self.run(folder, str(self.folder / f"checkpoint-{step}"))
+        # The generation batch in progress is in the checkpoint.
+        assert seen == self.order[(step + 1) // 2 :]
+        for name, p in self.whole.model.named_parameters():
+            assert torch.equal(p, resumed.model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("is_shuffled", [True, False])
+def test_a_run_resumed_in_any_epoch_goes_on_with_the_same_prompts_to_the_same_weights(tiny_model, tmp_path, is_shuffled):
+    orders = Orders(tiny_model, tmp_path, shuffle_dataset=is_shuffled)
+    epochs = [orders.order[start : start + 3] for start in (0, 3, 6)]
+    assert all(len(set(map(str, epoch))) == 3 for epoch in epochs)
+    assert len(set(map(str, epochs))) == (3 if is_shuffled else 1)
+    # In each epoch at its end, within its first generation batch, and between that and the next.
+    for step in (1, 2, 6, 7, 8, 12, 13, 14) if is_shuffled else (7, 8, 12):
+        orders.check(step)
 
 
 class Heard(TrainerCallback):

@@ -90,6 +90,18 @@ class SavesRuns(PushesPolicy):
             )
         return num_train_epochs, 0
 
+    @override
+    def _run_epoch(self, *, epoch, epochs_trained, train_dataloader, **kwargs):
+        """
+        Of a resumed run, draws the orders of the epochs before first: TRL's sampler is seeded once, when it is made, and draws
+        another order from its generator each time it is iterated.
+        """
+        for _ in range(epochs_trained if epoch == epochs_trained else 0):
+            next(iter(train_dataloader.batch_sampler), None)
+        return super()._run_epoch(
+            epoch=epoch, epochs_trained=epochs_trained, train_dataloader=train_dataloader, **kwargs
+        )
+
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
         Checkpoint folder to resume from, `None` for a new run.

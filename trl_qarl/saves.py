@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from typing_extensions import override
 
 from .checkpoint import batch as generation_batch
 from .checkpoint import marker, record
+from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
 from .checkpoint.pushes import PushesPolicy
-from .checkpoint.relay import Relay
+from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
 from .quantization.sharded import is_sharded
 from .rollout.failures import all_or_none
@@ -121,6 +122,7 @@ class SavesRuns(PushesPolicy):
         """
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        allow_as_umask(folder.glob("*.safetensors"))
         # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
@@ -208,23 +210,42 @@ class SavesRuns(PushesPolicy):
         if batch is not None:
             self._step, self._buffered_inputs = batch
 
-    @contextmanager
-    def _open_relay(self, checkpoint: str | None) -> Iterator[None]:
-        """Hold the folder of `publish_dir` for a training that goes on from `checkpoint`, if any."""
+    def _check_folders_are_free(self) -> None:
+        """
+        Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`: before a server starts, which takes minutes.
+        """
         args = self.args
         with all_or_none(self.accelerator):
-            if args.publish_dir is not None and self.is_world_process_zero():
-                resumed_at = None
-                if checkpoint is not None:
-                    state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-                    resumed_at = state.global_step
-                self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
-        try:
-            yield
-        finally:
-            if self._relay is not None:
-                self._relay.close()
-            self._relay = None
+            if self.accelerator.is_main_process:
+                check_free(Path(args.output_dir, OUTPUT_LOCK), "output_dir")
+                if args.publish_dir is not None:
+                    check_free(Path(args.publish_dir, LOCK_FILE), "publish_dir")
+
+    @contextmanager
+    def _hold_folders(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """
+        Hold `output_dir` and the folder of `publish_dir` for a training, by the main process for all. Yields the checkpoint that it goes
+        on from, `None` for a new run.
+        """
+        args, is_main = self.args, self.is_world_process_zero()
+        with ExitStack() as held:
+            with all_or_none(self.accelerator):
+                if is_main:
+                    held.enter_context(hold(Path(args.output_dir, OUTPUT_LOCK), "output_dir"))
+            checkpoint = self.find_checkpoint(resume_from_checkpoint)
+            self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
+            with all_or_none(self.accelerator):
+                if args.publish_dir is not None and is_main:
+                    resumed_at = None
+                    if checkpoint is not None:
+                        state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+                        resumed_at = state.global_step
+                    self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
+                    held.callback(self._relay.close)
+            try:
+                yield checkpoint
+            finally:
+                self._relay = None
 
     def _relay_policy(self) -> None:
         """Adds the policy to the folder of `publish_dir`, where it has changed; elsewhere the main process is waited for."""

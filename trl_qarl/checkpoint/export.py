@@ -29,6 +29,7 @@ from ..quantization.sharded import is_sharded, whole
 from ..quantization.swap import quantized_layers
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .compact import compact, problem_of_compact
+from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
 from .layout import (
     has_stacked_experts,
@@ -202,6 +203,7 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        allow_as_umask([path for path in partial.rglob("*") if path.is_file()])
         # The number of shards may have changed, and there may be no rewards and no GGUF file.
         for path in (*folder.glob("*.safetensors*"), folder / PLOT_FILE, folder / GGUF_FILE):
             path.unlink(missing_ok=True)

@@ -252,6 +252,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             except EngineLost:
                 self._save_before_leaving()
                 raise
+            self.recorder.observe_rewards(self._logs["rewards"])
             batch = self._complete(output)
             publication = {}
             if self.use_vllm:

@@ -51,8 +51,9 @@ def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, c
 class Orders:
     """Three epochs of three generation batches of two updates each, saved at each update, and runs that go on from these."""
 
-    def __init__(self, model, folder, **options):
+    def __init__(self, model, folder, is_streamed=False, **options):
         self.model, self.folder = model, folder
+        self.problems = make_problems(6).to_iterable_dataset() if is_streamed else make_problems(6)
         self.options = {"max_steps": 18, "save_strategy": "steps", "save_steps": 1, **options}
         self.whole, self.order = self.run(folder, None)
 
@@ -63,7 +64,7 @@ class Orders:
             seen.append(sorted(set(prompts)))
             return spread(completions)
 
-        trainer = make(self.model, folder, reward=note, train_dataset=make_problems(6), **self.options)
+        trainer = make(self.model, folder, reward=note, train_dataset=self.problems, **self.options)
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer, seen
 
@@ -76,11 +77,11 @@ class Orders:
             assert torch.equal(p, resumed.model.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("is_shuffled", [True, False])
+@pytest.mark.parametrize(("is_shuffled", "is_streamed"), [(True, False), (False, False), (True, True)])
 def test_a_run_resumed_in_any_epoch_goes_on_with_the_same_prompts_to_the_same_weights(
-    tiny_model, tmp_path, is_shuffled
+    tiny_model, tmp_path, is_shuffled, is_streamed
 ):
-    orders = Orders(tiny_model, tmp_path, shuffle_dataset=is_shuffled)
+    orders = Orders(tiny_model, tmp_path, is_streamed, shuffle_dataset=is_shuffled)
     epochs = [orders.order[start : start + 3] for start in (0, 3, 6)]
     assert all(len(set(map(str, epoch))) == 3 for epoch in epochs)
     assert len(set(map(str, epochs))) == (3 if is_shuffled else 1)

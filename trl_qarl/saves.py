@@ -8,7 +8,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
+from datasets import IterableDataset
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -41,6 +43,8 @@ class SavesRuns(PushesPolicy):
     _is_saving = False
     _last_checkpoint: Path | None = None
     _relay: Relay | None = None
+    # The update before which the epoch began, and torch's random state then.
+    _epoch_start: tuple[int, torch.Tensor | None] = (-1, None)
 
     def _save_before_leaving(self) -> None:
         """
@@ -56,6 +60,10 @@ class SavesRuns(PushesPolicy):
         if is_saved[0]:
             logger.warning("%s is complete and stays as it is.", folder)
         else:
+            start, random_state = self._epoch_start
+            if self.state.global_step == start:
+                # A loader that is iterated draws a seed for its workers, which a run that goes on with an epoch draws again.
+                torch.set_rng_state(random_state)
             try:
                 self._save_checkpoint(self.model, trial=None)
             except Exception as error:
@@ -75,11 +83,21 @@ class SavesRuns(PushesPolicy):
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
-        """Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more."""
+        """
+        Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more, and finds the place in a
+        streamed dataset, where transformers takes all updates for one epoch.
+        """
         position = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if resume_from_checkpoint is None or self.state.global_step < max_steps:
+        if resume_from_checkpoint is None:
+            return position
+        if isinstance(self.train_dataset, IterableDataset):
+            saved = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+            num_passes, share = divmod(saved.epoch, 1)
+            num_batches = round(share * saved.max_steps * self.args.gradient_accumulation_steps)
+            position = int(num_passes), 0 if self.args.ignore_data_skip else num_batches
+        if self.state.global_step < max_steps:
             return position
         if self.is_world_process_zero():
             logger.warning(
@@ -99,6 +117,7 @@ class SavesRuns(PushesPolicy):
         """
         for _ in range(epochs_trained if epoch == epochs_trained else 0):
             next(iter(train_dataloader.batch_sampler), None)
+        self._epoch_start = self.state.global_step, torch.get_rng_state()
         return super()._run_epoch(
             epoch=epoch, epochs_trained=epochs_trained, train_dataloader=train_dataloader, **kwargs
         )

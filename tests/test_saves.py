@@ -49,7 +49,7 @@ def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, c
 
 
 class Orders:
-    """Three epochs of three generation batches of two updates each, saved at each update, and runs that go on from these."""
+    """Three epochs of three generation batches with two updates each, all saved, and runs that go on from them."""
 
     def __init__(self, model, folder, is_streamed=False, **options):
         self.model, self.folder = model, folder
@@ -135,8 +135,8 @@ def test_a_second_training_in_one_output_dir_is_refused(tiny_model, tmp_path):
     first = make(tiny_model, tmp_path, callbacks=[rival], max_steps=2)
     first.train()
     assert rival.refused == (
-        f"output_dir={str(tmp_path)!r} belongs to process {os.getpid()} on {socket.gethostname()}, which is still training. "
-        "Choose another folder."
+        f"output_dir={str(tmp_path)!r} belongs to process {os.getpid()} on {socket.gethostname()}, which is still "
+        "training. Choose another folder."
     )
     assert first.state.global_step == 2
     # It ends with the training, and with one that fails.

@@ -62,7 +62,7 @@ class SavesRuns(PushesPolicy):
         else:
             start, random_state = self._epoch_start
             if self.state.global_step == start:
-                # A loader that is iterated draws a seed for its workers, which a run that goes on with an epoch draws again.
+                # A loader that is iterated draws a seed for its workers; a run that begins an epoch draws it again.
                 torch.set_rng_state(random_state)
             try:
                 self._save_checkpoint(self.model, trial=None)
@@ -84,8 +84,8 @@ class SavesRuns(PushesPolicy):
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
         """
-        Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more, and finds the place in a
-        streamed dataset, where transformers takes all updates for one epoch.
+        Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more, and
+        finds the place in a streamed dataset, where transformers takes all updates for one epoch.
         """
         position = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
@@ -112,8 +112,8 @@ class SavesRuns(PushesPolicy):
     @override
     def _run_epoch(self, *, epoch, epochs_trained, train_dataloader, **kwargs):
         """
-        Of a resumed run, draws the orders of the epochs before first: TRL's sampler is seeded once, when it is made, and draws
-        another order from its generator each time it is iterated.
+        Draws, in a resumed run, the orders of the epochs before first: TRL's sampler is seeded once, when it is made,
+        and draws another order from its generator each time it is iterated.
         """
         for _ in range(epochs_trained if epoch == epochs_trained else 0):
             next(iter(train_dataloader.batch_sampler), None)
@@ -231,7 +231,7 @@ class SavesRuns(PushesPolicy):
 
     def _check_folders_are_free(self) -> None:
         """
-        Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`: before a server starts, which takes minutes.
+        Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Asked before a server starts.
         """
         args = self.args
         with all_or_none(self.accelerator):
@@ -243,8 +243,8 @@ class SavesRuns(PushesPolicy):
     @contextmanager
     def _hold_folders(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """
-        Hold `output_dir` and the folder of `publish_dir` for a training, by the main process for all. Yields the checkpoint that it goes
-        on from, `None` for a new run.
+        Hold `output_dir` and the folder of `publish_dir` for a training, by the main process for all. Yields the
+        checkpoint that it goes on from, `None` for a new run.
         """
         args, is_main = self.args, self.is_world_process_zero()
         with ExitStack() as held:

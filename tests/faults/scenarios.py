@@ -296,7 +296,7 @@ def torn_checkpoints() -> list[dict]:
 
 
 def epochs() -> list[dict]:
-    """A run of three epochs is killed, or loses its engine, in each of them: between two, within a generation batch, and after one."""
+    """A run of three epochs ends in each of them: between two, within a generation batch, and after one."""
     common = {"epochs": True}
     ordered = common | {"shuffled": False}
     scenarios = [

@@ -2,11 +2,12 @@
 Which checkpoint was written to its end, and still has all that was written.
 
 A folder says so by the name of one file, which is `checkpoint_begun` before anything else of it is written and becomes
-`checkpoint_complete` by one renaming after everything of all processes is on disk. Whatever ends a save in between leaves the first
-name, also in a folder that was complete before. The file has the name and size of every other file, in bytes, so that one that is
-cut, emptied or removed afterwards is told by its name.
+`checkpoint_complete` by one renaming after everything of all processes is on disk. Whatever ends a save in between
+leaves the first name, also in a folder that was complete before. The file has the name and size of every other file,
+in bytes, so that one that is cut, emptied or removed afterwards is told by its name.
 
-Checkpoints of other trainers have neither: they count by their `trainer_state.json`, which transformers writes last, if it is whole.
+Checkpoints of other trainers have neither: they count by their `trainer_state.json`, which transformers writes last,
+if it is whole.
 """
 
 import errno
@@ -60,7 +61,7 @@ def sync(folder: Path) -> None:
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Return whether `folder` holds a checkpoint that was written to its end, and whose files have the sizes that they had then."""
+    """Return whether `folder` holds a checkpoint that was written to its end and has all that was written."""
     return problem_of(folder) is None
 
 

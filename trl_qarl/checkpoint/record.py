@@ -63,7 +63,8 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
             This run's [`scheme_record`].
 
     Raises:
-        ValueError: if there is no such checkpoint, if it is incomplete or damaged, or if it was trained with another `record`.
+        ValueError: if there is no such checkpoint, if it is incomplete or damaged, or if it was trained with another
+            `record`.
     """
     if not resume_from_checkpoint:
         return None
@@ -78,8 +79,8 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
         raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
     if problem := problem_of(folder):
         raise ValueError(
-            f"The checkpoint {folder} is {problem}. Resume from another one, or with `resume_from_checkpoint=True` from the "
-            "last complete one of `output_dir`."
+            f"The checkpoint {folder} is {problem}. Resume from another one, or with `resume_from_checkpoint=True` "
+            "from the last complete one of `output_dir`."
         )
     if not (folder / SCHEME_FILE).is_file():
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
@@ -96,7 +97,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
-    """Return the folder of the last checkpoint that is complete, `None` where there is none; others are skipped with a warning."""
+    """Return the folder of the last complete checkpoint, or `None`; others are skipped with a warning."""
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")

@@ -55,8 +55,8 @@ class Relay:
         output_dir (`str` or `Path`):
             The run's output directory, by which it is told from others.
         resumed_at (`int`, *optional*):
-            The update from which the run goes on. Versions after it are dropped. A run that begins, and has left no complete
-            checkpoint when it began before, drops all.
+            The update from which the run goes on. Versions after it are dropped. A run that begins, and has left no
+            complete checkpoint when it began before, drops all.
 
     Raises:
         ValueError: if another trainer writes there, or if the folder holds another run or something else.

@@ -140,7 +140,8 @@ class Recorder(TrainerCallback):
 
     def observe_rewards(self, rewards: Mapping[str, Iterable[float]]) -> None:
         """
-        Warn, once for each reward function, of rewards from which no advantages can be computed: TRL makes 0 of these without a word.
+        Warn, once for each reward function, of rewards from which no advantages can be computed. TRL makes them 0 in
+        silence.
 
         Args:
             rewards (`Mapping[str, Iterable[float]]`):
@@ -152,8 +153,8 @@ class Recorder(TrainerCallback):
                 continue
             self._too_large.add(name)
             logger.warning(
-                "The reward function %r returned %g: in float32 the advantages of the whole group come out as 0, or as any number. Return "
-                "rewards from %g to %g, and `None` for a completion that cannot be scored. This is said once.",
+                "The reward function %r returned %g: in float32 the advantages of the whole group come out as 0, or "
+                "as any number. Return rewards from %g to %g, or `None` for a completion that has no score. Said once.",
                 name,
                 largest,
                 -_LARGEST_REWARD,

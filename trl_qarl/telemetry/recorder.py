@@ -154,7 +154,7 @@ class Recorder(TrainerCallback):
             self._too_large.add(name)
             logger.warning(
                 "The reward function %r returned %g: in float32 the advantages of the whole group come out as 0, or "
-                "as any number. Return rewards from %g to %g, or `None` for a completion that has no score. Said once.",
+                "as any number. Return rewards from %g to %g, or `None` where there is no score. Said once.",
                 name,
                 largest,
                 -_LARGEST_REWARD,

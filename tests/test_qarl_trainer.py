@@ -532,3 +532,25 @@ def test_rollout_func_with_tokens_the_model_has_no_rows_for_raises(tiny_model, t
         ValueError, match="`rollout_func` returned.*completion 0 of .*, token 1 of 2: 260 is no .* 0 to 259"
     ):
         trainer.train()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e38, 1e308, 1e17, None])
+def test_rewards_that_are_too_large_are_said_once_with_the_functions_name(tiny_model, tmp_path, caplog, value):
+    def lengths(completions, **kwargs):
+        return [float(len(text)) for text in completions]
+
+    def overflows(completions, **kwargs):
+        return [value, *[float(number) for number in range(len(completions) - 1)]]
+
+    trainer = make(tiny_model, tmp_path, reward=[lengths, overflows], max_steps=4)
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if "returned" in record.getMessage()]
+    if value in (1e17, None):
+        assert said == []
+    else:
+        written = {1e38: "1e+38", 1e308: "inf"}.get(value, str(value))
+        assert (
+            len(said) == 1
+            and f"The reward function 'overflows' returned {written}: in float32 the advantages" in said[0]
+        )
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

@@ -3,17 +3,21 @@
 import json
 import logging
 import math
+import os
 import shutil
+import socket
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 
-from testing_utils import make_problems, spread
+from testing_utils import make_problems, make_vllm_trainer, spread
 from trainings import arguments, make, rows
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.export import export_checkpoint
+from trl_qarl.checkpoint.files import hold
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 
@@ -42,6 +46,133 @@ def test_incomplete_checkpoint_is_skipped_with_a_warning(tiny_model, tmp_path, c
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=True)
     assert "checkpoint-3 is incomplete" in caplog.text and resumed.state.global_step == 3
+
+
+class Orders:
+    """Three epochs of three generation batches with two updates each, all saved, and runs that go on from them."""
+
+    def __init__(self, model, folder, is_streamed=False, **options):
+        self.model, self.folder = model, folder
+        self.problems = make_problems(6).to_iterable_dataset() if is_streamed else make_problems(6)
+        self.options = {"max_steps": 18, "save_strategy": "steps", "save_steps": 1, **options}
+        self.whole, self.order = self.run(folder, None)
+
+    def run(self, folder, checkpoint):
+        seen = []
+
+        def note(prompts, completions, **kwargs):
+            seen.append(sorted(set(prompts)))
+            return spread(completions)
+
+        trainer = make(self.model, folder, reward=note, train_dataset=self.problems, **self.options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer, seen
+
+    def check(self, step):
+        with TemporaryDirectory(dir=self.folder) as folder:
+            resumed, seen = self.run(folder, str(self.folder / f"checkpoint-{step}"))
+        # The generation batch in progress is in the checkpoint.
+        assert seen == self.order[(step + 1) // 2 :]
+        for name, p in self.whole.model.named_parameters():
+            assert torch.equal(p, resumed.model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(("is_shuffled", "is_streamed"), [(True, False), (False, False), (True, True)])
+def test_a_run_resumed_in_any_epoch_goes_on_with_the_same_prompts_to_the_same_weights(
+    tiny_model, tmp_path, is_shuffled, is_streamed
+):
+    orders = Orders(tiny_model, tmp_path, is_streamed, shuffle_dataset=is_shuffled)
+    epochs = [orders.order[start : start + 3] for start in (0, 3, 6)]
+    assert all(len(set(map(str, epoch))) == 3 for epoch in epochs)
+    assert len(set(map(str, epochs))) == (3 if is_shuffled else 1)
+    # In each epoch at its end, within its first generation batch, and between that and the next.
+    for step in (1, 2, 6, 7, 8, 12, 13, 14) if is_shuffled else (7, 8, 12):
+        orders.check(step)
+
+
+def test_a_checkpoint_that_was_damaged_afterwards_is_skipped_and_its_file_named(tiny_model, tmp_path, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    make(tiny_model, tmp_path, max_steps=2, **saving).train()
+    resumed = make(tiny_model, tmp_path, max_steps=3, **saving)
+    last, before = (str(tmp_path / f"checkpoint-{step}") for step in (2, 1))
+    files = {path.name: path for path in Path(last).iterdir()}
+    assert files.keys() >= {"trainer_state.json", "qarl.json", "model.safetensors", "optimizer.pt", "scheduler.pt"}
+    assert files.keys() >= {"rng_state.pth", "rollout_state_0.pt", "config.json", marker.COMPLETE_FILE}
+    for name, path in files.items():
+        whole = path.read_bytes()
+        for damaged in (b"", whole[: len(whole) // 2]):
+            path.write_bytes(damaged)
+            caplog.clear()
+            # A page for people, and what Trainer has written for people to look up.
+            if name in ("README.md", "training_args.bin"):
+                assert resumed.find_checkpoint(True) == resumed.find_checkpoint(last) == last and not caplog.text
+                continue
+            assert resumed.find_checkpoint(True) == before
+            assert f"checkpoint-2 is damaged: {name} " in caplog.text
+            with pytest.raises(ValueError, match=f"checkpoint-2 is damaged: {name} .* Resume from another one"):
+                resumed.find_checkpoint(last)
+        path.write_bytes(whole)
+    Path(last, "optimizer.pt").write_bytes(b"")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3 and marker.is_complete(last)
+
+
+class Rival(TrainerCallback):
+    """In the middle of a training, asks a second trainer to train."""
+
+    def __init__(self, make_second):
+        self.make_second, self.refused = make_second, None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.refused is None:
+            with pytest.raises(ValueError) as caught:
+                self.make_second().train()
+            self.refused = str(caught.value)
+
+
+def test_a_second_training_in_one_output_dir_is_refused(tiny_model, tmp_path):
+    rival = Rival(lambda: make(tiny_model, tmp_path, max_steps=1))
+    first = make(tiny_model, tmp_path, callbacks=[rival], max_steps=2)
+    first.train()
+    assert rival.refused == (
+        f"output_dir={str(tmp_path)!r} belongs to process {os.getpid()} on {socket.gethostname()}, which is still "
+        "training. Choose another folder."
+    )
+    assert first.state.global_step == 2
+    # It ends with the training, and with one that fails.
+    with pytest.raises(ValueError, match="is not a folder"):
+        make(tiny_model, tmp_path, max_steps=1).train(resume_from_checkpoint="nowhere")
+    first.train()
+
+
+def test_a_training_is_refused_its_folders_before_a_server_starts(tmp_path):
+    pytest.importorskip("vllm")
+    server = {"vllm_mode": "server", "vllm_server_autostart": True, "publish_dir": str(tmp_path / "versions")}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        # With a server the constructor would end here.
+        server["vllm_server_port"] = taken.getsockname()[1]
+        for option, lock in (("output_dir", "output/.lock"), ("publish_dir", "versions/lock")):
+            with hold(tmp_path / lock, option), pytest.raises(ValueError, match=f"{option}=.*is still training"):
+                make_vllm_trainer(tmp_path, **server)
+        with pytest.raises(ValueError, match="cannot start a server on port"):
+            make_vllm_trainer(tmp_path, **server)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_the_umask_decides_who_reads_masters_checkpoints_and_exports(tiny_model, tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        trainer = make(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+        trainer.train()
+        trainer.save_model()
+        trainer.export_model()
+    finally:
+        os.umask(before)
+    files = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*") if path.is_file()}
+    assert {f"{folder}model.safetensors" for folder in ("", "checkpoint-1/", "w4a16/")} < files.keys()
+    assert {name: path.stat().st_mode & 0o777 for name, path in files.items()} == dict.fromkeys(files, mode)
 
 
 class Heard(TrainerCallback):

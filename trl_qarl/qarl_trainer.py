@@ -140,6 +140,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
         """The engine of the rollouts, made in the middle of TRL's constructor, when the policy is prepared."""
         args, policy = self.args, self.policy
+        self._check_folders_are_free()
         # On a GPU an engine follows what the learner computes with.
         policy.attach_numerics(self.model)
         generation = QaRLVLLMGeneration(
@@ -251,6 +252,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             except EngineLost:
                 self._save_before_leaving()
                 raise
+            self.recorder.observe_rewards(self._logs["rewards"])
             batch = self._complete(output)
             publication = {}
             if self.use_vllm:
@@ -386,9 +388,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         """
         restore_sigterm = exit_on_sigterm() if self.use_vllm and self.is_world_process_zero() else None
         try:
-            checkpoint = self.find_checkpoint(resume_from_checkpoint)
-            self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
-            with self._open_relay(checkpoint):
+            with self._hold_folders(resume_from_checkpoint) as checkpoint:
                 output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
                 self._relay_policy()
             return output

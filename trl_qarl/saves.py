@@ -4,11 +4,13 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
+from datasets import IterableDataset
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -16,9 +18,10 @@ from typing_extensions import override
 
 from .checkpoint import batch as generation_batch
 from .checkpoint import marker, record
+from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
 from .checkpoint.pushes import PushesPolicy
-from .checkpoint.relay import Relay
+from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
 from .quantization.sharded import is_sharded
 from .rollout.failures import all_or_none
@@ -40,6 +43,8 @@ class SavesRuns(PushesPolicy):
     _is_saving = False
     _last_checkpoint: Path | None = None
     _relay: Relay | None = None
+    # The update before which the epoch began, and torch's random state then.
+    _epoch_start: tuple[int, torch.Tensor | None] = (-1, None)
 
     def _save_before_leaving(self) -> None:
         """
@@ -55,6 +60,10 @@ class SavesRuns(PushesPolicy):
         if is_saved[0]:
             logger.warning("%s is complete and stays as it is.", folder)
         else:
+            start, random_state = self._epoch_start
+            if self.state.global_step == start:
+                # A loader that is iterated draws a seed for its workers; a run that begins an epoch draws it again.
+                torch.set_rng_state(random_state)
             try:
                 self._save_checkpoint(self.model, trial=None)
             except Exception as error:
@@ -74,11 +83,21 @@ class SavesRuns(PushesPolicy):
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
-        """Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more."""
+        """
+        Leaves no epoch to a run that is resumed at its last update, where transformers trains one update more, and
+        finds the place in a streamed dataset, where transformers takes all updates for one epoch.
+        """
         position = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if resume_from_checkpoint is None or self.state.global_step < max_steps:
+        if resume_from_checkpoint is None:
+            return position
+        if isinstance(self.train_dataset, IterableDataset):
+            saved = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+            num_passes, share = divmod(saved.epoch, 1)
+            num_batches = round(share * saved.max_steps * self.args.gradient_accumulation_steps)
+            position = int(num_passes), 0 if self.args.ignore_data_skip else num_batches
+        if self.state.global_step < max_steps:
             return position
         if self.is_world_process_zero():
             logger.warning(
@@ -89,6 +108,19 @@ class SavesRuns(PushesPolicy):
                 max_steps,
             )
         return num_train_epochs, 0
+
+    @override
+    def _run_epoch(self, *, epoch, epochs_trained, train_dataloader, **kwargs):
+        """
+        Draws, in a resumed run, the orders of the epochs before first: TRL's sampler is seeded once, when it is made,
+        and draws another order from its generator each time it is iterated.
+        """
+        for _ in range(epochs_trained if epoch == epochs_trained else 0):
+            next(iter(train_dataloader.batch_sampler), None)
+        self._epoch_start = self.state.global_step, torch.get_rng_state()
+        return super()._run_epoch(
+            epoch=epoch, epochs_trained=epochs_trained, train_dataloader=train_dataloader, **kwargs
+        )
 
     def find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
@@ -109,6 +141,7 @@ class SavesRuns(PushesPolicy):
         """
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        allow_as_umask(folder.glob("*.safetensors"))
         # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
@@ -196,23 +229,42 @@ class SavesRuns(PushesPolicy):
         if batch is not None:
             self._step, self._buffered_inputs = batch
 
-    @contextmanager
-    def _open_relay(self, checkpoint: str | None) -> Iterator[None]:
-        """Hold the folder of `publish_dir` for a training that goes on from `checkpoint`, if any."""
+    def _check_folders_are_free(self) -> None:
+        """
+        Raises `ValueError` if another trainer writes to `output_dir` or `publish_dir`. Asked before a server starts.
+        """
         args = self.args
         with all_or_none(self.accelerator):
-            if args.publish_dir is not None and self.is_world_process_zero():
-                resumed_at = None
-                if checkpoint is not None:
-                    state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-                    resumed_at = state.global_step
-                self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
-        try:
-            yield
-        finally:
-            if self._relay is not None:
-                self._relay.close()
-            self._relay = None
+            if self.accelerator.is_main_process:
+                check_free(Path(args.output_dir, OUTPUT_LOCK), "output_dir")
+                if args.publish_dir is not None:
+                    check_free(Path(args.publish_dir, LOCK_FILE), "publish_dir")
+
+    @contextmanager
+    def _hold_folders(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """
+        Hold `output_dir` and the folder of `publish_dir` for a training, by the main process for all. Yields the
+        checkpoint that it goes on from, `None` for a new run.
+        """
+        args, is_main = self.args, self.is_world_process_zero()
+        with ExitStack() as held:
+            with all_or_none(self.accelerator):
+                if is_main:
+                    held.enter_context(hold(Path(args.output_dir, OUTPUT_LOCK), "output_dir"))
+            checkpoint = self.find_checkpoint(resume_from_checkpoint)
+            self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
+            with all_or_none(self.accelerator):
+                if args.publish_dir is not None and is_main:
+                    resumed_at = None
+                    if checkpoint is not None:
+                        state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+                        resumed_at = state.global_step
+                    self._relay = Relay(args.publish_dir, args.output_dir, resumed_at)
+                    held.callback(self._relay.close)
+            try:
+                yield checkpoint
+            finally:
+                self._relay = None
 
     def _relay_policy(self) -> None:
         """Adds the policy to the folder of `publish_dir`, where it has changed; elsewhere the main process is waited for."""

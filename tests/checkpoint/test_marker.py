@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trl_qarl.checkpoint import marker
-from trl_qarl.checkpoint.marker import BEGUN_FILE, COMPLETE_FILE, begin, complete, is_complete, sync
+from trl_qarl.checkpoint.marker import BEGUN_FILE, COMPLETE_FILE, begin, complete, is_complete, problem_of, sync
 
 
 STATE = json.dumps({"global_step": 3})
@@ -70,6 +70,30 @@ def test_a_folder_of_an_earlier_version_that_is_written_again_is_incomplete(tmp_
     (tmp_path / "trainer_state.json").write_text(STATE)
     begin(tmp_path)
     assert not is_complete(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp", COMPLETE_FILE])
+def test_a_file_that_is_cut_emptied_or_removed_afterwards_is_named(folder, name):
+    """A sharded checkpoint has folders of files, of which each process writes some."""
+    (folder / "pytorch_model_fsdp_0").mkdir()
+    for written in ("optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp", "README.md", "training_args.bin"):
+        (folder / written).write_bytes(b"0123456789")
+    complete(folder)
+    (folder / "README.md").write_text("Edited.")
+    (folder / "training_args.bin").unlink()
+    (folder / "more").touch()
+    assert problem_of(folder) is None
+    whole = (folder / name).read_bytes()
+    for size in (len(whole) // 2, 0):
+        (folder / name).write_bytes(whole[:size])
+        expected = f"{name} has {size} of 10 bytes" if name != COMPLETE_FILE else f"{name} cannot be read ("
+        assert problem_of(folder).startswith(f"damaged: {expected}") and not is_complete(folder)
+    (folder / name).unlink()
+    if name != COMPLETE_FILE:
+        assert problem_of(folder) == f"damaged: {name} cannot be read (No such file or directory)"
+    assert not is_complete(folder)
+    (folder / name).write_bytes(whole)
+    assert is_complete(folder)
 
 
 def test_everything_is_on_disk_before_the_marker_moves(folder, monkeypatch):

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_qarl.checkpoint.marker import COMPLETE_FILE
+from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.record import check_record, find_checkpoint, read_record, scheme_record, write_scheme
 from trl_qarl.quantization.plan import get_plan
 
 
 ARGS = SimpleNamespace(quantize_learner=True, exclude_modules=("o_proj",))
 MAPPING = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 64}, "re:.*up_proj": "w8a8"}
+
+
+def complete(folder):
+    marker.begin(folder)
+    marker.complete(folder)
 
 
 def record_of(*plan, **edges):
@@ -30,13 +35,13 @@ def test_record_of_one_scheme_names_it_and_its_grid(tmp_path):
         "scale_dtype": "bfloat16",
     }
     write_scheme(tmp_path, record)
-    (tmp_path / COMPLETE_FILE).touch()
+    complete(tmp_path)
     assert find_checkpoint(str(tmp_path), "", record) == str(tmp_path)
 
 
 def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
     write_scheme(tmp_path, record_of(MAPPING, high_precision_first=1))
-    (tmp_path / COMPLETE_FILE).touch()
+    complete(tmp_path)
     assert json.loads((tmp_path / "qarl.json").read_text())["scheme"] == MAPPING
     assert find_checkpoint(str(tmp_path), "", record_of(MAPPING, high_precision_first=1)) == str(tmp_path)
     # The first expression that matches counts, so another order is another plan.
@@ -66,7 +71,7 @@ def test_a_record_of_before_names_the_grid_that_it_was_trained_on(tmp_path, thei
     old = record_of(ours)
     del old["grids"]
     write_scheme(tmp_path, old | {"scheme": theirs})
-    (tmp_path / COMPLETE_FILE).touch()
+    complete(tmp_path)
     assert read_record(tmp_path / "qarl.json") == old | {"scheme": record_of(ours)["scheme"]}
     assert find_checkpoint(str(tmp_path), "", record_of(ours)) == str(tmp_path)
     check_record(tmp_path, record_of(ours))

@@ -1,19 +1,25 @@
 import errno
 import json
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from testing_utils import make_tiny_model, make_trainer
 from trl_qarl.checkpoint import relay as relay_module
 from trl_qarl.checkpoint.cards import PLOT_FILE
+from trl_qarl.checkpoint.export import checkpoint_state_dict, export_checkpoint
+from trl_qarl.checkpoint.marker import begin, complete
 from trl_qarl.checkpoint.relay import Relay, rebuild
 from trl_qarl.cli import main
+from trl_qarl.quantization.swap import prepare_model
 
 
 def files_of(folder):
@@ -192,6 +198,115 @@ def test_a_full_disk_leaves_the_last_version_and_the_next_has_all_that_changed(w
     write(relay, 5)
     relay.close()
     assert rebuilt(written, tmp_path / "out") == 5
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mount.returncode:
+        pytest.skip(f"mounting a file system needs root: {mount.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no `mount`")
+def test_training_goes_on_wherever_in_an_export_the_disk_is_full(small_disk, tmp_path, caplog):
+    """The tokenizer is written in Rust, whose error for a full disk is a plain `Exception`."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "llama"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    prepare_model(model, "w4a16", scale_dtype=torch.float32)
+    tensors = checkpoint_state_dict(model, torch.float32)
+
+    def export(folder):
+        export_checkpoint(model, folder, tokenizer, torch.float32)
+
+    relay, filler, failed = Relay(small_disk / "relay", tmp_path / "run"), small_disk / "filler", []
+    for version, free in enumerate(range(0, 64, 4)):
+        filler.write_bytes(b"")
+        filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - free * 1024))
+        relay.write(version, tensors, export)
+        assert not (small_disk / "relay" / "manifest.json").exists()
+        assert f"Version {version} could not be written" in caplog.text
+        failed.append(type(caplog.records[-1].args[2]))
+        caplog.clear()
+    # In the configuration, in the tokenizer, in the weights.
+    assert list(dict.fromkeys(failed)) == [OSError, Exception, SafetensorError]
+    filler.unlink()
+    relay.write(16, tensors, export)
+    relay.close()
+    assert rebuild(small_disk / "relay", tmp_path / "out") == 16
+    export(tmp_path / "export")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "export")
+
+
+def test_an_export_that_is_wrong_is_an_error(tmp_path):
+    def export(folder):
+        raise ValueError("It cannot be exported.")
+
+    relay = Relay(tmp_path / "relay", tmp_path / "run")
+    with pytest.raises(ValueError, match="cannot be exported"):
+        relay.write(0, policy(0), export)
+    relay.close()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(written, tmp_path, caplog):
+    with pytest.raises(ValueError, match="holds versions of run 'run-"):
+        Relay(written, tmp_path / "elsewhere")
+    relay = Relay(written, tmp_path / "run")
+    assert "versions [0, 1, 2, 3] are of this run before it left a checkpoint and are dropped" in caplog.text
+    assert not any(path.name.startswith(("base-", "patch-")) for path in written.iterdir())
+    write(relay, 0, 1)
+    relay.close()
+    assert rebuilt(written, tmp_path / "out") == 1
+    # Once there is a checkpoint, there is a way to go on.
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    begin(checkpoint)
+    Relay(written, tmp_path / "run").close()
+    write(relay := Relay(written, tmp_path / "run"), 0)
+    relay.close()
+    complete(checkpoint)
+    with pytest.raises(ValueError, match="this is a new run"):
+        Relay(written, tmp_path / "run")
+    assert rebuilt(written, tmp_path / "out") == 0
+
+
+def test_a_folder_that_is_removed_while_training_is_made_again(written, tmp_path, caplog):
+    relay = Relay(written, tmp_path / "run", 3)
+    write(relay, 3)
+    shutil.rmtree(written)
+    write(relay, 4, 5)
+    assert f"{written} was removed, and is made again" in caplog.text
+    with pytest.raises(ValueError, match="which is still training"):
+        Relay(written, tmp_path / "run", 3)
+    relay.close()
+    assert [rebuilt(written, tmp_path / "out", version) for version in (4, 5)] == [4, 5]
+    names = {path.name for path in written.iterdir()}
+    assert names == {"base-4", "patch-5.safetensors", "manifest.json", "lock"}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_the_umask_decides_who_reads_versions_and_what_is_rebuilt(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        relay = Relay(tmp_path / "relay", tmp_path / "run")
+        model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "llama"))
+        prepare_model(model, "w4a16", scale_dtype=torch.float32)
+        tensors = checkpoint_state_dict(model, torch.float32)
+        relay.write(0, tensors, lambda folder: export_checkpoint(model, folder, dtype=torch.float32))
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+        relay.write(1, tensors, None)
+        relay.close()
+        rebuild(tmp_path / "relay", tmp_path / "out")
+    finally:
+        os.umask(before)
+    files = [path for folder in ("relay", "out") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert {"patch-1.safetensors", "model.safetensors"} <= {path.name for path in files}
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == dict.fromkeys([p.name for p in files], mode)
 
 
 def full_dump(content, file, **kwargs):

@@ -36,6 +36,8 @@ def train_on_two_processes(tmp_path, environment, runs, with_failures) -> tuple[
 
 # Of the three updates after the checkpoint, the first has completions that were saved in it.
 RESUMING = {"save_strategy": "steps", "save_steps": 1, "resume": "checkpoint-1"}
+# Three epochs of two generation batches: resumed within the first batch of the second epoch.
+EPOCHS = RESUMING | {"num_prompts": 4, "max_steps": 12, "resume": "checkpoint-5"}
 # One update per batch: which of its sequences come first is chosen in each process.
 ENGINE = {
     "numerics": "engine",
@@ -53,7 +55,7 @@ LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "C
 def trained(tmp_path_factory):
     """Trainings on two processes, one after the other; their folder, what each rank wrote, what they pushed, and the failures."""
     tmp_path = tmp_path_factory.mktemp("ddp")
-    runs = {"masters": RESUMING, "engine": ENGINE}
+    runs = {"masters": RESUMING, "epochs": EPOCHS, "engine": ENGINE}
     if find_spec("peft"):
         # Where the low-bit codes follow the adapter, they have to move.
         merged = {
@@ -138,7 +140,7 @@ class TestTwoProcesses:
             rates = [row["quant/code_flip_rate"] for row in ours["rows"] if "quant/code_flip_rate" in row]
             assert max(rates) > 0 if mode == "merged" else not rates
 
-    @pytest.mark.parametrize("mode", ["masters", "adapter", "merged"])
+    @pytest.mark.parametrize("mode", ["masters", "epochs", "adapter", "merged"])
     def test_they_go_on_from_a_checkpoint_as_if_they_had_not_ended(self, trained, mode):
         _, ranks, *_ = trained
         for rank in ranks.get(mode) or pytest.skip("needs peft"):
@@ -146,7 +148,7 @@ class TestTwoProcesses:
             whole, resumed = (
                 [row["reward"] for row in rank[of] if "reward" in row] for of in ("rows", "resumed_rows")
             )
-            assert len(whole) == 2 and resumed == whole
+            assert len(whole) == (6 if mode == "epochs" else 2) and resumed == whole
 
     @pytest.mark.parametrize("mode", ["adapter", "merged"])
     def test_one_of_them_pushes(self, trained, mode):

@@ -35,7 +35,7 @@ def make(model, folder, options):
         peft_config = LoraConfig(**lora)
     if options.pop("fixed_completions", False):
         options["rollout_func"] = fixed_completions
-    prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+    prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(options.pop("num_prompts", 16))]})
     return make_trainer(model, folder, train_dataset=prompts, peft_config=peft_config, **options)
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import requests
 
-from scenarios import NUM_STEPS
+from scenarios import num_steps
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.checkpoint.relay import rebuild
 from trl_qarl.rollout.server_process import free_port
@@ -101,9 +101,7 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
             model_init_kwargs={"dtype": "float32"},
             report_to=[],
             logging_steps=1,
-            max_steps=NUM_STEPS,
             num_generations=4,
-            steps_per_generation=1,
             max_completion_length=8,
             # Some codes change in a step, not all.
             learning_rate=1e-4,
@@ -112,7 +110,7 @@ def make_trainer(folder: Path, output: Path, port: int, is_child: bool, on_event
             disable_tqdm=True,
             **{name: value for name, value in options.items() if name in known},
         ),
-        Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]}),
+        Dataset.from_dict({"prompt": [f"{i} +" for i in range(options["num_prompts"])]}),
         callbacks=[Events()],
     )
     return trainer
@@ -205,6 +203,14 @@ class TrainerProcess:
         saves = self.resume or "EngineLost" not in scenario["expect"] or scenario.get("at") == "save"
         options = {"save_strategy": "steps", "save_steps": 1} if saves else {"save_strategy": "no"}
         options["per_device_train_batch_size"] = 4 // scenario.get("ranks", 1)
+        options["max_steps"] = num_steps(scenario)
+        has_epochs = scenario.get("epochs", False)
+        options |= (
+            {"num_prompts": 4, "steps_per_generation": 2}
+            if has_epochs
+            else {"num_prompts": 16, "steps_per_generation": 1}
+        )
+        options["shuffle_dataset"] = scenario.get("shuffled", True)
         options["lr_scheduler_type"] = scenario.get("schedule", "linear")
         options["vllm_server_timeout"] = scenario.get("timeout", 1.0 if scenario.get("server") == "apart" else 10.0)
         if scenario.get("http"):
@@ -261,6 +267,15 @@ class TrainerProcess:
 
     def _kill_trainer(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _damage_checkpoint(self) -> None:
+        step = self.scenario.get("step", 1) + 1
+        path = self.output / f"checkpoint-{step}" / self.scenario["file"]
+        os.truncate(path, int(path.stat().st_size * self.scenario["share"]))
+        self._kill_trainer()
+
+    def _remove_relay(self) -> None:
+        shutil.rmtree(self.supervisor.relay)
 
     def _kill_server_and_leave_no_room(self) -> None:
         self._kill_server()
@@ -401,15 +416,17 @@ class Supervisor:
         report["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 2)
         if not self.undisturbed and not self.problems:
             # Of the smallest: on a busy machine a weight sync may be tried again, and then sends everything.
-            report["megabytes"] = min(
-                row["publish/megabytes"] for row in logged(self.output) if "publish/megabytes" in row
-            )
+            report["megabytes"] = min(row["publish/megabytes"] for row in self.logged() if "publish/megabytes" in row)
             report["calls"] = (self.folder / "calls").read_text().split()
         if self.problems:
             report["log"] = (self.folder / "log").read_text(errors="replace")[-5000:]
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         return report
+
+    def logged(self) -> list[dict]:
+        last = self.output / f"checkpoint-{num_steps(self.scenario)}"
+        return json.loads((last / "trainer_state.json").read_text())["log_history"]
 
     def faults(self) -> list[dict]:
         """With numbers for moments: which call in which step, so that what an earlier fault has repeated counts for nothing."""
@@ -429,10 +446,6 @@ class Supervisor:
     def train(self, scenario: dict, resume: bool | str) -> list[dict]:
         """Runs the trainer, or both, to the end."""
         ranks = range(scenario.get("ranks", 1))
-        if self.output.exists() and not resume:
-            shutil.rmtree(self.output)
-            # It would belong to another run.
-            shutil.rmtree(self.relay, ignore_errors=True)
         processes = [TrainerProcess(self, scenario, self.output, resume, rank) for rank in ranks]
         if scenario.get("rival") and not resume:
             self.meet_rival()
@@ -468,13 +481,14 @@ class Supervisor:
             self.problems.append(f"only {num_fired} of the faults happened")
 
     def check_last(self, results: list[dict]) -> None:
+        total = num_steps(self.scenario)
         for result in results:
             if result["ended"] != "completes":
                 self.problems.append(f"the run did not complete afterwards: {result}")
             elif self.undisturbed and result["digest"] != self.undisturbed["digest"]:
                 self.problems.append("the final weights are not those of the undisturbed run")
-            elif (result["step"], last_checkpoint(self.output)) not in ((NUM_STEPS, NUM_STEPS), (NUM_STEPS, None)):
-                self.problems.append(f"after {result['step']} steps of {NUM_STEPS}")
+            elif result["step"] != total or last_checkpoint(self.output) not in (total, None):
+                self.problems.append(f"after {result['step']} steps of {total}")
 
     def check_relay(self) -> str | None:
         """The policy of the last rollout can be rebuilt; returns what its weights are."""
@@ -606,8 +620,12 @@ class Supervisor:
                 self.problems.append(f"a stranger got {answers}")
         else:
             scenario = {"expect": "ends", "server": self.scenario["server"]}
-            result = TrainerProcess(self, scenario, self.folder / "rival", resume=False).wait()
-            reason = "already works for process" if rival == "trainer" else "cannot start a server on port"
+            output, reason = {
+                "trainer": (self.folder / "rival", "already works for process"),
+                "trainer with a server of its own": (self.folder / "rival", "cannot start a server on port"),
+                "trainer of one output_dir": (self.output, "which is still training. Choose another folder."),
+            }[rival]
+            result = TrainerProcess(self, scenario, output, resume=False).wait()
             if reason not in result.get("message", ""):
                 self.problems.append(f"the second trainer was not turned away: {result}")
         (self.folder / "go").touch()
@@ -636,10 +654,6 @@ def last_checkpoint(output: Path) -> int | None:
     return max(steps, default=None)
 
 
-def logged(output: Path) -> list[dict]:
-    return json.loads((output / f"checkpoint-{NUM_STEPS}" / "trainer_state.json").read_text())["log_history"]
-
-
 def limit_files() -> None:
     """No file of this process, nor of those that it starts, gets as large as the model from here on."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -650,6 +664,8 @@ def kind_of(scenario: dict) -> tuple:
     return (
         scenario.get("ranks", 1),
         scenario.get("schedule", "linear"),
+        scenario.get("epochs", False),
+        scenario.get("shuffled", True),
         *(bool(scenario.get(n)) for n in ("http", "relay")),
     )
 

@@ -18,6 +18,9 @@ A scenario is a dictionary:
 | `ranks` | 2 for two processes |
 | `timeout` | the trainer's `vllm_server_timeout` |
 | `again` | whether the trainer, when its engine is lost, trains again in the same process |
+| `epochs` | whether there are three epochs of four updates, on two generation batches each, see [`num_steps`] |
+| `shuffled` | whether prompts come in another order in each epoch, as they do unless told |
+| `file`, `share` | the file of the last checkpoint that is cut, and how much of it is left |
 | `relay` | whether the policy of each rollout is written to a folder (`publish_dir`), too |
 | `tears_relay` | a moment of its second version at which the trainer is killed, or has no room, see [`RELAY_TEARS`] |
 | `http` | whether weights go over HTTP, as changes alone, and not as whole tensors in files; every second scenario |
@@ -50,6 +53,8 @@ START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qar
 """What is asked of it before, and some of it again when it comes back."""
 
 NUM_STEPS = 3
+"""Updates of a run, unless it has several epochs."""
+
 KINDS = ("refuse", "500", "400", "hang", "reset", "die", "garbage", "truncated")
 MOMENTS = ("first", "middle", "last")
 
@@ -60,6 +65,11 @@ EXPECTATIONS = {
     "starts or refuses": "completes, or ends before the first step",
     "ends": "completes, or ends at any time and in any way",
 }
+
+
+def num_steps(scenario: dict) -> int:
+    """Updates of the run."""
+    return 12 if scenario.get("epochs") else NUM_STEPS
 
 
 def moments_of(number: int) -> tuple[str, ...]:
@@ -256,6 +266,19 @@ TEARS = (
 """Of `trainer_state.json` nothing, half or everything is written."""
 
 
+CHECKPOINT_FILES = (
+    "trainer_state.json",
+    "qarl.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "rollout_state_0.pt",
+    "config.json",
+    "checkpoint_complete",
+)
+
+
 def torn_checkpoints() -> list[dict]:
     """The trainer is killed, or has no room, while it saves: a new folder, or over a complete checkpoint."""
     scenarios = [
@@ -270,6 +293,47 @@ def torn_checkpoints() -> list[dict]:
     ]
     lost = {"at": "step_end", "action": "kill server and leave no room", "deaths": 100}
     return [*scenarios, {"name": "no room when the engine is lost", "expect": "EngineLost without room", **lost}]
+
+
+def epochs() -> list[dict]:
+    """A run of three epochs ends in each of them: between two, within a generation batch, and after one."""
+    common = {"epochs": True}
+    ordered = common | {"shuffled": False}
+    scenarios = [
+        {"name": "three epochs, undisturbed", "expect": "completes", **common},
+        {"name": "three epochs in one order, undisturbed", "expect": "completes", **ordered},
+    ]
+    killed = {"at": "step_begin", "action": "kill trainer", "expect": "ends"}
+    scenarios += [
+        {"name": f"three epochs, killed before update {step}", "step": step, **killed, **common}
+        for step in (1, 2, 4, 5, 6, 8, 9, 10)
+    ]
+    scenarios += [
+        {"name": f"three epochs in one order, killed before update {step}", "step": step, **killed, **ordered}
+        for step in (5, 8)
+    ]
+    lost = {"at": "step_end", "action": "kill server", "deaths": 100, "expect": "EngineLost"}
+    scenarios += [
+        {"name": f"three epochs, the engine is lost after update {step}", "step": step, **lost, **common}
+        for step in (3, 5, 9)
+    ]
+    return scenarios
+
+
+def damaged_checkpoints() -> list[dict]:
+    """The trainer is killed, and a file of its last checkpoint, which was complete, turns out to be cut or empty."""
+    return [
+        {
+            "name": f"{file}, {'cut' if share else 'empty'}",
+            "file": file,
+            "share": share,
+            "at": "save",
+            "action": "damage checkpoint",
+            "expect": "ends",
+        }
+        for number, file in enumerate(CHECKPOINT_FILES)
+        for share in ((0, 0.5) if file == "model.safetensors" else (number % 2 / 2,))
+    ]
 
 
 def resumed_ends(schedule: str) -> list[dict]:
@@ -295,6 +359,17 @@ def relay() -> list[dict]:
         scenarios.append(
             {"name": f"relay, killed at {event}", "at": event, "action": "kill trainer", "expect": "ends", **common}
         )
+    scenarios += [
+        {
+            "name": "relay, killed before its first checkpoint",
+            "at": "reward",
+            "step": 0,
+            "action": "kill trainer",
+            "expect": "ends",
+            **common,
+        },
+        {"name": "relay, removed", "at": "step_end", "action": "remove relay", "expect": "completes", **common},
+    ]
     for tear in RELAY_TEARS:
         expect = "completes" if tear == "no room" else "ends"
         scenarios.append({"name": f"relay, {tear}", "tears_relay": tear, "expect": expect, **common})
@@ -323,6 +398,7 @@ def two_trainers() -> list[dict]:
         for rival, server in (
             ("trainer", "apart"),
             ("trainer with a server of its own", "child"),
+            ("trainer of one output_dir", "child"),
             ("stranger", "apart"),
         )
     ]
@@ -367,6 +443,8 @@ FAMILIES = {
     "port taken": every_second_over_http(port_taken()),
     "full disk": every_second_over_http(full_disk()),
     "torn checkpoints": torn_checkpoints(),
+    "damaged checkpoints": damaged_checkpoints(),
+    "epochs": every_second_over_http(epochs()),
     **{f"resumed ends, {schedule}": resumed_ends(schedule) for schedule in ("linear", "constant")},
     "relay": relay(),
     "transfer directory": every_second_over_http(transfer_directory()),

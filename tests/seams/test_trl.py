@@ -88,6 +88,12 @@ def test_trls_constructor_goes_in_the_order_in_which_a_policy_is_loaded_prepared
     assert after is PreparesPolicy
 
 
+def test_rewards_of_a_batch_are_kept_by_the_functions_name():
+    """`Recorder.observe_rewards`: gathered from all processes, and NaN for `None`."""
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert 'self._logs["rewards"][name].extend(rewards_per_func[:, i].tolist())' in source
+
+
 def test_losses_ask_for_entropies_and_scoring_does_not():
     """How the forward that scores a rollout is told from that of the loss."""
     assert "compute_entropy=True" in inspect.getsource(GRPOTrainer._compute_loss)

@@ -27,6 +27,7 @@ from ..quantization.names import architecture, is_adapted
 from ..quantization.sharded import is_sharded, whole
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .compact import compact, problem_of_compact
+from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
 from .layout import (
     iter_checkpoint_tensors,
@@ -197,6 +198,7 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        allow_as_umask([path for path in partial.rglob("*") if path.is_file()])
         # The number of shards may have changed, and there may be no rewards and no GGUF file.
         for path in (*folder.glob("*.safetensors*"), folder / PLOT_FILE, folder / GGUF_FILE):
             path.unlink(missing_ok=True)

@@ -7,14 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..quantization.plan import QuantPlan, plan_of, todays_names
-from .marker import is_complete
+from .marker import problem_of
 
 
 if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["DTYPES", "SCHEME_FILE", "check_record", "find_checkpoint", "read_record", "scheme_record", "write_scheme"]
+__all__ = [
+    "DTYPES",
+    "SCHEME_FILE",
+    "check_record",
+    "find_checkpoint",
+    "last_complete_checkpoint",
+    "read_record",
+    "scheme_record",
+    "write_scheme",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +63,24 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
             This run's [`scheme_record`].
 
     Raises:
-        ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another `record`.
+        ValueError: if there is no such checkpoint, if it is incomplete or damaged, or if it was trained with another
+            `record`.
     """
     if not resume_from_checkpoint:
         return None
     if resume_from_checkpoint is True:
-        resume_from_checkpoint = _last_complete_checkpoint(output_dir)
+        resume_from_checkpoint = last_complete_checkpoint(output_dir)
+        if resume_from_checkpoint is None:
+            raise ValueError(
+                f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
+            )
     folder = Path(resume_from_checkpoint)
     if not folder.is_dir():
         raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder. Give a checkpoint's.")
-    if not is_complete(folder):
+    if problem := problem_of(folder):
         raise ValueError(
-            f"The checkpoint {folder} is incomplete: it was not written to its end. Resume from another one, or with "
-            "`resume_from_checkpoint=True` from the last complete one of `output_dir`."
+            f"The checkpoint {folder} is {problem}. Resume from another one, or with `resume_from_checkpoint=True` "
+            "from the last complete one of `output_dir`."
         )
     if not (folder / SCHEME_FILE).is_file():
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
@@ -82,18 +96,18 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
     return resume_from_checkpoint
 
 
-def _last_complete_checkpoint(output_dir: str) -> str:
+def last_complete_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the folder of the last complete checkpoint, or `None`; others are skipped with a warning."""
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     steps = sorted((int(f.name.rpartition("-")[2]), f) for f in folders if f.name.rpartition("-")[2].isdigit())
     for _, folder in reversed(steps):
-        if is_complete(folder):
+        problem = problem_of(folder)
+        if problem is None:
             return os.fspath(folder)
-        logger.warning("%s is incomplete and is skipped.", folder)
-    raise ValueError(
-        f"No complete checkpoint in {output_dir!r} to resume from. Start without `resume_from_checkpoint`."
-    )
+        logger.warning("%s is %s. It is skipped.", folder, problem)
+    return None
 
 
 def check_record(folder: str | Path, record: dict[str, Any]) -> None:

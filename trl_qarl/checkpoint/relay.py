@@ -12,7 +12,6 @@ A file gets its name when it is complete, and the manifest names it after that: 
 versions of the manifest can be read. The entries are a chain, so that nobody who has seen its end can be given another beginning.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -32,13 +31,15 @@ from ..quantization.names import layer_of
 from ..wire.delta import DELTA_PREFIX, apply_delta, base_digest, elements, is_delta, pack_delta
 from ..wire.fingerprint import fingerprint
 from .export import check_export_dir, read_header, written_as_a_whole
+from .files import allow_as_umask, hold, is_of_the_disk
 from .marker import sync
+from .record import last_complete_checkpoint
 
 
-__all__ = ["Relay", "rebuild"]
+__all__ = ["LOCK_FILE", "Relay", "rebuild"]
 
+LOCK_FILE = "lock"
 MANIFEST_FILE = "manifest.json"
-_LOCK_FILE = "lock"
 _PARTIAL = ".partial"
 
 logger = logging.getLogger(__name__)
@@ -54,19 +55,19 @@ class Relay:
         output_dir (`str` or `Path`):
             The run's output directory, by which it is told from others.
         resumed_at (`int`, *optional*):
-            The update from which the run goes on. Versions after it are dropped.
+            The update from which the run goes on. Versions after it are dropped. A run that begins, and has left no
+            complete checkpoint when it began before, drops all.
 
     Raises:
         ValueError: if another trainer writes there, or if the folder holds another run or something else.
     """
 
     def __init__(self, folder: str | Path, output_dir: str | Path, resumed_at: int | None = None):
-        self._folder = Path(folder)
-        self._run = _name_of_run(Path(output_dir))
+        self._folder, self._output_dir = Path(folder), Path(output_dir)
+        self._run = _name_of_run(self._output_dir)
         self._held: dict[str, torch.Tensor] = {}
         self._fingerprints: dict[str, str] = {}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self._folder)
+        self._lock = hold(self._folder / LOCK_FILE, "publish_dir")
         # Of a trainer that was killed while it wrote.
         _remove(self._folder / _PARTIAL)
         try:
@@ -81,7 +82,7 @@ class Relay:
 
     def _go_on(self, resumed_at: int | None) -> list[dict[str, Any]]:
         if not (self._folder / MANIFEST_FILE).exists():
-            names = sorted(path.name for path in self._folder.iterdir() if path.name != _LOCK_FILE)
+            names = sorted(path.name for path in self._folder.iterdir() if path.name != LOCK_FILE)
             # A trainer that ended before its first version was complete.
             others = [name for name in names if not name.startswith("base-") and not name.endswith(_PARTIAL)]
             if others:
@@ -90,7 +91,11 @@ class Relay:
                 )
             return []
         manifest = _read_manifest(self._folder)
-        if manifest["run"] != self._run or resumed_at is None:
+        is_ours = manifest["run"] == self._run
+        is_begun_again = is_ours and resumed_at is None and last_complete_checkpoint(self._output_dir) is None
+        if is_begun_again:
+            resumed_at = -1
+        if not is_ours or resumed_at is None:
             now = f"run {self._run!r}" if resumed_at is not None else f"a new run, {self._run!r}"
             raise ValueError(
                 f"publish_dir={str(self._folder)!r} holds versions of run {manifest['run']!r}, and this is {now}. Choose an empty "
@@ -98,11 +103,12 @@ class Relay:
             )
         kept = [entry for entry in manifest["versions"] if entry["version"] <= resumed_at]
         if dropped := manifest["versions"][len(kept) :]:
+            after = f"are after update {resumed_at}, from which the run goes on,"
             logger.warning(
-                "%s: versions %s are after update %d, from which the run goes on, and are dropped.",
+                "%s: versions %s %s and are dropped.",
                 self._folder,
                 [entry["version"] for entry in dropped],
-                resumed_at,
+                "are of this run before it left a checkpoint" if is_begun_again else after,
             )
             self._write_manifest(kept)
             for name in {Path(file).parts[0] for entry in dropped for file in entry["files"]}:
@@ -126,7 +132,11 @@ class Relay:
             ValueError: if the version is there with other weights.
         """
         fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-        weights, last = base_digest(fingerprints), self._versions[-1] if self._versions else None
+        weights = base_digest(fingerprints)
+        if is_removed := not (self._folder / MANIFEST_FILE).exists() and not (self._folder / LOCK_FILE).exists():
+            # A base comes next.
+            self._versions, self._held, self._fingerprints = [], {}, {}
+        last = self._versions[-1] if self._versions else None
         if last is not None and last["version"] == version:
             if not self._held and last["weights"] != weights:
                 raise ValueError(
@@ -135,12 +145,18 @@ class Relay:
                 )
         else:
             try:
+                if is_removed:
+                    logger.warning("%s was removed, and is made again.", self._folder)
+                    self.close()
+                    self._lock = hold(self._folder / LOCK_FILE, "publish_dir")
                 is_known = self._held and _layout(tensors) == _layout(self._held)
                 files = self._patch(version, tensors, fingerprints) if is_known else self._base(version, export)
                 parent = "" if last is None else _sha256_of_entry(last)
                 entry = {"version": version, "files": files, "weights": weights, "parent": parent}
                 self._write_manifest([*self._versions, entry])
-            except (OSError, SafetensorError) as error:
+            except Exception as error:
+                if not is_of_the_disk(error):
+                    raise
                 logger.error(
                     "Version %d could not be written to %s (%s). The last that can be read is %s; what changed is written with the next.",
                     version,
@@ -170,6 +186,7 @@ class Relay:
         partial.mkdir()
         name = f"patch-{version}.safetensors"
         save_file(sent, partial / name)
+        allow_as_umask([partial / name])
         sync(partial)
         os.replace(partial / name, self._folder / name)
         return {name: _sha256(self._folder / name)}
@@ -305,23 +322,6 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple]:
 def _name_of_run(output_dir: Path) -> str:
     path = output_dir.resolve()
     return f"{path.name}-{hashlib.sha256(f'{socket.gethostname()}:{path}'.encode()).hexdigest()[:8]}"
-
-
-def _locked(folder: Path):
-    file = (folder / _LOCK_FILE).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise ValueError(
-            f"publish_dir={str(folder)!r} belongs to {holder}, which is still training. Choose another folder."
-        ) from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
 
 
 def _remove(path: Path) -> None:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,9 @@ from .text import completion_text, has_loop, is_garbled, without_padding, worst_
 __all__ = ["Recorder"]
 
 logger = logging.getLogger(__name__)
+
+_LARGEST_REWARD = 1e18
+"""TRL computes advantages in float32, where the squares of larger rewards overflow."""
 
 # Logged by precision, too, in a run with several.
 _BY_BITS = ("reward", "mismatch/abs_logp_mean", "quant/sqnr")
@@ -76,6 +79,7 @@ class Recorder(TrainerCallback):
         self._seconds_inside = 0.0
         self._step_start = 0.0
         self._masters: dict[str, torch.Tensor] = {}
+        self._too_large: set[str] = set()
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add values to the metrics of training, or of evaluation while the model is in that mode."""
@@ -133,6 +137,29 @@ class Recorder(TrainerCallback):
         total, loops, garbled = self.accelerator.reduce(sums, reduction="sum").tolist()
         shares = {"repetition": loops / max(total, 1), "garbled": garbled / max(total, 1)}
         self.log({f"rollout/{name}_share": share for name, share in shares.items()})
+
+    def observe_rewards(self, rewards: Mapping[str, Iterable[float]]) -> None:
+        """
+        Warn, once for each reward function, of rewards from which no advantages can be computed. TRL makes them 0 in
+        silence.
+
+        Args:
+            rewards (`Mapping[str, Iterable[float]]`):
+                Rewards of a batch by the function's name. NaN stands for `None`.
+        """
+        for name, values in rewards.items():
+            largest = max(filter(lambda value: abs(value) > _LARGEST_REWARD, values), key=abs, default=None)
+            if largest is None or name in self._too_large or not self.accelerator.is_main_process:
+                continue
+            self._too_large.add(name)
+            logger.warning(
+                "The reward function %r returned %g: in float32 the advantages of the whole group come out as 0, or "
+                "as any number. Return rewards from %g to %g, or `None` where there is no score. Said once.",
+                name,
+                largest,
+                -_LARGEST_REWARD,
+                _LARGEST_REWARD,
+            )
 
     def observe_rollout(
         self,

@@ -1,0 +1,92 @@
+"""Folders that one trainer holds, permissions that the umask decides, and errors of a full disk."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trl_qarl.checkpoint.files import allow_as_umask, check_free, hold, is_of_the_disk
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from trl_qarl.checkpoint.files import hold
+
+lock = hold(Path(sys.argv[1]), "output_dir")
+# A child that outlives its parent, as processes that load data or run an engine may.
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_folder_is_held_by_one_process_and_free_once_that_is_killed(tmp_path):
+    lock = tmp_path / "run" / ".lock"
+    check_free(lock, "output_dir")
+    assert not lock.parent.exists()
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    try:
+        for ask in (hold, check_free):
+            message = f"output_dir='{lock.parent}' belongs to process {process.pid} on .*, which is still training"
+            with pytest.raises(ValueError, match=message):
+                ask(lock, "output_dir")
+        process.kill()
+        process.wait()
+        # The child is there.
+        os.kill(child, 0)
+        check_free(lock, "output_dir")
+        ours = hold(lock, "output_dir")
+        assert lock.read_text().startswith(f"process {os.getpid()} on ")
+        with pytest.raises(ValueError, match=f"belongs to process {os.getpid()} on "):
+            hold(lock, "output_dir")
+        ours.close()
+        hold(lock, "output_dir").close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_no_error_and_said(tmp_path, monkeypatch, caplog, number):
+    """Lustre that is mounted without `flock`, for one."""
+
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    hold(tmp_path / ".lock", "output_dir").close()
+    assert f"output_dir='{tmp_path}' is on a file system without locks" in caplog.text
+    assert "a second trainer that writes there will not be refused" in caplog.text
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_the_umask_decides_who_reads_what_safetensors_writes(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+        allow_as_umask(tmp_path.glob("*.safetensors"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_errors_of_the_disk_are_told_from_others(tmp_path):
+    from testing_utils import make_tiny_tokenizer
+
+    tokenizer = make_tiny_tokenizer()._tokenizer
+    with pytest.raises(Exception, match="os error 2") as caught:
+        tokenizer.save(str(tmp_path / "missing" / "tokenizer.json"))
+    # Nothing else tells it.
+    assert type(caught.value) is Exception and is_of_the_disk(caught.value)
+    assert is_of_the_disk(OSError(errno.ENOSPC, "No space left on device"))
+    assert not is_of_the_disk(ValueError("has experts in high precision")) and not is_of_the_disk(Exception("?"))

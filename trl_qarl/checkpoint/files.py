@@ -1,0 +1,105 @@
+"""
+Folders that one trainer holds at a time, permissions of new files, and errors that are the disk's. Needs no torch.
+
+A folder is held by an `flock` on a file in it, which ends with the process, however that ends.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+from weakref import WeakSet
+
+from safetensors import SafetensorError
+
+
+__all__ = ["OUTPUT_LOCK", "allow_as_umask", "check_free", "hold", "is_of_the_disk"]
+
+OUTPUT_LOCK = ".lock"
+"""Name of the lock in an `output_dir`; pushes leave out what begins with a dot."""
+
+logger = logging.getLogger(__name__)
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+_held: WeakSet[TextIO] = WeakSet()
+
+
+def hold(lock: Path, option: str) -> TextIO:
+    """
+    Hold the folder of a lock, which both are made if missing, until the file that is returned is closed. A file system
+    without locks gets a warning.
+
+    Args:
+        lock (`Path`):
+            The lock, which says who holds it.
+        option (`str`):
+            The option that names the folder, for messages.
+
+    Raises:
+        ValueError: if another trainer holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    file = lock.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise ValueError(
+                f"{option}={str(lock.parent)!r} belongs to {holder}, which is still training. Choose another folder."
+            ) from error
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            raise
+        logger.warning(
+            "%s=%r is on a file system without locks (%s): a second trainer that writes there will not be refused.",
+            option,
+            str(lock.parent),
+            error.strerror,
+        )
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _held.add(file)
+    return file
+
+
+def check_free(lock: Path, option: str) -> None:
+    """Raises `ValueError` if another trainer holds the folder of a lock."""
+    if lock.exists():
+        hold(lock, option).close()
+
+
+def _leave_to_parent() -> None:
+    for file in list(_held):
+        file.close()
+
+
+# A lock is also a forked child's, which may outlive a trainer that is killed.
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def allow_as_umask(paths: Iterable[Path]) -> None:
+    """
+    Give files the permissions that any new file gets in their folder. Those that safetensors writes are for their
+    owner alone, whatever the umask.
+    """
+    for path in paths:
+        new = path.with_name(f"{path.name}.new")
+        new.touch()
+        path.chmod(new.stat().st_mode & 0o777)
+        new.unlink()
+
+
+def is_of_the_disk(error: Exception) -> bool:
+    """
+    Return whether a file could not be written. Of libraries in Rust some raise a plain `Exception`, whose text ends as
+    Rust's `std::io::Error` does: "No space left on device (os error 28)".
+    """
+    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 
@@ -217,6 +218,30 @@ def test_value_that_an_option_does_not_have_is_named(launched, train_argv, capsy
         main(["train", *train_argv, "--scheme", "W4A16"])
     error = capsys.readouterr().err
     assert "Unknown scheme 'W4A16'. Choose one of" in error and "Did you mean 'w4a16'?" in error
+
+
+def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv):
+    """In place of accelerate's `simple_launcher`, which waits for it."""
+    from accelerate.commands import launch
+
+    calls = []
+    monkeypatch.setattr("trl_qarl.cli.become", lambda argv, environment: calls.append((argv, environment)))
+    monkeypatch.setattr(launch, "simple_launcher", launch.simple_launcher)
+    assert main(["train", *train_argv]) == 0
+    ((argv, environment),) = calls
+    assert argv == [sys.executable, "-m", "trl_qarl.scripts.train", *train_argv]
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_torchs_launcher_passed_on_is_the_exit_code(monkeypatch, train_argv, number):
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def end(args):
+        raise SignalException("ended", number)
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", end)
+    assert main(["train", *train_argv]) == 128 + number
 
 
 def test_exit_code_of_a_failed_training_process_is_passed_on(monkeypatch, train_argv):

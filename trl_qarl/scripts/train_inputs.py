@@ -60,7 +60,8 @@ def _read_yaml(path: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            return yaml.safe_load(file)
     except yaml.YAMLError as error:
         raise ValueError(error) from error
 

@@ -43,8 +43,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 0, 2 for a configuration error, 3 where only a push to the Hub failed,
-    141 where the reader of the output has gone, or 128 and the number of the signal that ended it.
+    Run the command line and return the exit code: 0, 2 for a configuration error, 3 where only a push to the Hub
+    failed, 141 where the reader of the output has gone, or 128 and the number of the signal that ended it.
 
     Args:
         argv (`list[str]`, *optional*):

@@ -3,8 +3,8 @@ How a command ends by a signal, and the processes that it started with it. Needs
 
 `python -m trl_qarl.processes MODULE ...` runs a module that has no handlers while it starts.
 
-Linux gives process 1 of a container only those signals that it has a handler for. A command without one would sleep through
-`docker stop`, and so would the trainer that it started.
+Linux gives process 1 of a container only those signals that it has a handler for. A command without one would sleep
+through `docker stop`, and so would the trainer that it started.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 def exit_on_signals() -> Callable[[], None]:
     """
-    Have SIGTERM and SIGHUP end this process as Ctrl-C does, through every `finally`, with exit code 128 and the signal's number;
-    returns what undoes it.
+    Have SIGTERM and SIGHUP end this process as Ctrl-C does, through every `finally`, with exit code 128 and the
+    signal's number; returns what undoes it.
 
-    A handler that somebody else has installed stays, and a signal that is ignored, as `nohup` does, stays ignored. In another
-    thread than the main one nothing happens.
+    A handler that somebody else has installed stays, and a signal that is ignored, as `nohup` does, stays ignored.
+    In another thread than the main one nothing happens.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -57,7 +57,8 @@ def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """
     Replace this process by another program, which keeps its number and so gets all signals itself.
 
-    SIGTERM and SIGHUP wait until a Python program calls [`exit_on_signals`]; process 1 would lose those that come before.
+    SIGTERM and SIGHUP wait until a Python program calls [`exit_on_signals`]; process 1 would lose those that come
+    before.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -68,8 +69,8 @@ def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], object]:
     """
-    Return a function for a child to call, after which Linux sends it `number` when the thread that started it is gone, however
-    that happens. The child's own children know nothing of it. Does nothing on other systems.
+    Return a function for a child to call, after which Linux sends it `number` when the thread that started it is
+    gone, however that happens. The child's own children know nothing of it. Does nothing on other systems.
     """
     if sys.platform != "linux":
         return lambda: None

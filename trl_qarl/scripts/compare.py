@@ -52,7 +52,8 @@ def main(args: Namespace) -> int:
                 )
         if Path(args.grid).is_dir():
             raise ValueError(
-                f"{args.grid} is a directory, and a grid is a file. To compare the runs in it: `trl-qarl report {args.grid}`."
+                f"{args.grid} is a directory, and a grid is a file. To compare the runs in it: "
+                f"`trl-qarl report {args.grid}`."
             )
         config = load_grid(args.grid)
         if (known := names_of_train()) is not None:

@@ -1,9 +1,9 @@
 """
 Names of options: both spellings, slips, and those of `trl-qarl train` without importing what defines them.
 
-The parser of `train` is made of dataclasses of TRL and transformers, whose import takes seconds. [`names_of_train`] reads their
-sources instead. It may know more names than the parser, never fewer: a name that it does not know is a slip, and whatever
-else is wrong the parser says.
+The parser of `train` is made of dataclasses of TRL and transformers, whose import takes seconds. [`names_of_train`]
+reads their sources instead. It may know more names than the parser, never fewer: a name that it does not know is a
+slip, and whatever else is wrong the parser says.
 """
 
 import ast
@@ -38,7 +38,7 @@ def option_names(parser: ArgumentParser) -> set[str]:
 
 
 def spell(argv: list[str], known: Iterable[str]) -> list[str]:
-    """Return `argv` with dashes in names of options for underscores, or the other way round, where only that is in `known`."""
+    """Return `argv` with dashes in names of options for underscores, or the reverse, where only that is in `known`."""
     spellings = {name.replace("-", "_"): name for name in known}
     spellings |= {name: name for name in known}
     words = [word.partition("=") for word in argv]
@@ -66,8 +66,8 @@ def check_names(argv: list[str], known: Iterable[str]) -> None:
 
 def names_of_train() -> set[str] | None:
     """
-    Return the long options of `trl-qarl train` and of `accelerate launch` in both spellings, read from their sources; `None` if
-    a release has moved them.
+    Return the long options of `trl-qarl train` and of `accelerate launch` in both spellings, read from their
+    sources; `None` if a release has moved them.
     """
     try:
         names = _strings_of_options(_LAUNCHER) | {"--config", "--accelerate_config", "--help"}

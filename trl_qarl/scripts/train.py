@@ -84,8 +84,8 @@ def make_parser(prog: str | None = None) -> "TrlParser":
 
 def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
     """
-    Have the help of `parser` begin with `MAIN_OPTIONS`, then QaRLConfig's. The rest, which is inherited from TRL and transformers,
-    is left out or follows.
+    Have the help of `parser` begin with `MAIN_OPTIONS`, then QaRLConfig's. The rest, which is inherited from TRL and
+    transformers, is left out or follows.
     """
     from ..qarl_config import QaRLConfig
 

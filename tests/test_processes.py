@@ -152,16 +152,6 @@ def test_a_signal_that_comes_while_a_program_starts_waits_for_its_handler():
     assert process.wait(30) == 143
 
 
-def test_a_module_that_starts_slowly_ends_by_sigterm_meanwhile(tmp_path):
-    (tmp_path / "slow.py").write_text("import sys, time\nprint(sys.argv[1:], __name__, flush=True)\ntime.sleep(60)")
-    command = [sys.executable, "-m", "trl_qarl.processes", "slow", "--an", "argument"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "['--an', 'argument'] __main__\n"
-        process.terminate()
-        assert process.wait(30) == 143
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone does it")
 def test_a_child_ends_with_its_parent(tmp_path):
     code = (

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_unquantized_needs_no_overrides(tmp_path, capsys):
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5"])
 def test_an_address_others_can_reach_warns(tmp_path, capsys, monkeypatch, host):
     started = []
-    monkeypatch.setattr(vllm_serve, "become", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
     path = make_tiny_model(tmp_path)
     arguments = ["vllm-serve", "--model", path, "--transfer_dir", str(tmp_path / "transfer")]
     main([*arguments, "--host", host])
@@ -87,7 +88,7 @@ def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch
     import torch
 
     started, directory, token_file = [], tmp_path / "shared memory", tmp_path / "my token"
-    monkeypatch.setattr(vllm_serve, "become", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: transport == "nccl")
     monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda *arguments: directory)
     arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16"]
@@ -95,7 +96,7 @@ def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch
     arguments += ["--transfer_dir", str(directory)] if transport == "file" else []
     for _ in range(2):
         main(arguments)
-    (argv, environment), (_, again) = started
+    (_, argv, environment), (_, _, again) = started
     path = Path(environment[TOKEN_FILE_VARIABLE])
     assert path == (token_file if named else directory / "token")
     assert path.stat().st_mode & 0o777 == 0o600
@@ -105,7 +106,7 @@ def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch
 
 
 def test_a_token_file_that_others_can_read_starts_no_server(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(vllm_serve, "become", lambda *arguments: pytest.fail("started"))
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("started"))
     path = tmp_path / "token"
     make_token_file(path)
     path.chmod(0o644)

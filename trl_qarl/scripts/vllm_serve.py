@@ -6,7 +6,6 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from ..processes import become
 from ..quantization.plan import plan_of
 from ..rollout.server_command import build_server_command
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
@@ -113,8 +112,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             make_transfer_dir(directory)
         make_token_file(token_file)
         read_token_file(token_file)
-    # vLLM heeds signals from when it is up, which takes it a minute.
-    become([sys.executable, "-m", "trl_qarl.processes", *argv[2:]], {**os.environ, **environment})
+    os.execve(argv[0], argv, {**os.environ, **environment})
 
 
 def _has_tls(vllm_args: list[str]) -> bool:

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 
@@ -6,8 +7,11 @@ import pytest
 import yaml
 
 from trl_qarl import __version__
-from trl_qarl.cli import COMMANDS, build_launch_args, check_names, main, option_names, spell
-from trl_qarl.scripts import bench, train, vllm_serve
+from trl_qarl.cli import COMMANDS, build_launch_args, main
+from trl_qarl.scripts import train, vllm_serve
+
+
+TRAIN = ["--model_name_or_path", "a/model", "--dataset_name", "a/dataset", "--reward_funcs", "accuracy_reward"]
 
 
 @pytest.fixture
@@ -44,39 +48,25 @@ def test_help_loads_no_heavy_package(argv):
         (["bench", "learner", "--tokns", "3"], "trl-qarl: error: Unknown option `--tokns`. Did you mean `--tokens`?"),
         (["eval", "--zzzzzz=1"], "trl-qarl: error: Unknown option `--zzzzzz`.\n"),
         (["trian"], "Did you mean `train`?"),
+        (["train", *TRAIN, "--shceme", "fp8"], "Unknown option `--shceme`. Did you mean `--scheme`?"),
+        (["train", *TRAIN, "--num-proceses=2"], "Unknown option `--num-proceses`. Did you mean `--num_processes`?"),
+        (["train", *TRAIN, "--router_replay", "true"], "Unknown option `--router_replay`."),
+        (["train", *TRAIN[:4]], "No reward: give `--reward_funcs`"),
+        (["train", *TRAIN[:4], "--reward-f", "acuracy_reward"], "Unknown reward function 'acuracy_reward'"),
+        (["train", *TRAIN[:4], "--reward_funcs", "no_such.reward"], "No module named 'no_such'"),
+        (["train", *TRAIN[:2], *TRAIN[4:]], "No dataset: give `--dataset_name`"),
+        (["train", *TRAIN, "--dataset_name=problems.jsonl"], "'problems.jsonl': there is no such file."),
+        (["train", *TRAIN, "--dataset-name", "./problems"], "'./problems': there is no such file or folder."),
+        (["train", *TRAIN[2:]], "No model: give `--model_name_or_path`."),
     ],
     ids=" ".join,
 )
 def test_wrong_command_line_ends_at_once_without_torch(argv, message):
-    code = f"import sys\nfrom trl_qarl.cli import main\ntry:\n    status = main({argv})\nexcept SystemExit as stop:\n"
+    code = f"import sys, time\nfrom trl_qarl.cli import main\ntry:\n    status = main({argv})\nexcept SystemExit as stop:\n"
     code += "    status = stop.code\nassert not {'torch', 'trl', 'accelerate', 'transformers'} & sys.modules.keys()\n"
+    code += "assert time.process_time() < 2, time.process_time()\n"
     result = subprocess.run([sys.executable, "-c", f"{code}sys.exit(status)"], capture_output=True, text=True)
     assert result.returncode == 2 and message in result.stderr, result.stderr
-
-
-@pytest.mark.parametrize(
-    ("word", "known", "expected"),
-    [
-        ("--group-size", "--group_size", "--group_size"),
-        ("--group-size=a-b", "--group_size", "--group_size=a-b"),
-        ("--group_size", "--group-size", "--group-size"),
-        ("--group_size", "--group_size", "--group_size"),
-        ("--max-len", "--group_size", "--max-len"),
-        ("a-b", "--a_b", "a-b"),
-    ],
-)
-def test_an_option_may_be_spelled_with_dashes_or_underscores(word, known, expected):
-    assert spell(["--x", word], {known}) == ["--x", expected]
-
-
-@pytest.mark.parametrize("argv", [["--scheme", "fp8", "folder"], ["--group", "32"], ["--", "-1"], ["--scheme=--x"]])
-def test_what_argparse_takes_is_let_through(argv):
-    check_names(argv, {"--scheme", "--group_size"})
-
-
-def test_options_of_subcommands_are_known():
-    names = option_names(bench.make_parser())
-    assert {"--sequence_length", "--json"} <= names
 
 
 def test_server_takes_our_options_in_both_spellings_and_leaves_the_rest_to_vllm(monkeypatch):
@@ -228,6 +218,30 @@ def test_value_that_an_option_does_not_have_is_named(launched, train_argv, capsy
         main(["train", *train_argv, "--scheme", "W4A16"])
     error = capsys.readouterr().err
     assert "Unknown scheme 'W4A16'. Choose one of" in error and "Did you mean 'w4a16'?" in error
+
+
+def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv):
+    """In place of accelerate's `simple_launcher`, which waits for it."""
+    from accelerate.commands import launch
+
+    calls = []
+    monkeypatch.setattr("trl_qarl.cli.become", lambda argv, environment: calls.append((argv, environment)))
+    monkeypatch.setattr(launch, "simple_launcher", launch.simple_launcher)
+    assert main(["train", *train_argv]) == 0
+    ((argv, environment),) = calls
+    assert argv == [sys.executable, "-m", "trl_qarl.scripts.train", *train_argv]
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_torchs_launcher_passed_on_is_the_exit_code(monkeypatch, train_argv, number):
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def end(args):
+        raise SignalException("ended", number)
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", end)
+    assert main(["train", *train_argv]) == 128 + number
 
 
 def test_exit_code_of_a_failed_training_process_is_passed_on(monkeypatch, train_argv):

@@ -18,6 +18,7 @@ from test_imports import by_folder, import_graph
 
 from trl_qarl import cli
 from trl_qarl.scripts import train
+from trl_qarl.scripts.option_names import check_names, option_names, spell
 from trl_qarl.study.grid import expand_grid, load_grid
 
 
@@ -167,17 +168,17 @@ def check_trl_qarl(arguments):
         parse_train(argv)
         return
     parser = importlib.import_module(f"trl_qarl.scripts.{command.replace('-', '_')}").make_parser(command)
-    known = cli.option_names(parser)
+    known = option_names(parser)
     if command == "vllm-serve":
-        parser.parse_known_args(cli.spell(argv, known))
+        parser.parse_known_args(spell(argv, known))
     else:
-        parser.parse_args(cli.spell(argv, known))
+        parser.parse_args(spell(argv, known))
 
 
 def parse_train(argv):
     """The training script takes the arguments, and `accelerate launch` what it leaves over."""
     *_, rest = train.make_parser().parse_args_and_config(argv, return_remaining_strings=True)
-    cli.check_names(rest, cli.option_names(launch_command_parser()))
+    check_names(rest, option_names(launch_command_parser()))
 
 
 def check_install(arguments):

@@ -90,10 +90,10 @@ class WarmServer:
 
 def run(argv: list[str], environment: dict[str, str], log: str) -> None:
     """`python -m module argument ...`, in this process."""
-    from trl_qarl.rollout import server_process
+    from trl_qarl.processes import end_with_parent
 
     os.setsid()
-    server_process._end_with_parent()()
+    end_with_parent()()
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -12,16 +12,19 @@ import logging
 import os
 import select
 import sys
-from argparse import ArgumentParser, _SubParsersAction
-from collections.abc import Iterable, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import NoReturn
 
 from ._version import __version__
+from .processes import become, exit_on_signals
 from .scripts.errors import configuration_errors
+from .scripts.option_names import check_names, option_names, spell
 
 
-__all__ = ["check_names", "main", "option_names", "spell"]
+__all__ = ["build_launch_args", "main"]
 
 COMMANDS = {
     "train": "Train a quantized policy; takes everything `trl grpo` takes, plus QaRLConfig's options",
@@ -40,13 +43,14 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Run the command line and return the exit code: 0, 2 for a configuration error, 3 where only a push to the Hub failed, or
-    141 where the reader of the output has gone.
+    Run the command line and return the exit code: 0, 2 for a configuration error, 3 where only a push to the Hub
+    failed, 141 where the reader of the output has gone, or 128 and the number of the signal that ended it.
 
     Args:
         argv (`list[str]`, *optional*):
             Arguments without the program name, `sys.argv[1:]` by default.
     """
+    restore_signals = exit_on_signals()
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -57,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         # What is still buffered goes nowhere; else Python complains when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    finally:
+        restore_signals()
 
 
 def _has_lost_its_reader() -> bool:
@@ -93,40 +99,6 @@ def _run(argv: list[str]) -> int:
     return module.main(parser.parse_args(argv)) or 0
 
 
-def option_names(parser: ArgumentParser) -> set[str]:
-    """Return the long options of a parser and of its subcommands, with their dashes."""
-    names = {name for name in parser._option_string_actions if name.startswith("--")}
-    subcommands = [action.choices for action in parser._actions if isinstance(action, _SubParsersAction)]
-    return names.union(*(option_names(subparser) for choices in subcommands for subparser in choices.values()))
-
-
-def spell(argv: list[str], known: Iterable[str]) -> list[str]:
-    """Return `argv` with dashes in names of options for underscores, or the other way round, where only that is in `known`."""
-    spellings = {name.replace("-", "_"): name for name in known}
-    spellings |= {name: name for name in known}
-    words = [word.partition("=") for word in argv]
-    return [
-        spellings.get(name, spellings.get(name.replace("-", "_"), name)) + rest + value for name, rest, value in words
-    ]
-
-
-def check_names(argv: list[str], known: Iterable[str]) -> None:
-    """
-    Raise for the first option in `argv` that is neither in `known` nor begins one that is, as argparse completes it.
-
-    argparse would first complain of what is missing, and knows no "did you mean".
-
-    Raises:
-        ValueError: with what was probably meant.
-    """
-    for word in argv:
-        name = word.partition("=")[0]
-        if name.startswith("--") and not any(option.startswith(name) for option in known):
-            matches = get_close_matches(name.replace("-", "_"), [option.replace("-", "_") for option in known], n=1)
-            hint = f" Did you mean `--{matches[0][2:]}`?" if matches else ""
-            raise ValueError(f"Unknown option `{name}`.{hint}")
-
-
 def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: int | None) -> list[str]:
     """
     Return the arguments of `accelerate launch` that run the training script.
@@ -149,7 +121,8 @@ def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: 
 
 
 def _train(argv: list[str]) -> int:
-    from .scripts.train import USAGE, hide_inherited_options, make_parser
+    from .scripts.train import USAGE, arrange_help, make_parser
+    from .scripts.train_inputs import check_early
 
     if not argv:
         print(f"usage: {USAGE}\nSee `trl-qarl train --help`.", file=sys.stderr)
@@ -158,23 +131,27 @@ def _train(argv: list[str]) -> int:
     if asked := {"-h", "--help", "--help_all", "--help-all"} & {*argv}:
         # What only a launch needs takes longer to import than the rest.
         parser = make_parser("trl-qarl train")
-        if asked <= {"-h", "--help"}:
-            hide_inherited_options(parser)
+        arrange_help(parser, with_inherited=not asked <= {"-h", "--help"})
         parser.print_help()
         return 0
+
+    # TRL takes the file as a word of its own.
+    words = (word.split("=", 1) if word.startswith("--config=") else [word] for word in argv)
+    argv = [part for word in words for part in word]
+    with configuration_errors():
+        check_early(argv)
 
     import subprocess
 
     import torch
     import yaml
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from trl.cli.commands.training import _subtract_subsequence
 
-    parser, launch_parser = make_parser("trl-qarl train"), launch_command_parser()
+    parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
     known = {*option_names(parser), *option_names(launch_parser), "--config", "--accelerate_config"}
-    # TRL takes the file as a word of its own.
-    words = (word.split("=", 1) if word.startswith("--config=") else [word] for word in argv)
-    argv = spell([part for word in words for part in word], known)
+    argv = spell(argv, known)
     with configuration_errors(), _without_warnings():
         check_names(argv, known)
         try:
@@ -192,12 +169,24 @@ def _train(argv: list[str]) -> int:
             num_cpus=torch.get_num_threads() if on_cpu else None,
         )
     launch_parser.usage = USAGE
+    # accelerate's would wait for a child that no signal to this process reaches.
+    launch.simple_launcher = _become_trainer
     try:
-        launch_command(launch_parser.parse_args(launch_args))
+        launch.launch_command(launch_parser.parse_args(launch_args))
+    except SignalException as error:
+        # torch's launcher has sent it to all ranks and waited for them.
+        return 128 + error.sigval
     except subprocess.CalledProcessError as error:
         # The training process has said what went wrong.
         return error.returncode
     return 0
+
+
+def _become_trainer(args: Namespace) -> NoReturn:
+    """Run the one process of a launch in place of the command that was given."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    become(*prepare_simple_launcher_cmd_env(args))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from .muon import create_muon_adamw
 from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
 from .policy import Policy, PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
+from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
 from .quantization.partitioned import forget_order
 from .quantization.swap import quantized_forward
@@ -28,7 +29,6 @@ from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration
 from .rollout.scoring import prompt_log_probs
-from .rollout.server_process import exit_on_sigterm
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
 from .telemetry.console import Advisor, show_rows
@@ -386,7 +386,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         was started here ends with training, however that ends, SIGTERM included. The next rollout publishes whatever the
         step count says, as `load_best_model_at_end` may have changed the weights.
         """
-        restore_sigterm = exit_on_sigterm() if self.use_vllm and self.is_world_process_zero() else None
+        restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
             with self._hold_folders(resume_from_checkpoint) as checkpoint:
                 output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
@@ -396,5 +396,5 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             if self.use_vllm:
                 self._last_loaded_step = -1
                 self.vllm_generation.stop_server()
-            if restore_sigterm is not None:
-                restore_sigterm()
+            if restore_signals is not None:
+                restore_signals()

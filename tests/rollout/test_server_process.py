@@ -3,7 +3,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -154,12 +153,6 @@ def test_the_handler_of_sigterm_goes_with_the_server(tmp_path):
     server.start()
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     server.stop()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_another_thread_installs_no_handler():
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(serve.exit_on_sigterm).result()()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from argparse import Namespace
 from importlib.util import find_spec
@@ -28,6 +29,16 @@ def test_train_help_lists_the_main_options_and_ours(capsys):
     output = capsys.readouterr().out
     shown = {word[2:] for word in re.findall(r"^  (--\w+)", output, re.MULTILINE)}
     assert shown == {*train.MAIN_OPTIONS, *QaRLConfig.__annotations__, "no_quantize_learner"}
+
+
+@pytest.mark.parametrize("option", ["--help", "--help-all"])
+def test_train_help_begins_with_what_is_needed_first_and_contradicts_no_default(option, capsys):
+    assert main(["train", option]) == 0
+    output = capsys.readouterr().out
+    listed = re.findall(r"^  (?:-h, )?--(\w+)", output, re.MULTILINE)
+    assert listed[: 1 + len(train.MAIN_OPTIONS)] == ["help", *train.MAIN_OPTIONS]
+    assert listed[1:4] == ["model_name_or_path", "dataset_name", "reward_funcs"]
+    assert "(default: None)" not in output and "(default: w4a16)" in output
 
 
 @pytest.mark.parametrize("option", ["--help-all", "--help_all"])
@@ -307,21 +318,19 @@ def test_checkpoint_that_cannot_be_resumed_is_one_line_and_exit_code_two(train_a
 
 
 @pytest.mark.slow
-def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path, monkeypatch, capfd):
+def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
     names = [name.removeprefix("--") for name in train_argv[::2]]
     config = {name: yaml.safe_load(value) for name, value in zip(names, train_argv[1::2], strict=True)}
     (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({**config, "reward_funcs": ["rewards.digits"], "scheme": "w8a8"})
+        yaml.safe_dump({**config, "reward_funcs": "rewards.digits", "scheme": "w8a8"})
     )
     (tmp_path / "rewards.py").write_text(
         "def digits(completions, **kwargs):\n    return [float(sum(map(str.isdigit, text))) for text in completions]\n"
     )
-    monkeypatch.chdir(tmp_path)
     # The package may be a checkout that is on this process's path only.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    # The launcher in this process, which has imported what it parses with; the training in another.
-    status = main(["train", "--config", "config.yaml", "--num_machines", "1"])
-    output = capfd.readouterr()
-    assert status == 0, output.err
-    assert "Training completed." in output.out
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "trl_qarl.cli", "train", "--config", "config.yaml", "--num_machines", "1"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Training completed." in result.stdout
     assert json.loads((tmp_path / "run" / "qarl.json").read_text())["scheme"] == "w8a8"

@@ -146,6 +146,23 @@ def test_grid_that_cannot_run_is_one_line_and_exit_code_two(project, capsys, cha
     assert not project.out.exists()
 
 
+@pytest.mark.parametrize("options", [["--dry_run"], []])
+def test_misspelt_option_of_train_is_refused_before_anything_starts(project, capsys, options):
+    path = project(command=None, train={"model_name_or_path": "m", "lerning_rate": 1e-6})
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", str(path), "--output_dir", str(project.out), *options])
+    output = capsys.readouterr()
+    assert "Unknown option `--lerning_rate`. Did you mean `--learning_rate`?" in output.err
+    assert not output.out and not project.out.exists()
+
+
+def test_a_directory_of_runs_is_sent_to_the_report(project, capsys):
+    project.out.mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        compare(project.out, project.out)
+    assert f"To compare the runs in it: `trl-qarl report {project.out}`." in capsys.readouterr().err
+
+
 def test_dry_run_prints_commands_and_writes_nothing(project, capsys, tmp_path):
     assert main(["compare", str(project()), "--dry_run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -266,10 +283,33 @@ def test_interrupted_command_ends_its_cell_and_continues_later(project, number):
         time.sleep(0.05)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "The same command continues." in errors
+    assert process.returncode == 128 + number and "The same command continues." in errors
     # The lock is free, so no process of the cell is left.
     assert compare(project(grid={"scheme": ["w4a16"], "seed": [0]}), project.out) == 0
     assert steps(cell) == [1, 2, 3, 4]
+
+
+def test_a_cell_ends_with_a_command_that_is_killed(project):
+    path = project({"w4a16-seed0": "wait"}, grid={"scheme": ["w4a16"], "seed": [0]})
+    command = [sys.executable, "-m", "trl_qarl.cli", "compare", str(path), "--output_dir", str(project.out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(command, env=environment)
+    checkpoint = project.out / "w4a16-seed0" / "checkpoint-2" / "trainer_state.json"
+    deadline = time.monotonic() + 60
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    # The cell inherits the lock.
+    with open(project.out / ".lock") as lock:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        else:
+            pytest.fail("the cell runs on")
 
 
 def test_progress_estimates_only_from_cells_that_finished():

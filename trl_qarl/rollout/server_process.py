@@ -1,7 +1,6 @@
 """The server of `vllm_server_autostart=True`: a child process of the trainer."""
 
 import atexit
-import ctypes
 import logging
 import os
 import random
@@ -10,18 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..processes import end_with_parent, exit_on_signals
 from ..wire.handshake import TOKEN_VARIABLE, make_token
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import make_transfer_dir, remove_leftover_dirs
 
 
-__all__ = ["ServerProcess", "exit_on_sigterm", "free_port"]
+__all__ = ["ServerProcess", "free_port"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class ServerProcess:
         self.environment = dict(environment)
         self.log_file = log_file
         self._process: subprocess.Popen | None = None
-        self._restore_sigterm: Callable[[], None] | None = None
+        self._restore_signals: Callable[[], None] | None = None
         atexit.register(self.stop)
 
     @property
@@ -79,7 +78,7 @@ class ServerProcess:
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
             remove_leftover_dirs()
             make_transfer_dir(directory)
-        self._restore_sigterm = exit_on_sigterm()
+        self._restore_signals = exit_on_signals()
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 self.argv,
@@ -88,7 +87,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent(),
+                preexec_fn=end_with_parent(),
             )
 
     def wait(self, url: str, timeout: float) -> None:
@@ -141,32 +140,8 @@ class ServerProcess:
         self._process = None
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
             shutil.rmtree(directory, ignore_errors=True)
-        if self._restore_sigterm is not None:
-            self._restore_sigterm()
-
-
-def exit_on_sigterm() -> Callable[[], None]:
-    """
-    Have SIGTERM end this process as Ctrl-C does, through every `finally`, with exit code 143; returns what undoes it.
-
-    A handler that somebody else has installed stays, and so does everything where this is not the main thread.
-    """
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return lambda: None
-
-    def leave(signum, frame):
-        # `timeout` and others send it twice, and the second one must not interrupt the cleaning up after the first.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise SystemExit(128 + signum)
-
-    def restore():
-        is_ours = signal.getsignal(signal.SIGTERM) in (leave, signal.SIG_IGN)
-        if is_ours and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, leave)
-    return restore
+        if self._restore_signals is not None:
+            self._restore_signals()
 
 
 def _end_group(group: int) -> None:
@@ -206,12 +181,3 @@ def _check_port_is_free(port: int) -> None:
                 f"vllm_server_autostart=True cannot start a server on port {port}: {error.strerror}. Choose another "
                 "`vllm_server_port`."
             ) from error
-
-
-def _end_with_parent():
-    """Function for the child to call: have Linux end it when the thread that started it is gone, however that happens."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    set_parent_death_signal = 1
-    return lambda: prctl(set_parent_death_signal, signal.SIGTERM)

@@ -8,7 +8,6 @@ marks a cell that is done, `trained` one that is still to be evaluated, a comple
 
 import re
 import shlex
-import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from ..study.grid import build_command, cell_name, expand_grid, load_grid
 from ..study.runner import LOG_FILE, cell_state, check_side_by_side, lock_directory, run_cells
 from .errors import configuration_errors
+from .option_names import check_names, names_of_train
 
 
 __all__ = ["main", "make_parser"]
@@ -42,7 +42,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def main(args: Namespace) -> int:
-    """Run the grid. Return 0, 1 if a cell failed, or 130 if interrupted."""
+    """Run the grid. Return 0, 1 if a cell failed, or 130 after Ctrl-C."""
     with configuration_errors():
         for device in args.devices or ():
             if args.devices.count(device) > 1 or not re.fullmatch(r"[\w-]+(,[\w-]+)*", device):
@@ -50,7 +50,14 @@ def main(args: Namespace) -> int:
                     f"--devices {' '.join(args.devices)}: {device!r} is given twice or is no list of GPUs; give "
                     "values of CUDA_VISIBLE_DEVICES such as `0 1` or `0,1 2,3`."
                 )
+        if Path(args.grid).is_dir():
+            raise ValueError(
+                f"{args.grid} is a directory, and a grid is a file. To compare the runs in it: "
+                f"`trl-qarl report {args.grid}`."
+            )
         config = load_grid(args.grid)
+        if (known := names_of_train()) is not None:
+            check_names([f"--{name}" for name in config.get("train", {})], known)
         if len(args.devices or ()) > 1:
             check_side_by_side(config.get("train", {}))
         cells = expand_grid(config)
@@ -63,16 +70,12 @@ def main(args: Namespace) -> int:
             return 0
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(output_dir)
-    # A terminated command ends its cell too, in the way that Ctrl-C does.
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with lock:
             failures = run_cells(config, cells, states, output_dir, lock.fileno(), args.devices or [None])
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
         print("\nInterrupted. The same command continues.", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+        return stop.code if isinstance(stop, SystemExit) else 130
     print(f"{len(cells) - len(failures)} of {len(cells)} cells finished in {output_dir}.")
     if len(failures) < len(cells):
         print(f"`trl-qarl report {output_dir}` compares them.")

@@ -7,6 +7,7 @@ inside `main`, so it cannot be called with another one.
 
 import importlib
 import os
+import signal
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..processes import end_with_parent, exit_on_signals
 from .errors import EXIT_PUSH_FAILED, configuration_errors
+from .train_inputs import DATA_FILES, REWARDS, as_list, check_inputs, check_rewards
 
 
 if TYPE_CHECKING:
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "USAGE",
+    "arrange_help",
     "get_export_dir",
     "get_reward_funcs",
-    "hide_inherited_options",
     "main",
     "make_parser",
     "parse_resume_from_checkpoint",
@@ -38,17 +41,18 @@ EPILOG = (
     "as in --model-name-or-path. `--help-all` lists every option of TRL and transformers as well. Options unknown to all of "
     "them, and `--accelerate_config`, go to `accelerate launch`."
 )
-# Shown by `--help` beside those of QaRLConfig.
+# Shown by `--help` before those of QaRLConfig.
 MAIN_OPTIONS = (
     "model_name_or_path",
     "dataset_name",
     "reward_funcs",
+    "scheme",
+    "use_vllm",
+    "vllm_mode",
     "output_dir",
     "export_dir",
     "resume_from_checkpoint",
 )
-# Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
-DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
@@ -78,24 +82,33 @@ def make_parser(prog: str | None = None) -> "TrlParser":
     return TrlParser(types, prog=prog, usage=USAGE, description=DESCRIPTION, epilog=EPILOG)
 
 
-def hide_inherited_options(parser: "TrlParser") -> None:
-    """Leave the options of TRL and transformers out of the help of `parser`, but for `MAIN_OPTIONS`."""
+def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
+    """
+    Have the help of `parser` begin with `MAIN_OPTIONS`, then QaRLConfig's. The rest, which is inherited from TRL and
+    transformers, is left out or follows.
+    """
     from ..qarl_config import QaRLConfig
 
-    shown = {"help", *MAIN_OPTIONS, *QaRLConfig.__annotations__}
+    order = ["help", *MAIN_OPTIONS, *(name for name in QaRLConfig.__annotations__ if name not in MAIN_OPTIONS)]
     for action in parser._actions:
-        if action.dest not in shown:
+        if action.dest not in order and not with_inherited:
             action.help = SUPPRESS
+        # The help says what happens without the option.
+        if action.default is None:
+            action.default = SUPPRESS
         # The other spelling is taken all the same.
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    parser._optionals._group_actions.sort(
+        key=lambda action: order.index(action.dest) if action.dest in order else len(order)
+    )
 
 
-def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = None) -> list[str | Callable]:
+def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | None = None) -> list[str | Callable]:
     """
     Return reward functions by name, as `trl grpo` looks them up.
 
     Args:
-        names (`list[str]`):
+        names (`list[str]` or `str`):
             Names of TRL's reward functions, or dotted import paths, for which the working directory comes first.
         reward_model_name_or_path (`str`, *optional*):
             Reward model, which the trainer loads; it comes first.
@@ -105,25 +118,16 @@ def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = N
     """
     from trl import rewards
 
-    registry = {
-        "accuracy_reward": rewards.accuracy_reward,
-        "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
-        "think_format_reward": rewards.think_format_reward,
-        "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(
-            max_completion_len=1280, soft_punish_cache=256
-        ),
-    }
+    check_rewards(names, reward_model_name_or_path)
+    registry = {name: getattr(rewards, name) for name in REWARDS}
+    make_punishment = registry["get_soft_overlong_punishment"]
+    registry["get_soft_overlong_punishment"] = make_punishment(max_completion_len=1280, soft_punish_cache=256)
     reward_funcs: list[str | Callable] = [reward_model_name_or_path] if reward_model_name_or_path else []
-    for name in names:
+    for name in as_list(names):
         if name in registry:
             reward_funcs.append(registry[name])
             continue
         module_path, _, attribute = name.rpartition(".")
-        if not module_path:
-            raise ValueError(
-                f"Unknown reward function {name!r}. Choose one of {list(registry)}, or give a dotted import path such "
-                f"as `my_rewards.{name}`."
-            )
         sys.path.insert(0, os.getcwd())
         try:
             module = importlib.import_module(module_path)
@@ -132,8 +136,6 @@ def get_reward_funcs(names: list[str], reward_model_name_or_path: str | None = N
         if not hasattr(module, attribute):
             raise ValueError(f"Could not import reward function {name!r}: {module.__file__} has no {attribute!r}.")
         reward_funcs.append(getattr(module, attribute))
-    if not reward_funcs:
-        raise ValueError("No reward: give `--reward_funcs` or `--reward_model_name_or_path`.")
     return reward_funcs
 
 
@@ -172,8 +174,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     from ..quantization.names import is_peft_model
 
     with configuration_errors():
-        if not model_args.model_name_or_path:
-            raise ValueError("No model: give `--model_name_or_path`.")
+        check_inputs({**vars(dataset_args), **vars(model_args), **vars(script_args)})
         export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
         pushes_policy = training_args.push_to_hub and exports_policy(training_args.hub_export)
         if export_dir is None and pushes_policy:
@@ -250,25 +251,11 @@ def _load_dataset(script_args, dataset_args):
     from datasets import load_dataset
     from trl import get_dataset
 
-    if dataset_args.datasets and script_args.dataset_name:
-        raise ValueError("Both `datasets` and `dataset_name` are given. Remove one of them.")
     if dataset_args.datasets:
         return get_dataset(dataset_args)
-    if not script_args.dataset_name:
-        raise ValueError("No dataset: give `--dataset_name`, or `datasets` in the YAML file.")
     path = Path(script_args.dataset_name)
     if path.suffix in DATA_FILES and not path.is_dir():
-        if not path.is_file():
-            raise ValueError(f"--dataset_name={script_args.dataset_name!r}: there is no such file.")
-        if script_args.dataset_config is not None:
-            raise ValueError(
-                f"--dataset_config={script_args.dataset_config!r}: a file has no configurations. Remove it."
-            )
         return load_dataset(DATA_FILES[path.suffix], data_files=str(path), streaming=script_args.dataset_streaming)
-    if path.is_file():
-        raise ValueError(
-            f"--dataset_name={script_args.dataset_name!r} is a file that ends in none of {[*DATA_FILES]}."
-        )
     return load_dataset(
         script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
     )
@@ -281,6 +268,10 @@ def _split(dataset, name: str, option: str):
 
 
 if __name__ == "__main__":
+    exit_on_signals()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A rank is not asked to end: it may be waiting for another one that has ended.
+        end_with_parent(signal.SIGKILL)()
     with configuration_errors():
         parsed = make_parser().parse_args_and_config(fail_with_unknown_args=False)
     main(*parsed)

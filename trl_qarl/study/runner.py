@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..checkpoint.marker import is_complete
+from ..processes import end_with_parent
 from .grid import build_command, cell_name
 from .runs import is_evaluation
 
@@ -192,6 +193,7 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
         stderr=log,
         start_new_session=True,
         pass_fds=[lock],
+        preexec_fn=end_with_parent(),
         env=None if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device},
     )
     try:

@@ -1,0 +1,179 @@
+"""Signals to a command, as supervisors, `docker stop` and shells send them, and what is left of its processes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trl_qarl.checkpoint.marker import is_complete
+from trl_qarl.processes import exit_on_signals
+
+
+# A trainer that ends in an orderly manner leaves a file with its pid.
+REWARDS = """
+import atexit, os, pathlib, random
+
+atexit.register(lambda: pathlib.Path(f"ended-{os.environ.get('RANK', 0)}").write_text(str(os.getpid())))
+
+
+def anything(completions, **kwargs):
+    return [random.random() for _ in completions]
+"""
+
+
+def has_pid_namespaces() -> bool:
+    return (
+        shutil.which("unshare") is not None
+        and not subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode
+    )
+
+
+as_process_1 = pytest.param(
+    ["unshare", "--pid", "--fork", "--mount-proc", "--"],
+    id="as process 1 of a container",
+    marks=pytest.mark.skipif(not has_pid_namespaces(), reason="needs `unshare` and the right to make PID namespaces"),
+)
+in_a_shell = pytest.param([], id="in a shell")
+
+
+@pytest.fixture
+def train(train_argv, tmp_path, monkeypatch):
+    """A training of many steps by the command, `train(prefix, options)`, which has saved two checkpoints."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    options = dict(zip(train_argv[::2], train_argv[1::2], strict=True))
+    options |= {"--reward_funcs": "rewards.anything", "--max_steps": "5000", "--save_total_limit": "3"}
+    words = [word for option in options.items() for word in option]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    @contextmanager
+    def start(prefix=(), options=()):
+        command = [*prefix, sys.executable, "-m", "trl_qarl.cli", "train", *words, *options]
+        with open(tmp_path / "log.txt", "w") as log:
+            process = psutil.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 240
+            while not is_complete(tmp_path / "run" / "checkpoint-2"):
+                assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()
+                time.sleep(0.1)
+            yield process.children()[0] if prefix else process, process
+        finally:
+            # What is left of it after its command has gone is found by its working directory.
+            for one in psutil.process_iter(["cwd"]):
+                if one.info["cwd"] == str(tmp_path):
+                    one.kill()
+            process.wait()
+
+    return start
+
+
+def ended(processes, seconds=20) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_train_command_ends_the_trainer(train, tmp_path, prefix, number):
+    with train(prefix) as (command, process):
+        everything = [command, *command.children(recursive=True)]
+        command.send_signal(number)
+        assert ended(everything)
+        # A process ends by SIGINT itself where it can, which shells show as 130.
+        assert process.wait() in ({130, -2} if number == signal.SIGINT else {128 + number})
+    assert (tmp_path / "ended-0").exists()
+    checkpoints = sorted((tmp_path / "run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    assert any(map(is_complete, checkpoints[-2:]))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])
+def test_sigterm_to_the_command_ends_both_ranks(train, tmp_path, prefix):
+    with train(prefix, ["--multi_gpu", "--num_processes", "2"]) as (command, process):
+        everything = [command, *command.children(recursive=True)]
+        assert len(everything) >= 3
+        command.terminate()
+        assert ended(everything)
+        assert process.wait() == 143
+    assert (tmp_path / "ended-0").exists()
+    assert "Traceback" not in Path(tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [[], ["--multi_gpu", "--num_processes", "2"]], ids=["one process", "two"])
+def test_nothing_is_left_of_a_killed_train_command(train, options):
+    with train((), options) as (command, _):
+        everything = [command, *command.children(recursive=True)]
+        command.kill()
+        assert ended(everything)
+
+
+def test_another_thread_installs_no_handler():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(exit_on_signals).result()()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_ignored_and_what_was_installed_goes():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        restore = exit_on_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with pytest.raises(SystemExit) as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        restore()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_a_signal_that_comes_while_a_program_starts_waits_for_its_handler():
+    late = (
+        "import time; time.sleep(1); from trl_qarl.processes import exit_on_signals; exit_on_signals(); time.sleep(60)"
+    )
+    code = (
+        f"import os, sys\nfrom trl_qarl.processes import become\nbecome([sys.executable, '-c', {late!r}], os.environ)"
+    )
+    process = psutil.Popen([sys.executable, "-c", code])
+    while late not in process.cmdline():
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(30) == 143
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone does it")
+def test_a_child_ends_with_its_parent(tmp_path):
+    code = (
+        "import subprocess, sys, time\nfrom trl_qarl.processes import end_with_parent\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], preexec_fn=end_with_parent())\n"
+        "print(child.pid, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        assert ended([child])
+
+
+@pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])
+def test_every_command_ends_by_sigterm(tmp_path, prefix):
+    """Here one that waits for runs; `main` has the handler of all."""
+    command = [*prefix, sys.executable, "-m", "trl_qarl.cli", "report", str(tmp_path), "--follow"]
+    with psutil.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        time.sleep(3)
+        (process.children()[0] if prefix else process).terminate()
+        try:
+            assert process.wait(20) == 143
+        finally:
+            for one in [*process.children(), process] if process.is_running() else []:
+                one.kill()

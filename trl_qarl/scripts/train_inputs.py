@@ -1,0 +1,124 @@
+"""Checks of what `trl-qarl train` is told to train, before the seconds that its imports take."""
+
+import os
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .option_names import check_names, names_of_train, spell
+
+
+__all__ = ["DATA_FILES", "REWARDS", "as_list", "check_early", "check_inputs", "check_rewards"]
+
+REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
+# Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
+DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+
+def check_early(argv: list[str]) -> None:
+    """
+    Check names of options and what to train on, before the imports that the parser takes and the start of the trainer.
+
+    Raises:
+        ValueError: for what parser or trainer would refuse too, never for anything else.
+    """
+    known = names_of_train()
+    if known is None:
+        return
+    argv = spell(argv, known)
+    check_names(argv, known)
+    parser = _Lenient(add_help=False)
+    for name in sorted(known):
+        parser.add_argument(name, nargs="*", dest=name[2:].replace("-", "_"), default=SUPPRESS)
+    try:
+        given = vars(parser.parse_known_args(argv)[0])
+    except _Unclear:
+        return
+    options = _read_yaml(given["config"][0]) if given.get("config") else {}
+    if not isinstance(options, dict) or "env" in options or "help" in given:
+        # Variables of the training process may say where its modules and files are.
+        return
+    check_names([f"--{name}" for name in options], known)
+    for name, words in given.items():
+        options[name] = words if name == "reward_funcs" else "".join(words[:1])
+    check_inputs(options)
+
+
+class _Unclear(Exception):
+    """A command line that argparse refuses."""
+
+
+class _Lenient(ArgumentParser):
+    def error(self, message: str):
+        raise _Unclear(message)
+
+
+def _read_yaml(path: str) -> Any:
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            return yaml.safe_load(file)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+def check_inputs(options: Mapping[str, Any]) -> None:
+    """
+    Check what there is to train, and on what, as far as it can be seen without torch.
+
+    Args:
+        options (`Mapping[str, Any]`):
+            Values of the options that were given, by name.
+
+    Raises:
+        ValueError: without a model, a reward or a dataset, and for a reward or a local dataset that there is not.
+    """
+    if not options.get("model_name_or_path"):
+        raise ValueError("No model: give `--model_name_or_path`.")
+    check_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
+    _check_dataset(options.get("dataset_name"), options.get("dataset_config"), options.get("datasets"))
+
+
+def check_rewards(names: list[str] | str, reward_model: str | None) -> None:
+    if not names and not reward_model:
+        raise ValueError("No reward: give `--reward_funcs` or `--reward_model_name_or_path`.")
+    for name in as_list(names):
+        module_path = name.rpartition(".")[0]
+        if name not in REWARDS and not module_path:
+            raise ValueError(
+                f"Unknown reward function {name!r}. Choose one of {REWARDS}, or give a dotted import path such as "
+                f"`my_rewards.{name}`."
+            )
+        package = module_path.partition(".")[0]
+        if package and not (find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])):
+            raise ValueError(f"Could not import reward function {name!r}: No module named {package!r}.")
+
+
+def as_list(names: list[str] | str) -> list[str]:
+    """A YAML file may name one reward without a list, and TRL's parser leaves it so."""
+    return [names] if isinstance(names, str) else [*map(str, names)]
+
+
+def _check_dataset(name: str | None, config: str | None, mixture: Any) -> None:
+    if mixture and name:
+        raise ValueError("Both `datasets` and `dataset_name` are given. Remove one of them.")
+    if mixture:
+        return
+    if not name:
+        raise ValueError("No dataset: give `--dataset_name`, or `datasets` in the YAML file.")
+    path = Path(name)
+    if path.is_dir():
+        return
+    if path.suffix in DATA_FILES:
+        if not path.is_file():
+            raise ValueError(f"--dataset_name={name!r}: there is no such file.")
+        if config is not None:
+            raise ValueError(f"--dataset_config={config!r}: a file has no configurations. Remove it.")
+    elif path.is_file():
+        raise ValueError(f"--dataset_name={name!r} is a file that ends in none of {[*DATA_FILES]}.")
+    elif path.is_absolute() or name.startswith(("./", "../")):
+        raise ValueError(f"--dataset_name={name!r}: there is no such file or folder.")

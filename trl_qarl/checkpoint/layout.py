@@ -11,8 +11,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
+from ..packages import installed
 from ..quantization.checkpoint_names import CheckpointNames, checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts, has_stacked_matrices
 from ..quantization.global_scales import check_global_scales
@@ -42,6 +44,7 @@ __all__ = [
     "iter_checkpoint_tensors",
     "loads_in_transformers",
     "problem_of_mixture",
+    "problem_of_zero_points",
     "quantization_config",
     "quantized_formats",
 ]
@@ -142,6 +145,9 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
             "output_activations": None,
             "format": scheme.container.checkpoint_format,
         }
+    # transformers 5.23 with compressed-tensors 0.18 cannot hold packed zero points, but reads them into dense weights; of several
+    # groups it would take the first for all. Drop it once the upstream layout on the meta device packs them.
+    unpacked = {"dequantize": True} if len(groups) == 1 and _has_zero_points(formats) else {}
     checkpoint_formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -150,7 +156,31 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
         "config_groups": groups,
         "ignore": [names.of_tensor(n) for n, m in base_modules(model) if _is_matrix(n, m) and n not in formats],
         "kv_cache_scheme": None,
+        **unpacked,
     }
+
+
+def _has_zero_points(formats: Mapping[str, tuple[QuantScheme, int | None]]) -> bool:
+    return any(scheme.grid is not None and scheme.grid.has_zero_points for scheme, _ in formats.values())
+
+
+def problem_of_zero_points(model: nn.Module | None = None) -> str | None:
+    """
+    Return why the installed transformers does not read zero points in an export of `model`, or `None` if it does. Without a
+    model, return what holds for layers of several schemes or group sizes.
+    """
+    formats = {} if model is None else quantized_formats(model)
+    if model is not None and (len({*formats.values()}) == 1 or not _has_zero_points(formats)):
+        return None
+    versions = installed("transformers", "compressed-tensors")
+    newest = (("transformers", "5.23"), ("compressed-tensors", "0.18"))
+    if any(Version(versions[name]) < Version(first) for name, first in newest):
+        return None
+    return (
+        f"transformers {versions['transformers']} with compressed-tensors {versions['compressed-tensors']} does not read exports with "
+        "zero points whose layers differ in scheme or group size; vLLM and trl_qarl do. "
+        "To read them: pip install 'transformers<5.23', or 'compressed-tensors<0.18'"
+    )
 
 
 def _is_matrix(name: str, module: nn.Module) -> bool:
@@ -172,10 +202,11 @@ def quantized_formats(model: nn.Module) -> dict[str, tuple[QuantScheme, int | No
 
 
 def loads_in_transformers(model: nn.Module) -> bool:
-    """Return whether transformers reads the checkpoint: of experts it knows FP8 codes, and codes that are packed (5.17)."""
+    """Return whether transformers reads the checkpoint: of experts it knows FP8 codes, and packed codes without zero points (5.17)."""
     # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers.
-    return not any(
-        isinstance(module, QuantizedExperts) and module.scheme.container == INT8_CODES
+    return problem_of_zero_points(model) is None and not any(
+        isinstance(module, QuantizedExperts)
+        and (module.scheme.container == INT8_CODES or module.scheme.grid.has_zero_points)
         for _, module in base_modules(model)
     )
 

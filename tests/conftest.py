@@ -2,6 +2,7 @@
 
 import gc
 import os
+from importlib.util import find_spec
 
 import pytest
 
@@ -20,8 +21,14 @@ os.environ["WANDB_MODE"] = "disabled"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """One worker runs all tests of a file, which imports and prepares once what they share; groups that have a name stay."""
+    """
+    Without vLLM its tests are skipped. One worker runs all tests of a file, which imports and prepares once what they share;
+    groups that have a name stay.
+    """
+    has_vllm = find_spec("vllm") is not None
     for item in items:
+        if not has_vllm and item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.skip("needs vLLM"))
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .packages import quiet_torchao
+from .packages import problem_of_torchvision, quiet_torchao
 
 
 __all__ = [
@@ -60,7 +60,12 @@ quiet_torchao()
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    try:
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    except Exception as error:
+        if problem := problem_of_torchvision():
+            raise ImportError(problem) from error
+        raise
     globals()[name] = value
     return value
 

@@ -61,6 +61,14 @@ def main(argv: list[str] | None = None) -> int:
         # What is still buffered goes nowhere; else Python complains when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception:
+        # transformers fails with a broken torchvision at any of its imports, and says something else.
+        from .packages import problem_of_torchvision
+
+        if (problem := problem_of_torchvision()) is None:
+            raise
+        print(f"trl-qarl: error: {problem}", file=sys.stderr)
+        return 1
     finally:
         restore_signals()
 

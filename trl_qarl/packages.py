@@ -14,7 +14,7 @@ import re
 import sys
 
 
-__all__ = ["installed", "quiet_torchao"]
+__all__ = ["installed", "problem_of_torchvision", "quiet_torchao"]
 
 
 def installed(*packages: str) -> dict[str, str]:
@@ -33,6 +33,28 @@ def installed(*packages: str) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+def problem_of_torchvision() -> str | None:
+    """
+    Return what to do about an installed torchvision that does not import, or `None`. transformers imports it with most of its
+    models, and says something else.
+    """
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    if find_spec("torchvision") is None:
+        return None
+    try:
+        import_module("torchvision")
+    except Exception as error:
+        # A missing operator is a `RuntimeError`, a missing library an `OSError`.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return (
+            f"torchvision does not import ({reason}): it was built for another PyTorch, and transformers fails with it. trl_qarl does "
+            "not need it: pip uninstall torchvision torchaudio torchcodec"
+        )
+    return None
 
 
 def quiet_torchao() -> None:

@@ -25,6 +25,7 @@ from .adapters.engine import lora_arguments
 from .adapters.tensors import describe_adapter, is_adapter_folder
 from .checkpoint.cards import described_settings
 from .checkpoint.export import checkpoint_state_dict, export_checkpoint
+from .checkpoint.layout import problem_of_zero_points
 from .checkpoint.record import check_record, scheme_record
 from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
@@ -134,6 +135,8 @@ class Policy:
             self.numerics, reason = "fast", f"{sharded_by} shards the masters"
         logger.info("numerics=%r: %s", self.numerics, reason)
         logger.info("quantize_learner=%s, %s", args.quantize_learner, self.swap_report)
+        if problem := problem_of_zero_points(Inventory.of(model)):
+            logger.warning("%s.", problem)
 
     def set_precision(self, precision: int | dict[str, int] | None) -> bool:
         """

@@ -12,11 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import MIXTURES, make_mixture, make_tiny_model
 from trainings import RECORD
+from trl_qarl.checkpoint import layout
 from trl_qarl.checkpoint.export import export_checkpoint
-from trl_qarl.checkpoint.load import load_frozen_model
+from trl_qarl.checkpoint.layout import problem_of_zero_points
+from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
 from trl_qarl.checkpoint.marker import begin, complete
 from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.cli import main
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
@@ -64,7 +67,7 @@ def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, ar
     assert ("lm_head.weight" in tensors) == (not model.config.tie_word_embeddings)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a16-observer", "w8a16", "bf16"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-observer", "w4a16-asym", "w8a16", "w8a16-asym", "bf16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_the_export_and_computes_the_learners_logits(tmp_path, name, tied):
     model, tokenizer = load(tmp_path, tie_word_embeddings=tied)
@@ -89,6 +92,50 @@ def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
     tokens = torch.randint(4, 200, (2, 12))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["w4a16-asym", "w8a16-asym"])
+def test_zero_points_in_groups_of_two_sizes_load_or_are_warned_about(tmp_path, caplog, name):
+    model, _ = load(tmp_path, hidden_size=192)
+    prepare_model(model, name)
+    folder = export_checkpoint(model, tmp_path / "export", dtype=torch.float32)
+    problem = problem_of_zero_points(Inventory.of(model))
+    assert (problem is None) == (problem_of_zero_points() is None)
+    assert ("vLLM alone" in (folder / "README.md").read_text()) == (problem is not None)
+    tokens = torch.randint(4, 200, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            load_deployed(str(folder))(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5
+        )
+    if problem is None:
+        AutoModelForCausalLM.from_pretrained(folder)
+        return
+    with pytest.raises(RuntimeError):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_read"),
+    [
+        ({"transformers": "5.23.0", "compressed-tensors": "0.20.0"}, False),
+        ({"transformers": "5.23.0", "compressed-tensors": "0.18.0"}, False),
+        ({"transformers": "5.22.0", "compressed-tensors": "0.20.0"}, True),
+        ({"transformers": "5.23.0", "compressed-tensors": "0.17.0"}, True),
+    ],
+)
+def test_releases_that_do_not_read_zero_points_of_several_groups_are_named(tmp_path, monkeypatch, versions, is_read):
+    monkeypatch.setattr(layout, "installed", lambda *names: versions)
+    model, _ = load(tmp_path, hidden_size=192)
+    prepare_model(model, "w4a16-asym")
+    problem = problem_of_zero_points(Inventory.of(model))
+    assert (problem is None) == is_read
+    if problem:
+        assert "'transformers<5.23'" in problem and "'compressed-tensors<0.18'" in problem
+    # One group is read by all.
+    for other in ({"hidden_size": 128}, {"hidden_size": 192, "scheme": "w4a16"}):
+        model, _ = load(tmp_path / str(other), hidden_size=other["hidden_size"])
+        prepare_model(model, other.get("scheme", "w4a16-asym"))
+        assert problem_of_zero_points(Inventory.of(model)) is None
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
@@ -123,6 +170,7 @@ def experts_of(model):
         ("qwen3_moe", "w8a8"),
         ("mixtral", "w8a16"),
         ("mixtral", "fp8"),
+        ("mixtral", "w4a16-asym"),
     ],
 )
 def test_exports_of_mixtures_load_in_transformers_and_here_with_the_learners_weights(tmp_path, arch, name):
@@ -146,8 +194,11 @@ def test_exports_of_mixtures_load_in_transformers_and_here_with_the_learners_wei
                 weight.low_bit_weight().to(torch.bfloat16),
             )
     card = (folder / "README.md").read_text()
-    assert ("vLLM alone" in card) == (name == "w8a8") == ("load_frozen_model" in card)
-    if name == "w8a8":
+    is_unread = name in ("w8a8", "w4a16-asym")
+    assert ("vLLM alone" in card) == is_unread == ("load_frozen_model" in card)
+    if is_unread:
+        tokens = torch.randint(4, 200, (2, 12))
+        assert torch.equal(load_deployed(str(folder))(tokens).logits, ours.eval()(tokens).logits)
         with pytest.raises(RuntimeError):
             AutoModelForCausalLM.from_pretrained(folder)
         return

@@ -45,6 +45,15 @@ def masters_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
+def test_a_push_makes_the_repository_private_if_it_is_told_to(tiny_model, tmp_path, hub):
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="someone/policy")
+    trainer.push_to_hub(private=True)
+    assert hub.repos["someone/policy"].private and is_export(tmp_path / "run" / "w4a16")
+    trainer.init_hf_repo(private=False)
+    trainer.push_to_hub()
+    assert list(hub.repos) == ["someone/policy"]
+
+
 def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, tmp_path, hub):
     trainer = make_trainer(tiny_model, tmp_path / "run", max_steps=2, hub_model_id="policy")
     trainer.train()

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_mixture, make_tiny_config
+from trl_qarl.checkpoint import layout
 from trl_qarl.doctor import checks as doctor
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
@@ -95,9 +96,25 @@ def test_kernels_that_fail_or_are_emulated():
     lines = [
         "fp8, bfloat16, 1 row: emulated FP8",
         "w8a8, bfloat16, 1 row: fails: no",
-        "w8a8, bfloat16, 1 row: aten::x",
+        "w8a8, bfloat16, 1024 rows: aten::x",
+        "w4a16, bfloat16, 1 row: aten::y",
+        "w4a16, bfloat16, 1024 rows: aten::y",
+        "w8a16, bfloat16, 1 row: aten::y",
     ]
-    assert [finding.level for finding in doctor.check_kernels(lines)] == ["warning", "error", "ok"]
+    emulated, failing, fine = doctor.check_kernels(lines)
+    assert str(emulated).startswith("warning  kernel of fp8: emulated FP8 -> slow here")
+    assert str(failing).startswith("error    kernel of w8a8: 1 row: fails: no; 1024 rows: aten::x -> use another")
+    assert str(fine) == "ok       kernels of w4a16, w8a16 run (`trl-qarl env` names them)"
+    assert str(doctor.check_kernels(lines[3:5], are_chosen=True)[0]) == "ok       kernel of w4a16: aten::y"
+
+
+def test_zero_points_that_transformers_does_not_read_are_a_warning(monkeypatch):
+    monkeypatch.setattr(layout, "installed", lambda *names: dict(zip(names, ("5.23.0", "0.18.0"), strict=True)))
+    zero_points, other = [get_scheme("w8a16-asym")], [get_scheme("w4a16")]
+    (finding,) = doctor.check_zero_points(zero_points, is_asked_for=True)
+    assert finding.level == "warning" and finding.remedy.startswith("pip install 'transformers<5.23'")
+    assert doctor.check_zero_points(other, is_asked_for=False) == [finding]
+    assert doctor.check_zero_points(other, is_asked_for=True) == []
 
 
 def meta_model(**sizes):

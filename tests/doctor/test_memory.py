@@ -132,7 +132,13 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     written, shipped = launch_environment(path), launch_environment("fsdp2.yaml")
     assert {n: v for n, v in written.items() if "FSDP" in n} == {n: v for n, v in shipped.items() if "FSDP" in n}
     assert cli.main([*command, "--gpu_memory", str(sizes[1] / 2)]) == 1
-    assert "Nothing fits" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    (enough,) = re.findall(r"Nothing fits. Use --gpus (\d+) \(fits with fsdp2\)", out)
+    assert cli.main([*command, "--gpu_memory", str(sizes[1] / 2), "--gpus", enough]) == 0
+    assert "GB on each of 8 GPUs" in out and re.search(r"^ +ddp +fsdp2$", out, re.MULTILINE)
+    for name in ("masters", "optimizer", "total"):
+        assert re.search(rf"^{name} +\d+\.\d +\d+\.\d$", out, re.MULTILINE)
+    capsys.readouterr()
     # Beside LoRA, a frozen base takes less.
     parts = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(8, num_tokens=64, lora_rank=8))
     less = sum(parts["fsdp2"].values()) / 1e9
@@ -146,3 +152,10 @@ def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp
     assert shipped["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command, "--gpu_memory", "-1"])
+
+
+def test_errors_of_the_command_name_its_own_argument(tmp_path, capsys):
+    for model, message in (("/nope", "/nope is no folder."), (str(tmp_path), f"MODEL {tmp_path}: ")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["estimate", model, "--gpu_memory", "80"])
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"trl-qarl: error: {message}")

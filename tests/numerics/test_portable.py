@@ -44,5 +44,7 @@ def test_rollouts_without_vllm_have_the_bits_of_scoring(tmp_path, torch_kernels)
     trainer.train()
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
     assert logged(trainer, "tbpo/dropped/total")[::2] == [0.0, 0.0]
-    with pytest.raises(ValueError, match=r"contradicts use_vllm=True: .* kernels for CPUs, and (it|this processor) "):
+    with pytest.raises(
+        ValueError, match=r"contradicts use_vllm=True: .* kernels for CPUs, and (it|this processor|vLLM for CPUs) "
+    ):
         make_vllm_trainer(tmp_path, **options)

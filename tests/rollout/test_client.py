@@ -125,6 +125,7 @@ def test_a_session_that_belongs_to_somebody_else_is_a_lost_server(server):
         client.control("/start_weight_update")
 
 
+@pytest.mark.vllm
 def test_connecting_to_a_server_that_never_answers_ends(server, monkeypatch):
     monkeypatch.setattr(client_module, "_HEALTH_SECONDS", 0.2)
     server.failure, start = "hang", time.monotonic()

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import requests
-from faulty_replica import FAULT_FILE, TENSOR
 
 from testing_utils import count_digits, logged, make_tiny_model, make_vllm_trainer
 from trl_qarl import prepare_model
@@ -20,7 +19,8 @@ from trl_qarl.rollout.server_process import ServerProcess, free_port
 from trl_qarl.wire.protocol import WORKER_EXTENSION, PublishError
 
 
-pytest.importorskip("vllm")
+faulty_replica = pytest.importorskip("faulty_replica", reason="needs vLLM", exc_type=ModuleNotFoundError)
+FAULT_FILE, TENSOR = faulty_replica.FAULT_FILE, faulty_replica.TENSOR
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("warm_servers")]
 
 

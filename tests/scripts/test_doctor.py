@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -17,7 +20,7 @@ def test_a_model_is_judged_by_its_configuration(config_only, capsys):
     assert main(["doctor", "--model", str(config_only), "--scheme", "w8a8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.split()[0] in ("ok", "warning") for line in lines[:-1])
-    assert sum("kernel w8a8" in line for line in lines) == sum("kernel" in line for line in lines) == 2
+    assert sum("kernel of w8a8" in line for line in lines) == sum("kernel" in line for line in lines) == 1
     assert any("14 linear layers" in line for line in lines)
     assert any("the learner needs" in line and line.startswith("ok") for line in lines)
 
@@ -32,7 +35,7 @@ def test_an_error_gives_exit_code_one(config_only, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "./no_such_model"], "--model ./no_such_model: "),
+        (["--model", "./no_such_model"], "./no_such_model is no folder."),
         (["--scheme", "w8a8", "--group_size", "32"], "has no groups"),
         (["--scheme", "w4a16", "--group_size", "7"], "group_size=7 is not supported"),
         (["--group_size", "32"], "--group_size needs"),
@@ -44,3 +47,29 @@ def test_bad_options_are_one_line_and_exit_code_two(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", *options])
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture
+def broken_torchvision(tmp_path, monkeypatch):
+    """A package that fails at its import as a build for another PyTorch does."""
+    (tmp_path / "torchvision").mkdir()
+    error = 'raise RuntimeError("operator torchvision::nms does not exist")'
+    (tmp_path / "torchvision" / "__init__.py").write_text(error)
+    (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.28.0\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "from trl_qarl import QaRLTrainer",
+        "import trl_qarl.cli as c, sys; sys.exit(c.main(['doctor']))",
+        "import trl_qarl.cli as c, sys; sys.exit(c.main(['train', '--scheme', 'w4a16']))",
+    ],
+)
+def test_a_torchvision_for_another_pytorch_is_named_with_what_to_remove(broken_torchvision, command):
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    last = (done.stdout or done.stderr).splitlines()[-1]
+    assert done.returncode == 1 and last.endswith("pip uninstall torchvision torchaudio torchcodec")
+    assert "torchvision::nms" in last

@@ -93,6 +93,7 @@ def test_missing_matplotlib_is_one_line(tmp_path, capsys, monkeypatch):
     "config", ['{"group_size": [128]}', '{"group_size": "128"}', '{"group_size": 0}', '{"a":' * 20_000]
 )
 def test_configuration_of_another_form_is_one_line(tmp_path, capsys, config):
+    pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run")
     (path / "run.json").write_text(config)
     with pytest.raises(SystemExit, match="2"):

@@ -136,3 +136,9 @@ def test_export_refuses_to_overwrite_the_masters(tiny_model, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["export", "--model_name_or_path", tiny_model, "--output_dir", tiny_model, "--scheme", "fp8"])
     assert "holds other weights" in capsys.readouterr().err
+
+
+def test_a_path_that_leads_nowhere_is_called_one(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "--model_name_or_path", "/nope", "--output_dir", str(tmp_path), "--scheme", "w4a16"])
+    assert capsys.readouterr().err == "trl-qarl: error: /nope is no folder.\n"

@@ -47,6 +47,7 @@ def make_engine_apply(name, low_bit, dtype, shape):
     return lambda x, bias: kernel.apply_weights(layer, x, bias)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["w4a16", "w8a16-asym", "mxfp4a16", "nvfp4a16", "w8a16", "w8a8"])

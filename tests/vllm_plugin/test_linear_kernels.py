@@ -7,6 +7,7 @@ from torch import nn
 from trl_qarl.quantization.schemes import get_scheme
 
 
+@pytest.mark.vllm
 def test_any_engine_serves_an_export_in_float32_and_no_other_layout():
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
     from vllm.scalar_type import scalar_types
@@ -23,6 +24,7 @@ def test_any_engine_serves_an_export_in_float32_and_no_other_layout():
             QaRLWeightOnlyKernel(config, name, "weight_scale").process_weights_after_loading(layer)
 
 
+@pytest.mark.vllm
 def test_a_checkpoint_with_activations_of_4_bits_is_not_served_without_them(monkeypatch):
     from vllm.model_executor.kernels.linear import init_mxfp4_linear_kernel
     from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic

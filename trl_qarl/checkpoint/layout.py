@@ -11,10 +11,12 @@ from itertools import chain
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
+from ..packages import installed
 from ..quantization.checkpoint_names import CheckpointNames
-from ..quantization.experts import DOWN, GATE_UP
+from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.global_scales import check_global_scales
 from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import architecture
@@ -37,7 +39,9 @@ from ..wire.describe import group_name
 __all__ = [
     "iter_checkpoint_layers",
     "iter_checkpoint_tensors",
+    "loads_in_transformers",
     "problem_of_mixture",
+    "problem_of_zero_points",
     "quantization_config",
 ]
 
@@ -139,6 +143,9 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
             "output_activations": None,
             "format": scheme.container.checkpoint_format,
         }
+    # transformers 5.23 with compressed-tensors 0.18 cannot hold packed zero points, but reads them into dense weights; of several
+    # groups it would take the first for all. Drop it once the upstream layout on the meta device packs them.
+    unpacked = {"dequantize": True} if len(groups) == 1 and _has_zero_points(formats) else {}
     checkpoint_formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -147,7 +154,31 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
         "config_groups": groups,
         "ignore": [names.of_tensor(n) for n, m in inventory.modules.items() if _is_matrix(n, m) and n not in formats],
         "kv_cache_scheme": None,
+        **unpacked,
     }
+
+
+def _has_zero_points(formats: Mapping[str, tuple[QuantScheme, int | None]]) -> bool:
+    return any(scheme.grid is not None and scheme.grid.has_zero_points for scheme, _ in formats.values())
+
+
+def problem_of_zero_points(inventory: Inventory | None = None) -> str | None:
+    """
+    Return why the installed transformers does not read zero points in an export of a model, or `None` if it does. Without an
+    inventory, return what holds for layers of several schemes or group sizes.
+    """
+    formats = {} if inventory is None else inventory.formats
+    if inventory is not None and (len({*formats.values()}) == 1 or not _has_zero_points(formats)):
+        return None
+    versions = installed("transformers", "compressed-tensors")
+    newest = (("transformers", "5.23"), ("compressed-tensors", "0.18"))
+    if any(Version(versions[name]) < Version(first) for name, first in newest):
+        return None
+    return (
+        f"transformers {versions['transformers']} with compressed-tensors {versions['compressed-tensors']} does not read exports with "
+        "zero points whose layers differ in scheme or group size; vLLM and trl_qarl do. "
+        "To read them: pip install 'transformers<5.23', or 'compressed-tensors<0.18'"
+    )
 
 
 def _is_matrix(name: str, module: nn.Module) -> bool:
@@ -156,6 +187,16 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
         return True
     weight = module._parameters.get("weight")
     return name.rpartition(".")[2] in ROUTER_NAMES and weight is not None and len(shape_of(weight)) == 2
+
+
+def loads_in_transformers(inventory: Inventory) -> bool:
+    """True if transformers reads the checkpoint. Among experts it supports FP8 codes, and packed codes without zero points (5.17)."""
+    # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers.
+    return problem_of_zero_points(inventory) is None and not any(
+        isinstance(layer, QuantizedExperts)
+        and (layer.scheme.container == INT8_CODES or layer.scheme.grid.has_zero_points)
+        for layer in inventory.layers.values()
+    )
 
 
 def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) -> list[str]:

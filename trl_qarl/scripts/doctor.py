@@ -3,11 +3,11 @@
 from argparse import ArgumentParser, Namespace
 
 from ..quantization.plan import EDGES, plan_of
-from .errors import configuration_errors
+from .errors import check_folder, configuration_errors
 from .plan_options import add_plan_options
 
 
-__all__ = ["main", "make_parser"]
+__all__ = ["main", "make_parser", "shapes_of"]
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -31,6 +31,12 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 def main(args: Namespace) -> int:
     """Print one line per finding. Return 1 if one of them is an error, else 0."""
+    from ..packages import problem_of_torchvision
+
+    # Before anything imports transformers.
+    if problem := problem_of_torchvision():
+        print(f"error    {problem}")
+        return 1
     with configuration_errors():
         if args.group_size is not None and args.scheme is None and args.model is None and not args.engine:
             raise ValueError("--group_size needs --model, --scheme or --engine.")
@@ -40,7 +46,7 @@ def main(args: Namespace) -> int:
         settings = vars(args)
         plan = plan_of(settings | {"scheme": args.scheme or "w4a16"})
         chosen = plan.schemes if args.scheme else None
-        model = _shapes(args) if args.model else None
+        model = shapes_of(args, f"--model {args.model}") if args.model else None
     counts = {"ok": 0, "warning": 0, "error": 0}
     for finding in _findings(args, chosen, plan, model):
         print(finding, flush=True)
@@ -58,6 +64,7 @@ def _findings(args, chosen, plan, model):
     from ..wire.transfer_dir import transfer_bases
 
     yield from doctor.check_versions(*_installed())
+    yield from doctor.check_zero_points(plan.schemes if chosen is None else chosen, is_asked_for=chosen is not None)
     yield from _hardware(chosen)
     chunk = CHUNK_BYTES
     if model is not None:
@@ -106,9 +113,10 @@ def _hardware(chosen):
             "" if has_fast_bf16() else "train with bf16=False: bf16 is slower than float32 here",
         )
     lines = kernel_table("bfloat16")
-    yield from doctor.check_kernels(
-        line for line in lines if chosen is None or line.partition(",")[0] in {s.name for s in chosen}
-    )
+    if chosen is not None:
+        names = {scheme.name for scheme in chosen}
+        lines = [line for line in lines if line.partition(",")[0] in names]
+    yield from doctor.check_kernels(lines, are_chosen=chosen is not None)
 
 
 def _engine(plan):
@@ -133,14 +141,15 @@ def _engine(plan):
     yield from check_engine(plan)
 
 
-def _shapes(args: Namespace):
-    """Return the model without its weights."""
+def shapes_of(args: Namespace, argument: str):
+    """Return the model that `args` names, without its weights; errors begin with `argument`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_folder(args.model)
     try:
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {args.model}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{argument}: {' '.join(str(error).split())}") from error

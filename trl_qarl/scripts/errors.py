@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
-__all__ = ["EXIT_PUSH_FAILED", "configuration_errors"]
+__all__ = ["EXIT_PUSH_FAILED", "check_folder", "configuration_errors"]
 
 # Everything is done and saved but for the upload to the Hub.
 EXIT_PUSH_FAILED = 3
@@ -26,3 +27,9 @@ def configuration_errors() -> Iterator[None]:
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"trl-qarl: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def check_folder(model: str) -> None:
+    """Raise `ValueError` for a path that leads to no folder: the Hub's client would call it a malformed name."""
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise ValueError(f"{model} is no folder.")

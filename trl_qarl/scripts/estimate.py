@@ -1,5 +1,6 @@
 """`trl-qarl estimate`: memory of a training on each GPU, and the launches that fit."""
 
+import math
 from argparse import ArgumentParser, Namespace
 
 from ..quantization.plan import plan_of
@@ -52,29 +53,39 @@ def main(args: Namespace) -> int:
                 "--vllm_gpu_memory_utilization is from 0 to 1."
             )
         from ..doctor.memory import Run, launch_configuration, parts_of_memory
-        from .doctor import _shapes
+        from .doctor import shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
         rank, accumulates = args.lora_r if args.use_peft else 0, args.gradient_accumulation_steps > 1
         run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates)
-        found = parts_of_memory(_shapes(args), plan_of(vars(args)), run, args.exclude_modules)
-    fitting = None
-    for launch, parts in found.items():
-        total = sum(parts.values()) / _GB
-        fits = total <= args.gpu_memory
-        fitting = fitting or (launch if fits else None)
-        listed = ", ".join(f"{name} {size / _GB:.1f}" for name, size in parts.items() if size)
-        print(
-            f"{launch}: {total:.1f} of {args.gpu_memory:g} GB on each of {args.gpus} GPUs, {'fits' if fits else 'too much'} ({listed})"
-        )
+        plan, model = plan_of(vars(args)), shapes_of(args, f"MODEL {args.model}")
+        found = parts_of_memory(model, plan, run, args.exclude_modules)
+    totals = {launch: sum(parts.values()) / _GB for launch, parts in found.items()}
+    fitting = next((launch for launch, total in totals.items() if total <= args.gpu_memory), None)
+    each = f"each of {args.gpus} GPUs" if args.gpus > 1 else "one GPU"
+    print(f"GB on {each} of {args.gpu_memory:g} GB")
+    names = dict.fromkeys(name for parts in found.values() for name, size in parts.items() if size)
+    rows = [(name, [f"{parts.get(name, 0) / _GB:.1f}" for parts in found.values()]) for name in names]
+    rows.append(("total", [f"{total:.1f}" for total in totals.values()]))
+    rows.append(("", ["fits" if total <= args.gpu_memory else "too much" for total in totals.values()]))
+    for name, values in [("", list(found)), *rows]:
+        print(f"{name:<16}" + "".join(f"{value:>10}" for value in values))
     if accumulates:
         print(
             'fsdp2 holds gradients whole while it adds up micro-batches. accelerator_config={"gradient_accumulation_kwargs": '
             '{"sync_each_batch": True}} keeps them sharded: estimate that with --gradient_accumulation_steps 1.'
         )
     if fitting is None:
+        # Only these parts shrink with the number of GPUs.
+        sharded = ["masters", "optimizer", "low-bit weights"] + ["gradients"] * (not accumulates)
+        divided = args.gpus * sum(found["fsdp2"][name] for name in sharded) / _GB
+        room = args.gpu_memory - totals["fsdp2"] + divided / args.gpus
+        more = "GPUs with more memory, as no number of these is enough"
+        if room > 0:
+            more = f"--gpus {math.ceil(divided / room)} (fits with fsdp2)"
         print(
-            "Nothing fits: use more GPUs with fsdp2, --optim adamw_torch_8bit, --use_peft, fewer --tokens, or a vLLM server elsewhere."
+            f"Nothing fits. Use {more}, --optim adamw_torch_8bit, --use_peft, fewer --tokens, or a vLLM server elsewhere "
+            "(--vllm_gpu_memory_utilization 0)."
         )
         return 1
     print(f"Launch with {fitting}.")

@@ -9,7 +9,7 @@ from typing import Any
 from ..evaluation.scores import add_to_card, compare_scores, evaluate_problems, format_score, mean_and_error
 from ..packages import installed
 from . import export
-from .errors import configuration_errors
+from .errors import check_folder, configuration_errors
 
 
 __all__ = ["main", "make_parser"]
@@ -135,8 +135,7 @@ def _check(args: Namespace) -> Path:
     if args.tasks is None and (args.limit or args.no_chat_template):
         raise ValueError("--limit and --no_chat_template need --tasks; a file of --task says both itself.")
     for path in filter(None, (args.model, args.compare)):
-        if path.startswith((".", "/")) and not Path(path).is_dir():
-            raise ValueError(f"{path} is no folder.")
+        check_folder(path)
         if path != args.model or args.bits is None:
             _check_vllm(args, path)
     if args.output is None and not Path(args.model).is_dir():

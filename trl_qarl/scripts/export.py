@@ -11,7 +11,7 @@ from ..quantization.inventory import Inventory
 from ..quantization.plan import EDGES, QuantPlan, get_plan, plan_of
 from ..quantization.precisions import at_bits, plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
-from .errors import EXIT_PUSH_FAILED, configuration_errors
+from .errors import EXIT_PUSH_FAILED, check_folder, configuration_errors
 from .plan_options import add_plan_options
 
 
@@ -85,17 +85,22 @@ def main(args: Namespace) -> int:
     from ..checkpoint.cards import TrainingFacts, described_settings
     from ..checkpoint.export import export_checkpoint
     from ..checkpoint.gguf import GGUF_FILE, read_base
+    from ..checkpoint.layout import problem_of_zero_points
     from ..checkpoint.load import is_low_bit_checkpoint
     from ..checkpoint.serving import folder_size, serve_command, serve_words
+    from ..quantization.inventory import Inventory
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
         if args.version is not None:
             raise ValueError("--version is for --from_patches. Remove it.")
+        check_folder(args.model_name_or_path)
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
         is_low_bit = is_low_bit_checkpoint(args.model_name_or_path, args.model_revision)
         model, report, settings = (_coarser_policy if is_low_bit else _policy_of_masters)(args, hub_kwargs)
+        if problem := problem_of_zero_points(Inventory.of(model)):
+            print(f"Warning: {problem}.", file=sys.stderr)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         shown = ("objective", "quantize_learner", "group_size", "exclude_modules", *EDGES)
         known = {name: settings.get(name) for name in shown} | described_settings(report.plan)

@@ -207,10 +207,11 @@ def _make_progress_callback(max_minutes: float):
 
 def _load(path: Path):
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from ..checkpoint.load import load_deployed
 
     # Activations between layers stay in float32 as in the learner; the products run in bf16 under autocast.
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = load_deployed(str(path), torch.float32)
     return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
 
 

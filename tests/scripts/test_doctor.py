@@ -65,7 +65,8 @@ def broken_torchvision(tmp_path, monkeypatch):
     [
         "from trl_qarl import QaRLTrainer",
         "import trl_qarl.cli as c, sys; sys.exit(c.main(['doctor']))",
-        "import trl_qarl.cli as c, sys; sys.exit(c.main(['train', '--scheme', 'w4a16']))",
+        "import trl_qarl.cli as c, sys; sys.exit(c.main('train --model_name_or_path m --reward_funcs accuracy_reward '"
+        "'--dataset_name d --output_dir o'.split()))",
     ],
 )
 def test_a_torchvision_for_another_pytorch_is_named_with_what_to_remove(broken_torchvision, command):

@@ -1,0 +1,334 @@
+"""Groups of runs that differ by their seed alone: what they are called, which colour they have, and how they differ."""
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..objectives.registry import OBJECTIVES
+from .runs import Run
+
+
+__all__ = [
+    "COLORS",
+    "EVERY_BATCH",
+    "Group",
+    "by_seed",
+    "choose_colors",
+    "compare_groups",
+    "count_of",
+    "describe_differences",
+    "final_results",
+    "find_gaps",
+    "find_holes",
+    "flatten",
+    "format_number",
+    "make_groups",
+    "name_parts",
+    "setting_color",
+    "student_95",
+]
+
+# What a run logs at equal distances; other metrics are left out of a row where there is nothing to count.
+EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
+
+COLORS = {
+    "blue": ("#0072b2", "#4aa8e0"),
+    "sky": ("#56b4e9", "#9ad7f7"),
+    "orange": ("#e69f00", "#f0b840"),
+    "vermillion": ("#d55e00", "#f08a45"),
+    "ink": ("#1a1a1a", "#e8e8e8"),
+    "grey": ("#767676", "#a0a0a0"),
+    "green": ("#009e73", "#2fc79b"),
+    "pink": ("#cc79a7", "#e39cc3"),
+    "purple": ("#6a51a3", "#a893d9"),
+    "brown": ("#8c6d31", "#c4a25d"),
+    "teal": ("#1b7f8c", "#52b9c6"),
+}
+"""On a light and on a dark page. The first eight are Okabe and Ito's but for their yellow, and grey."""
+
+_FIXED = {
+    ("QaRL", "tbpo"): "blue",
+    ("rollout-only", "tbpo"): "orange",
+    ("bf16", "tbpo"): "grey",
+    **{("QaRL", objective): "sky" for objective in ("grpo", "grpo-tis")},
+    **{("rollout-only", objective): "vermillion" for objective in ("grpo", "grpo-tis")},
+    **{("bf16", objective): "ink" for objective in ("grpo", "grpo-tis")},
+}
+_SPARE = ("green", "pink", "purple", "brown", "teal")
+_WORDS = ("positive", "only", "on", "policy", "dual", "clip")
+
+
+@dataclass
+class Group:
+    """Runs that share everything but the seed, under a label and a colour that no other group of the report has."""
+
+    label: str
+    config: dict[str, Any]
+    runs: list[Run]
+    color: str = "blue"
+    line: str = "-"
+
+    @property
+    def seeds(self) -> list[Any]:
+        return list(dict.fromkeys(run.config.get("seed") for run in self.runs))
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} ({count_of(len(self.seeds), 'seed')})"
+
+
+def name_parts(config: Mapping[str, Any]) -> list[str]:
+    """
+    Return what a setting is called, from those of `quantize_learner`, `objective`, `scheme` and `lora_mode` that it has.
+
+    The scheme of a quantized run is named only where the others say nothing: a report adds it where schemes differ.
+
+    Example:
+
+    ```python
+    >>> name_parts({"quantize_learner": False, "objective": "grpo-tis", "scheme": "w4a16"})
+    ['rollout-only', 'GRPO-TIS']
+    >>> name_parts({"quantize_learner": True, "objective": "tbpo", "scheme": "bf16"})
+    ['bf16', 'TBPO']
+    ```
+    """
+    kind, objective = _kind(config), config.get("objective")
+    parts = [kind] if kind else []
+    if objective is not None:
+        parts.append("-".join(word if word in _WORDS else word.upper() for word in str(objective).split("-")))
+    if "lora_mode" in config:
+        parts.append("LoRA" if config["lora_mode"] == "adapter" else f"{config['lora_mode']} LoRA")
+    return parts or ([str(config["scheme"])] if "scheme" in config else [])
+
+
+def setting_color(config: Mapping[str, Any]) -> str:
+    """Return the key of [`COLORS`] for a setting, always the same one."""
+    kind, objective = _kind(config), str(config.get("objective"))
+    if (kind, objective) in _FIXED:
+        return _FIXED[kind, objective]
+    if kind is None and objective == "None":
+        return "blue"
+    position = OBJECTIVES.index(objective) if objective in OBJECTIVES else len(OBJECTIVES)
+    return _SPARE[(position + 2 * (None, "QaRL", "rollout-only", "bf16").index(kind)) % len(_SPARE)]
+
+
+def choose_colors(configs: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """
+    Choose colour and line style of each setting of a report: the first with a colour keeps it, others of the same name take the
+    colours that are free, and further line styles when none is left.
+    """
+    wanted = [setting_color(config) for config in configs]
+    free = [color for color in dict.fromkeys((*_SPARE, *COLORS)) if color not in wanted]
+    chosen: list[tuple[str, str]] = []
+    for color in wanted:
+        if (color, "-") in chosen and free:
+            color = free.pop(0)
+        chosen.append((color, ("-", "--", "-.", ":")[sum(used == color for used, _ in chosen) % 4]))
+    return chosen
+
+
+def _kind(config: Mapping[str, Any]) -> str | None:
+    if config.get("scheme") == "bf16":
+        return "bf16"
+    return {True: "QaRL", False: "rollout-only"}.get(
+        bool(config["quantize_learner"]) if "quantize_learner" in config else None
+    )
+
+
+def make_groups(runs: list[Run]) -> list[Group]:
+    """Group runs that share everything but the seed; labels name what the groups differ in."""
+    found: dict[str, Group] = {}
+    for run in runs:
+        config = {name: value for name, value in run.config.items() if name != "seed"}
+        found.setdefault(json.dumps(config, sort_keys=True), Group("", config, [])).runs.append(run)
+    groups = list(found.values())
+    configs = [flatten(group.config) for group in groups]
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    parts = [name_parts(group.config) for group in groups]
+    for name in ("scheme", "model"):
+        values = [config.get(name) for config in configs]
+        if len(set(values) - {"bf16", None}) > 1:
+            for part, value in zip(parts, values, strict=True):
+                part += [] if value in (None, "bf16", *part) else [value]
+    colors = choose_colors(group.config for group in groups)
+    for group, config, part, (group.color, group.line) in zip(groups, configs, parts, colors, strict=True):
+        rivals = [other for other, theirs in zip(configs, parts, strict=True) if theirs == part]
+        differing = [name for name in names if len({other.get(name) for other in rivals}) > 1]
+        group.label = (
+            ", ".join([*part, *(f"{name}={config.get(name, 'not recorded')}" for name in differing)]) or "runs"
+        )
+        for seed in group.seeds:
+            same = [run for run in group.runs if run.config.get("seed") == seed]
+            if len(same) > 1:
+                same[0].notes.append(
+                    f"{', '.join(run.name for run in same)} share configuration and seed {seed}; they count as one seed."
+                )
+    return groups
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return settings by dotted name, as text; without those that are not set."""
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        elif value is not None:
+            flat[prefix + name] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return flat
+
+
+def final_results(groups: list[Group], score: str | None = None) -> list[dict[str, float | None]]:
+    """
+    Return the final reward of each run by its name, one mapping for each group: the mean of `reward` over the logged steps in the
+    last quarter. With `score`, the name of an evaluation, it is the share that was solved.
+
+    The last quarter ends at the largest step that any run with the same `max_steps` has reached, so runs that ended before it have
+    no final reward: `None`.
+    """
+    ends: dict[Any, int] = {}
+    for run in (run for group in groups for run in group.runs):
+        max_steps = run.config.get("max_steps")
+        ends[max_steps] = max(ends.get(max_steps, 0), run.last_step)
+
+    def result(run: Run, end: int) -> float | None:
+        if score is not None:
+            solved = run.evaluation.get(score)
+            return solved["correct"] / solved["total"] if solved else None
+        rewards = [value for step, value in run.values("reward").items() if step > 0.75 * end]
+        return statistics.fmean(rewards) if rewards else None
+
+    return [{run.name: result(run, ends[group.config.get("max_steps")]) for run in group.runs} for group in groups]
+
+
+def by_seed(group: Group, results: Mapping[str, float | None]) -> list[float]:
+    """Return what [`final_results`] says of a group, one number for each seed: runs of one seed count once."""
+    found: dict[Any, list[float]] = {}
+    for run in group.runs:
+        if (result := results[run.name]) is not None:
+            found.setdefault(run.config.get("seed"), []).append(result)
+    return [statistics.fmean(values) for values in found.values()]
+
+
+def student_95(freedom: int) -> float:
+    """Return the two-sided 95 % quantile of Student's distribution."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, freedom))
+
+
+def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
+    """
+    Say whether two groups differ by more than the noise between seeds: Student's test at 5 %, `|m_a - m_b| > t s sqrt(1 / n_a + 1 /
+    n_b)` with the pooled standard deviation `s` over seeds.
+
+    Args:
+        a, b (`Sequence[float]`):
+            One result for each seed.
+
+    Returns:
+        `{"difference": m_a - m_b or None, "noise": the right side or None, "verdict"}`, the verdict being `"exceeds"`, `"within"`,
+        or `"unknown"` where a group has fewer than two seeds.
+    """
+    difference = statistics.fmean(a) - statistics.fmean(b) if a and b else None
+    if difference is None or min(len(a), len(b)) < 2:
+        return {"difference": difference, "noise": None, "verdict": "unknown"}
+    freedom = len(a) + len(b) - 2
+    pooled = sum((len(values) - 1) * statistics.variance(values) for values in (a, b)) / freedom
+    noise = student_95(freedom) * math.sqrt(pooled * (1 / len(a) + 1 / len(b)))
+    return {"difference": difference, "noise": noise, "verdict": "exceeds" if abs(difference) > noise else "within"}
+
+
+def describe_differences(groups: list[Group], score: str | None = None) -> dict[str, list[str]]:
+    """
+    Return one sentence per pair of groups that train the same model for the same reward, about their final rewards or their
+    evaluation `score`. The sentences come under `"exceeds"`, `"within"` and `"unknown"` as [`compare_groups`] judges them, pairs that
+    differ in the fewest settings first, then larger differences.
+    """
+    what, ends_at = ("final reward", "ends at") if score is None else (f"{score} score", f"has a {score} score of")
+    results = [by_seed(*pair) for pair in zip(groups, final_results(groups, score), strict=True)]
+    found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
+    for pair in itertools.combinations(zip(groups, results, strict=True), 2):
+        a, b = (group.config for group, _ in pair)
+        if any(a.get(name) != b.get(name) for name in ("model", "reward_funcs")):
+            continue
+        judged = compare_groups(pair[0][1], pair[1][1])
+        size = 0.0 if judged["difference"] is None else abs(judged["difference"])
+        if judged["difference"] is None:
+            without = " and ".join(group.label for group, seeds in pair if not seeds)
+            sentence = f"{pair[0][0].label} and {pair[1][0].label}: no {what} of {without}."
+        else:
+            (high, highs), (low, lows) = pair if judged["difference"] >= 0 else pair[::-1]
+            means = [format_number(statistics.fmean(seeds)) for seeds in (highs, lows)]
+            sentence = f"{high.label} {ends_at} {means[0]}, {low.label} {ends_at.split()[-1]} {means[1]}: "
+            if judged["noise"] is None:
+                single = " and of ".join(
+                    group.label for group, seeds in ((high, highs), (low, lows)) if len(seeds) == 1
+                )
+                sentence += f"the seed noise of this difference of {format_number(size)} cannot be judged, with one seed of {single}."
+            else:
+                relation = "exceeds" if judged["verdict"] == "exceeds" else "does not exceed"
+                sentence += f"the difference of {format_number(size)} {relation} the seed noise of {format_number(judged['noise'])}."
+        distance = sum(a.get(name) != b.get(name) for name in a.keys() | b.keys())
+        found[judged["verdict"]].append((distance, -size, sentence))
+    return {verdict: [text for *_, text in sorted(lines)] for verdict, lines in found.items()}
+
+
+def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
+    """
+    Return neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among 1, 3, ..., 9, 31,
+    ... Fewer than three steps have no usual distance.
+    """
+    pairs = list(itertools.pairwise(steps))
+    usual = statistics.mode(sorted(b - a for a, b in pairs)) if len(pairs) > 1 else math.inf
+    return [(a, b) for a, b in pairs if b - a > usual]
+
+
+def find_gaps(run: Run) -> list[str]:
+    """
+    Return sentences about values that are not finite, about updates that changed nothing, and about values that are missing between
+    others of the run. Metrics with the same gaps share a sentence. The first update has no code flips, as there is nothing to
+    compare with or the learning rate starts at 0; a mismatch of 0 is what exact numerics promise.
+    """
+    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for metric in dict.fromkeys(metric for row in run.rows.values() for metric in row):
+        is_change = metric in ("quant/code_flip_rate", "quant/update_to_step")
+        later = [step for step in run.rows if not (is_change and step == min(run.rows))]
+        gaps = [step for step in run.gaps(metric) if step in later]
+        zeros = (
+            [step for step, value in run.values(metric).items() if value <= 0 and step in later] if is_change else []
+        )
+        for steps, problem in ((gaps, "not finite"), (zeros, "0")):
+            if steps:
+                found.setdefault((problem, tuple(steps)), []).append(metric)
+    holes: dict[tuple[int, int], list[str]] = {}
+    for metric in EVERY_BATCH:
+        for hole in find_holes(sorted(run.values(metric).keys() | set(run.gaps(metric)))):
+            holes.setdefault(hole, []).append(metric)
+    return [
+        f"{', '.join(metrics)} {'is' if len(metrics) == 1 else 'are'} {problem} at {count_of(len(steps), 'step')}: "
+        f"{_ranges(steps, list(run.rows))}."
+        for (problem, steps), metrics in found.items()
+    ] + [f"{', '.join(metrics)}: nothing logged between steps {a} and {b}." for (a, b), metrics in holes.items()]
+
+
+def _ranges(steps: Sequence[int], logged: list[int]) -> str:
+    """Write steps as ranges of neighbours among those that were logged, at most ten of them."""
+    positions = {step: index for index, step in enumerate(logged)}
+    parts = [
+        [step for _, step in part]
+        for _, part in itertools.groupby(enumerate(steps), lambda pair: positions[pair[1]] - pair[0])
+    ]
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]
+    return ", ".join(texts[:10]) + (" and more" if len(texts) > 10 else "")
+
+
+def format_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

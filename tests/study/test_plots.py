@@ -1,24 +1,38 @@
-import bisect
-import math
-import random
+import re
+from xml.etree import ElementTree
 
 import pytest
 
-from trl_qarl.study.plots import scale_around_one, ticks_around_one
-from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
+
+@pytest.fixture(scope="module")
+def svg():
+    pytest.importorskip("matplotlib")
+    from trl_qarl.study.plots import to_svg
+
+    def draw(axes):
+        axes.plot([0, 1], [0, 1 / 3], color="#0072b2")
+        axes.text(0.1, 0.1, "0.00012345 <b> -- & url(http://x)")
+
+    return to_svg(draw, "panel", 'a "title" & <more>', (4, 2))
 
 
-def test_axis_of_a_distribution_shows_what_lies_around_one_and_what_lies_far_out():
-    counts = [0] * (len(HISTOGRAM_EDGES) - 1)
-    draw = random.Random(0)
-    for index in range(3000):
-        ratio = math.exp(draw.gauss(0, 5e-4 if index % 100 else 0.3))
-        counts[bisect.bisect(HISTOGRAM_EDGES, ratio) - 1] += 1
-    forward, inverse = scale_around_one([{"edges": HISTOGRAM_EDGES, "counts": counts}])
-    low, high = forward(0.5), forward(2.0)
-    places = [float((forward(x) - low) / (high - low)) for x in (0.5, 0.9997, 1, 1.0007, 2)]
-    assert places[0] == 0 and places[4] == 1 and places[2] == pytest.approx(0.5)
-    assert 0.25 < places[1] < 0.45 and 0.55 < places[3] < 0.75
-    assert [float(inverse(forward(x))) for x in (0.5, 0.9997, 1.0007, 2)] == pytest.approx([0.5, 0.9997, 1.0007, 2])
-    ticks = ticks_around_one(0.5, 2.0, forward)
-    assert {0.5, 1.0, 2.0} <= set(ticks) and any(abs(tick - 1) <= 1e-3 for tick in ticks if tick != 1)
+def test_a_panel_is_well_formed_and_says_what_it_is(svg):
+    element = ElementTree.fromstring(svg)
+    assert element.tag == "svg" and element.get("aria-label") == 'a "title" & <more>' and element.get("viewBox")
+    assert element.get("width") is None and element.get("height") is None and "<!--" not in svg
+
+
+def test_labels_are_text(svg):
+    texts = [text.text for text in ElementTree.fromstring(svg).iter("text")]
+    assert "0.00012345 <b> -- & url(http://x)" in texts
+
+
+def test_ids_of_two_panels_are_not_the_same(svg):
+    from trl_qarl.study.plots import to_svg
+
+    def ids_of(svg):
+        return {element.get("id") for element in ElementTree.fromstring(svg).iter() if element.get("id")}
+
+    other = to_svg(lambda axes: axes.plot([0, 1], [0, 1 / 3], color="#0072b2"), "other", "title", (4, 2))
+    used = set(re.findall(r"url\(#([^)]*)\)", svg)) | {name[1:] for name in re.findall(r'href="([^"]*)"', svg)}
+    assert used and used <= ids_of(svg) and ids_of(other) and not ids_of(svg) & ids_of(other)

@@ -37,28 +37,23 @@ EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
 
 COLORS = {
     "blue": ("#0072b2", "#4aa8e0"),
-    "sky": ("#56b4e9", "#9ad7f7"),
     "orange": ("#e69f00", "#f0b840"),
+    "grey": ("#767676", "#a0a0a0"),
+    "sky": ("#56b4e9", "#9ad7f7"),
     "vermillion": ("#d55e00", "#f08a45"),
     "ink": ("#1a1a1a", "#e8e8e8"),
-    "grey": ("#767676", "#a0a0a0"),
     "green": ("#009e73", "#2fc79b"),
     "pink": ("#cc79a7", "#e39cc3"),
     "purple": ("#6a51a3", "#a893d9"),
     "brown": ("#8c6d31", "#c4a25d"),
     "teal": ("#1b7f8c", "#52b9c6"),
 }
-"""On a light and on a dark page. The first eight are Okabe and Ito's but for their yellow, and grey."""
+"""
+On a light and on a dark page, mostly Okabe and Ito's. The first three are TBPO's, those of a quantized learner, of a quantized rollout
+alone and of none; the next three are GRPO's, and the others share the rest.
+"""
 
-_FIXED = {
-    ("QaRL", "tbpo"): "blue",
-    ("rollout-only", "tbpo"): "orange",
-    ("bf16", "tbpo"): "grey",
-    **{("QaRL", objective): "sky" for objective in ("grpo", "grpo-tis")},
-    **{("rollout-only", objective): "vermillion" for objective in ("grpo", "grpo-tis")},
-    **{("bf16", objective): "ink" for objective in ("grpo", "grpo-tis")},
-}
-_SPARE = ("green", "pink", "purple", "brown", "teal")
+_KINDS = ("QaRL", "rollout-only", "bf16")
 _WORDS = ("positive", "only", "on", "policy", "dual", "clip")
 
 
@@ -107,13 +102,11 @@ def name_parts(config: Mapping[str, Any]) -> list[str]:
 
 def setting_color(config: Mapping[str, Any]) -> str:
     """Return the key of [`COLORS`] for a setting, always the same one."""
-    kind, objective = _kind(config), str(config.get("objective"))
-    if (kind, objective) in _FIXED:
-        return _FIXED[kind, objective]
-    if kind is None and objective == "None":
-        return "blue"
-    position = OBJECTIVES.index(objective) if objective in OBJECTIVES else len(OBJECTIVES)
-    return _SPARE[(position + 2 * (None, "QaRL", "rollout-only", "bf16").index(kind)) % len(_SPARE)]
+    objective = str(config.get("objective", "tbpo")).replace("grpo-tis", "grpo")
+    others = [name for name in OBJECTIVES if name not in ("tbpo", "grpo", "grpo-tis")]
+    position = ["tbpo", "grpo", *others, objective].index(objective)
+    place = 3 * position + _KINDS.index(_kind(config) or "QaRL")
+    return list(COLORS)[place if place < 6 else 6 + place % 5]
 
 
 def choose_colors(configs: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -122,7 +115,7 @@ def choose_colors(configs: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]
     colours that are free, and further line styles when none is left.
     """
     wanted = [setting_color(config) for config in configs]
-    free = [color for color in dict.fromkeys((*_SPARE, *COLORS)) if color not in wanted]
+    free = [color for color in [*list(COLORS)[6:], *COLORS] if color not in wanted]
     chosen: list[tuple[str, str]] = []
     for color in wanted:
         if (color, "-") in chosen and free:
@@ -134,9 +127,7 @@ def choose_colors(configs: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]
 def _kind(config: Mapping[str, Any]) -> str | None:
     if config.get("scheme") == "bf16":
         return "bf16"
-    return {True: "QaRL", False: "rollout-only"}.get(
-        bool(config["quantize_learner"]) if "quantize_learner" in config else None
-    )
+    return _KINDS[not config["quantize_learner"]] if "quantize_learner" in config else None
 
 
 def make_groups(runs: list[Run]) -> list[Group]:
@@ -151,9 +142,9 @@ def make_groups(runs: list[Run]) -> list[Group]:
     parts = [name_parts(group.config) for group in groups]
     for name in ("scheme", "model"):
         values = [config.get(name) for config in configs]
-        if len(set(values) - {"bf16", None}) > 1:
+        if len(set(values) - {"bf16", "-", None}) > 1:
             for part, value in zip(parts, values, strict=True):
-                part += [] if value in (None, "bf16", *part) else [value]
+                part += [] if value in (None, "-", "bf16", *part) else [value]
     colors = choose_colors(group.config for group in groups)
     for group, config, part, (group.color, group.line) in zip(groups, configs, parts, colors, strict=True):
         rivals = [other for other, theirs in zip(configs, parts, strict=True) if theirs == part]
@@ -171,13 +162,14 @@ def make_groups(runs: list[Run]) -> list[Group]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return settings by dotted name, as text; without those that are not set."""
+    """Return settings by dotted name, as text; `-` for what is not set."""
     flat = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{name}.")
-        elif value is not None:
-            flat[prefix + name] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        else:
+            texts = map(str, value if isinstance(value, list) else [value])
+            flat[prefix + name] = "-" if value is None else ", ".join(texts)
     return flat
 
 

@@ -255,9 +255,9 @@ def _worst_completions(groups: list[Group], number: int = 2) -> list[list[str]]:
 
 def _shared(groups: list[Group]) -> str:
     configs = [flatten(group.config) for group in groups]
-    same = [name for name in _FIELDS if len({config.get(name) for config in configs}) == 1 and name in configs[0]]
+    same = {name: value for name, value in configs[0].items() if {config.get(name) for config in configs} == {value}}
     sentence = f"{'All groups share' if len(groups) > 1 else 'Settings'}: "
-    sentence += f"{', '.join(f'{name} {configs[0][name]}' for name in same)}."
+    sentence += f"{', '.join(f'{name} {same[name]}' for name in _FIELDS if same.get(name, '-') != '-')}."
     return sentence + (" Runs of one group share everything but the seed." if len(groups) > 1 else "")
 
 

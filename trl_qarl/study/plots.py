@@ -181,7 +181,9 @@ def _over_updates(groups: list[Group], heading: str, name: str, metrics: Iterabl
             zeros.setdefault(whose, []).append(metric.title)
         if not drawn:
             continue
-        if metric.scale == "log" and any(value <= 0 for of in values for value in of):
+        if metric.scale == "log" and any(
+            min(of) <= 0 for of, zero in zip(values, is_zero, strict=True) if of and not zero
+        ):
             captions.append(_TRIANGLE)
         if metric.name == "mismatch/abs_logp_mean":
             fine, bad = thresholds.pop() if len(thresholds) == 1 else (0.0, 0.0)
@@ -243,7 +245,8 @@ def _draw_group(axes, group: Group, metric: Metric, height: float) -> bool:
         steps = sorted([*steps, *((a + b) / 2 for a, b in find_holes(steps))])
     frame = frame.reindex(steps)
     mean, low, high = (
-        of.where(of > 0) if metric.scale == "log" else of for of in (frame.mean(1), frame.min(1), frame.max(1))
+        of.where(of > 0) if metric.scale == "log" else of
+        for of in (frame.mean(axis=1), frame.min(axis=1), frame.max(axis=1))
     )
     color = COLORS[group.color][0]
     # A point between two gaps is no line.

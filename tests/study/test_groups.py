@@ -9,11 +9,9 @@ from recorded_runs import CONFIG, rewards_run, write_run
 from trl_qarl.objectives.registry import OBJECTIVES
 from trl_qarl.study.groups import (
     COLORS,
-    by_seed,
     choose_colors,
     compare_groups,
     describe_differences,
-    final_results,
     find_gaps,
     find_holes,
     make_groups,
@@ -123,13 +121,12 @@ def test_different_models_are_named_and_not_compared():
 def finals(runs):
     """Final rewards of the seeds of one group."""
     (group,) = make_groups(runs)
-    return by_seed(group, *final_results([group]))
+    return group.results()
 
 
 def test_runs_of_one_seed_count_once():
     groups = make_groups([rewards_run(0, [0.0]), rewards_run(0, [1.0]), rewards_run(1, [2.0])])
-    groups[0].runs[1].name = "again"
-    assert by_seed(groups[0], *final_results(groups)) == [0.5, 2.0]
+    assert groups[0].results() == [0.5, 2.0]
     assert "count as one seed" in groups[0].runs[0].notes[0]
 
 
@@ -140,7 +137,8 @@ def test_final_reward_is_the_mean_of_the_last_quarter():
 def test_run_that_ended_before_the_last_quarter_has_no_final_reward():
     runs = [rewards_run(0, [1.0] * 8), rewards_run(1, [1.0] * 8)]
     del runs[1].rows[7], runs[1].rows[8]
-    assert list(final_results(make_groups(runs))[0].values()) == [1.0, None] and finals(runs) == [1.0]
+    (group,) = make_groups(runs)
+    assert [group.result(run) for run in runs] == [1.0, None] and group.results() == [1.0]
 
 
 def test_runs_that_all_end_early_are_compared_up_to_there():

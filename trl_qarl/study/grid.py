@@ -12,7 +12,7 @@ from typing import Any
 from ..checks.refused import LORA_MODES
 from ..objectives.registry import OBJECTIVES
 from ..quantization.schemes import SCHEMES
-from .runs import label_parts
+from .groups import label_parts
 
 
 __all__ = ["AXES", "KEYS", "build_command", "cell_name", "expand_grid", "load_grid"]

@@ -16,16 +16,15 @@ __all__ = [
     "COLORS",
     "EVERY_BATCH",
     "Group",
-    "by_seed",
     "choose_colors",
     "compare_groups",
     "count_of",
     "describe_differences",
-    "final_results",
     "find_gaps",
     "find_holes",
     "flatten",
     "format_number",
+    "label_parts",
     "make_groups",
     "name_parts",
     "setting_color",
@@ -66,6 +65,7 @@ class Group:
     runs: list[Run]
     color: str = "blue"
     line: str = "-"
+    last_step: int = 0
 
     @property
     def seeds(self) -> list[Any]:
@@ -74,6 +74,49 @@ class Group:
     @property
     def title(self) -> str:
         return f"{self.label} ({count_of(len(self.seeds), 'seed')})"
+
+    def result(self, run: Run, score: str | None = None) -> float | None:
+        """
+        Return the final reward of a run: the mean of `reward` over the logged steps in the last quarter before `last_step`, the largest
+        that any run of the report with the same `max_steps` has reached; `None` of a run that ended before. With `score`, the name of
+        an evaluation, it is the share that was solved.
+        """
+        if score is not None:
+            solved = run.evaluation.get(score)
+            return solved["correct"] / solved["total"] if solved else None
+        rewards = [value for step, value in run.values("reward").items() if step > 0.75 * self.last_step]
+        return statistics.fmean(rewards) if rewards else None
+
+    def results(self, score: str | None = None) -> list[float]:
+        """Return the results of each seed: runs of one seed count once."""
+        found: dict[Any, list[float]] = {}
+        for run in self.runs:
+            if (result := self.result(run, score)) is not None:
+                found.setdefault(run.config.get("seed"), []).append(result)
+        return [statistics.fmean(values) for values in found.values()]
+
+
+def label_parts(config: Mapping[str, Any]) -> list[str]:
+    """
+    Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and `lora_mode`.
+
+    Example:
+
+    ```python
+    >>> label_parts({"quantize_learner": False, "objective": "tbpo", "scheme": "w4a16"})
+    ['rollout-only', 'tbpo', 'w4a16']
+    >>> label_parts({"quantize_learner": True, "objective": "grpo", "scheme": "bf16"})
+    ['bf16', 'grpo']
+    >>> label_parts({"objective": "tbpo", "scheme": "w4a16", "lora_mode": "merged"})
+    ['tbpo', 'w4a16', 'lora_merged']
+    ```
+    """
+    is_quantized = config.get("scheme") != "bf16"
+    learner = ["QaRL" if config["quantize_learner"] else "rollout-only"] if "quantize_learner" in config else []
+    objective = [str(config["objective"])] if "objective" in config else []
+    scheme = [str(config["scheme"])] if "scheme" in config and is_quantized else []
+    lora = [f"lora_{config['lora_mode']}"] if "lora_mode" in config else []
+    return [*(learner if is_quantized else ["bf16"]), *objective, *scheme, *lora]
 
 
 def name_parts(config: Mapping[str, Any]) -> list[str]:
@@ -91,13 +134,15 @@ def name_parts(config: Mapping[str, Any]) -> list[str]:
     ['bf16', 'TBPO']
     ```
     """
-    kind, objective = _kind(config), config.get("objective")
-    parts = [kind] if kind else []
-    if objective is not None:
-        parts.append("-".join(word if word in _WORDS else word.upper() for word in str(objective).split("-")))
-    if "lora_mode" in config:
-        parts.append("LoRA" if config["lora_mode"] == "adapter" else f"{config['lora_mode']} LoRA")
-    return parts or ([str(config["scheme"])] if "scheme" in config else [])
+    parts = label_parts({name: value for name, value in config.items() if name != "scheme" or value == "bf16"})
+    words = str(config.get("objective")).split("-")
+    names = {
+        config.get("objective"): "-".join(word if word in _WORDS else word.upper() for word in words),
+        f"lora_{config.get('lora_mode')}": "LoRA"
+        if config.get("lora_mode") == "adapter"
+        else f"{config.get('lora_mode')} LoRA",
+    }
+    return [names.get(part, part) for part in parts] or label_parts(config)
 
 
 def setting_color(config: Mapping[str, Any]) -> str:
@@ -105,7 +150,8 @@ def setting_color(config: Mapping[str, Any]) -> str:
     objective = str(config.get("objective", "tbpo")).replace("grpo-tis", "grpo")
     others = [name for name in OBJECTIVES if name not in ("tbpo", "grpo", "grpo-tis")]
     position = ["tbpo", "grpo", *others, objective].index(objective)
-    place = 3 * position + _KINDS.index(_kind(config) or "QaRL")
+    kind = next((part for part in label_parts(config) if part in _KINDS), "QaRL")
+    place = 3 * position + _KINDS.index(kind)
     return list(COLORS)[place if place < 6 else 6 + place % 5]
 
 
@@ -124,12 +170,6 @@ def choose_colors(configs: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]
     return chosen
 
 
-def _kind(config: Mapping[str, Any]) -> str | None:
-    if config.get("scheme") == "bf16":
-        return "bf16"
-    return _KINDS[not config["quantize_learner"]] if "quantize_learner" in config else None
-
-
 def make_groups(runs: list[Run]) -> list[Group]:
     """Group runs that share everything but the seed; labels name what the groups differ in."""
     found: dict[str, Group] = {}
@@ -145,6 +185,9 @@ def make_groups(runs: list[Run]) -> list[Group]:
         if len(set(values) - {"bf16", "-", None}) > 1:
             for part, value in zip(parts, values, strict=True):
                 part += [] if value in (None, "-", "bf16", *part) else [value]
+    ends: dict[Any, int] = {}
+    for run in runs:
+        ends[run.config.get("max_steps")] = max(ends.get(run.config.get("max_steps"), 0), run.last_step)
     colors = choose_colors(group.config for group in groups)
     for group, config, part, (group.color, group.line) in zip(groups, configs, parts, colors, strict=True):
         rivals = [other for other, theirs in zip(configs, parts, strict=True) if theirs == part]
@@ -152,6 +195,7 @@ def make_groups(runs: list[Run]) -> list[Group]:
         group.label = (
             ", ".join([*part, *(f"{name}={config.get(name, 'not recorded')}" for name in differing)]) or "runs"
         )
+        group.last_step = ends[group.config.get("max_steps")]
         for seed in group.seeds:
             same = [run for run in group.runs if run.config.get("seed") == seed]
             if len(same) > 1:
@@ -171,38 +215,6 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
             texts = map(str, value if isinstance(value, list) else [value])
             flat[prefix + name] = "-" if value is None else ", ".join(texts)
     return flat
-
-
-def final_results(groups: list[Group], score: str | None = None) -> list[dict[str, float | None]]:
-    """
-    Return the final reward of each run by its name, one mapping for each group: the mean of `reward` over the logged steps in the
-    last quarter. With `score`, the name of an evaluation, it is the share that was solved.
-
-    The last quarter ends at the largest step that any run with the same `max_steps` has reached, so runs that ended before it have
-    no final reward: `None`.
-    """
-    ends: dict[Any, int] = {}
-    for run in (run for group in groups for run in group.runs):
-        max_steps = run.config.get("max_steps")
-        ends[max_steps] = max(ends.get(max_steps, 0), run.last_step)
-
-    def result(run: Run, end: int) -> float | None:
-        if score is not None:
-            solved = run.evaluation.get(score)
-            return solved["correct"] / solved["total"] if solved else None
-        rewards = [value for step, value in run.values("reward").items() if step > 0.75 * end]
-        return statistics.fmean(rewards) if rewards else None
-
-    return [{run.name: result(run, ends[group.config.get("max_steps")]) for run in group.runs} for group in groups]
-
-
-def by_seed(group: Group, results: Mapping[str, float | None]) -> list[float]:
-    """Return what [`final_results`] says of a group, one number for each seed: runs of one seed count once."""
-    found: dict[Any, list[float]] = {}
-    for run in group.runs:
-        if (result := results[run.name]) is not None:
-            found.setdefault(run.config.get("seed"), []).append(result)
-    return [statistics.fmean(values) for values in found.values()]
 
 
 def student_95(freedom: int) -> float:
@@ -241,31 +253,28 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
     differ in the fewest settings first, then larger differences.
     """
     what, ends_at = ("final reward", "ends at") if score is None else (f"{score} score", f"has a {score} score of")
-    results = [by_seed(*pair) for pair in zip(groups, final_results(groups, score), strict=True)]
     found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
-    for pair in itertools.combinations(zip(groups, results, strict=True), 2):
-        a, b = (group.config for group, _ in pair)
-        if any(a.get(name) != b.get(name) for name in ("model", "reward_funcs")):
+    for a, b in itertools.combinations(groups, 2):
+        if any(a.config.get(name) != b.config.get(name) for name in ("model", "reward_funcs")):
             continue
-        judged = compare_groups(pair[0][1], pair[1][1])
-        size = 0.0 if judged["difference"] is None else abs(judged["difference"])
-        if judged["difference"] is None:
-            without = " and ".join(group.label for group, seeds in pair if not seeds)
-            sentence = f"{pair[0][0].label} and {pair[1][0].label}: no {what} of {without}."
+        judged = compare_groups(a.results(score), b.results(score))
+        difference, noise, verdict = judged["difference"], format_number(judged["noise"]), judged["verdict"]
+        if difference is None:
+            without = " and ".join(group.label for group in (a, b) if not group.results(score))
+            sentence = f"{a.label} and {b.label}: no {what} of {without}."
         else:
-            (high, highs), (low, lows) = pair if judged["difference"] >= 0 else pair[::-1]
-            means = [format_number(statistics.fmean(seeds)) for seeds in (highs, lows)]
+            high, low = (a, b) if difference >= 0 else (b, a)
+            means = [format_number(statistics.fmean(group.results(score))) for group in (high, low)]
+            size = format_number(abs(difference))
             sentence = f"{high.label} {ends_at} {means[0]}, {low.label} {ends_at.split()[-1]} {means[1]}: "
-            if judged["noise"] is None:
-                single = " and of ".join(
-                    group.label for group, seeds in ((high, highs), (low, lows)) if len(seeds) == 1
-                )
-                sentence += f"the seed noise of this difference of {format_number(size)} cannot be judged, with one seed of {single}."
-            else:
-                relation = "exceeds" if judged["verdict"] == "exceeds" else "does not exceed"
-                sentence += f"the difference of {format_number(size)} {relation} the seed noise of {format_number(judged['noise'])}."
-        distance = sum(a.get(name) != b.get(name) for name in a.keys() | b.keys())
-        found[judged["verdict"]].append((distance, -size, sentence))
+            sentence += {
+                "exceeds": f"the difference of {size} exceeds the seed noise of {noise}.",
+                "within": f"the difference of {size} does not exceed the seed noise of {noise}.",
+                "unknown": f"the seed noise of this difference of {size} cannot be judged, with one seed of "
+                f"{' and of '.join(group.label for group in (high, low) if len(group.results(score)) == 1)}.",
+            }[verdict]
+        distance = sum(a.config.get(name) != b.config.get(name) for name in a.config.keys() | b.config.keys())
+        found[verdict].append((distance, -abs(difference or 0.0), sentence))
     return {verdict: [text for *_, text in sorted(lines)] for verdict, lines in found.items()}
 
 

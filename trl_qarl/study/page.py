@@ -18,10 +18,8 @@ from ..telemetry.advisor import LEVELS, Finding, assess
 from .groups import (
     COLORS,
     Group,
-    by_seed,
     count_of,
     describe_differences,
-    final_results,
     find_gaps,
     flatten,
     format_number,
@@ -97,8 +95,6 @@ def make_page(
     environment.filters["prose"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
     environment.filters["mark"] = lambda text: Markup(re.sub("⟦[^⟦⟧]*⟧", r"<mark>\g<0></mark>", str(escape(text))))
     runs = [run for group in groups for run in group.runs]
-    results = final_results(groups)
-    finals = [by_seed(*pair) for pair in zip(groups, results, strict=True)]
     findings = [assess_group(group) for group in groups]
     cards = list(dict.fromkeys(finding.card for found in findings for finding, _ in found))
     cards.sort(key=lambda card: MAIN_CARDS.index(card) if card in MAIN_CARDS else len(MAIN_CARDS))
@@ -111,12 +107,12 @@ def make_page(
     page = environment.get_template("page.html").render(
         style=Markup(_style()),
         refresh=refresh,
-        title=_title(groups, finals),
+        title=_title(groups),
         subtitle=_subtitle(runs),
         groups=groups,
         warnings=_warnings(groups),
         sentence=_sentence(groups) if is_compared else "",
-        finals=Markup(draw_finals(groups, finals, "final reward")) if is_compared and any(finals) else "",
+        finals=Markup(draw_finals(groups)) if is_compared and any(group.results() for group in groups) else "",
         by_card=[{card: (_worst(pairs), pairs) for card, pairs in of.items()} for of in by_card],
         main_cards=MAIN_CARDS,
         words=_WORDS,
@@ -133,8 +129,8 @@ def make_page(
         times=_times(groups),
         worst=_worst_completions(groups),
         shared=_shared(groups),
-        group_table=_group_table(groups, finals, scores),
-        run_table=_run_table(groups, results, scores),
+        group_table=_group_table(groups, scores),
+        run_table=_run_table(groups, scores),
         irregularities=notes + [f"{run.name}: {note}" for run in runs for note in run.notes + find_gaps(run)],
         schemes=_scheme_table(groups),
         configs=[(group.title, json.dumps(group.config, indent=2, ensure_ascii=False)) for group in groups],
@@ -157,7 +153,7 @@ def _style() -> str:
     return "\n".join([f":root {{ {light} }}", dark, css, *rules])
 
 
-def _title(groups: list[Group], finals: list[list[float]]) -> str:
+def _title(groups: list[Group]) -> str:
     models = list(dict.fromkeys(str(group.config.get("model", "model not recorded")) for group in groups))
     schemes = list(dict.fromkeys(str(group.config["scheme"]) for group in groups if "scheme" in group.config))
     schemes = [scheme for scheme in schemes if scheme != "bf16"] or schemes
@@ -169,7 +165,7 @@ def _title(groups: list[Group], finals: list[list[float]]) -> str:
         return f"{about}: {count_of(len(runs), 'run')} in {count_of(len(groups), 'group')}"
     title = f"{about}, {groups[0].label}: {count_of(max(run.last_step for run in runs), 'update')}"
     title += f", {count_of(len(groups[0].seeds), 'seed')}" if len(groups[0].seeds) > 1 else ""
-    return title + (f", final reward {_spread(finals[0])}" if finals[0] else "")
+    return title + (f", final reward {_spread(groups[0].results())}" if groups[0].results() else "")
 
 
 def _subtitle(runs: list[Run]) -> str:
@@ -261,15 +257,14 @@ def _shared(groups: list[Group]) -> str:
     return sentence + (" Runs of one group share everything but the seed." if len(groups) > 1 else "")
 
 
-def _group_table(
-    groups: list[Group], finals: list[list[float]], scores: list[str]
-) -> tuple[list[str], list[list[str]]]:
+def _group_table(groups: list[Group], scores: list[str]) -> tuple[list[str], list[list[str]]]:
     """Return what groups differ in, and what came out."""
     configs = [flatten(group.config) for group in groups]
     names = dict.fromkeys(name for config in configs for name in config)
     differing = [name for name in names if len({config.get(name) for config in configs}) > 1][:8]
     rows = []
-    for group, config, seeds in zip(groups, configs, finals, strict=True):
+    for group, config in zip(groups, configs, strict=True):
+        seeds = group.results()
         sd = format_number(statistics.stdev(seeds)) if len(seeds) > 1 else "one seed" if seeds else "-"
         cells = [config.get(name, "-") for name in differing]
         solved = [_pooled([run.evaluation.get(name) for run in group.runs]) for name in scores]
@@ -277,13 +272,11 @@ def _group_table(
     return ["group", *differing, "seeds", "final reward, mean (range)", "sd over seeds", *scores], rows
 
 
-def _run_table(
-    groups: list[Group], results: list[dict[str, float | None]], scores: list[str]
-) -> tuple[list[str], list[list[str]]]:
+def _run_table(groups: list[Group], scores: list[str]) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for group, of_group in zip(groups, results, strict=True):
+    for group in groups:
         for run in group.runs:
-            max_steps, final = run.config.get("max_steps"), of_group[run.name]
+            max_steps, final = run.config.get("max_steps"), group.result(run)
             ended = not isinstance(max_steps, int) or run.last_step <= 0.75 * max_steps
             why_none = "ended before the last quarter" if ended else "no finite reward in the last quarter"
             solved = [

@@ -321,37 +321,26 @@ def _draw_distribution(
 _TICKS = [1.0, 0.5, 2.0, 0.1, 10.0, 0.001, 1000.0, *(1 + sign * 10.0**-k for k in range(1, 6) for sign in (1, -1))]
 
 
-def draw_finals(groups: list[Group], results: list[list[float]], what: str) -> str:
-    """Draw results by group as SVG: a dot for the mean, a whisker from the smallest to the largest seed, a ring for each seed."""
+def draw_finals(groups: list[Group]) -> str:
+    """Draw final rewards by group as SVG: a dot for the mean, a whisker from the smallest to the largest seed, a ring for each."""
 
     def draw(axes) -> None:
-        for index, (group, seeds) in enumerate(zip(groups, results, strict=True)):
-            style = {"color": COLORS[group.color][0], "marker": "o"}
+        for index, group in enumerate(groups):
+            seeds, style = group.results(), {"color": COLORS[group.color][0], "marker": "o"}
             axes.plot(seeds, [index] * len(seeds), markerfacecolor="none", markersize=5, lw=2, **style)
             axes.plot([np.mean(seeds)] if seeds else [], [index] * bool(seeds), markersize=8, **style)
-        names = [
-            textwrap.fill(_plain(group.label).replace(", ", ",  "), 24, break_long_words=False) for group in groups
-        ]
-        axes.set(yticks=range(len(groups)), yticklabels=names, ylim=(len(groups) - 0.5, -0.5), xlabel=what)
+        names = [textwrap.fill(_plain(group.label), 24, break_long_words=False) for group in groups]
+        axes.set(yticks=range(len(groups)), yticklabels=names, ylim=(len(groups) - 0.5, -0.5), xlabel="final reward")
         axes.margins(x=0.08)
         axes.grid(visible=False, axis="y")
 
-    return to_svg(draw, f"final-{what.split()[0]}", f"{what} by group", (5.2, 0.8 + 0.34 * len(groups)))
+    return to_svg(draw, "final", "final reward by group", (5.2, 0.8 + 0.34 * len(groups)))
 
 
 def to_svg(draw: Callable, name: str, title: str, size: tuple[float, float]) -> str:
     """
-    Draw one panel as an `<svg>` element. The page's stylesheet knows its colours, and changes them on a dark page.
-
-    Args:
-        draw (`Callable`):
-            Draws on the axes that it is given.
-        name (`str`):
-            What its ids are made of, which have to be unique on the page.
-        title (`str`):
-            What a screen reader says.
-        size (`tuple[float, float]`):
-            Width and height in inches.
+    Draw one panel of `size` inches with `draw(axes)`, as an `<svg>` element. The page's stylesheet knows its colours, and changes them
+    on a dark page. Its ids are made of `name`, and have to be unique on the page; a screen reader says the `title`.
     """
     # Neither a date nor random names, so that a page of the same runs is the same.
     with _axes(size, hashsalt=name) as (figure, (axes,)):
@@ -362,14 +351,10 @@ def to_svg(draw: Callable, name: str, title: str, size: tuple[float, float]) -> 
         )
     root = ElementTree.fromstring(file.getvalue())
     for element in root.iter():
+        # A page in HTML needs no namespaces. Groups are named alike in every panel, and nothing refers to them.
         element.tag = element.tag.rpartition("}")[2]
-        if element.tag == "g":
-            # Named alike in every panel, and referred to by nothing.
-            element.attrib.pop("id", None)
-        for key in [key for key in element.attrib if key.endswith("}href")]:
-            element.set("href", element.attrib.pop(key))
-    for side in ("width", "height"):
-        del root.attrib[side]
+        attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        element.attrib = {name: value for name, value in attributes.items() if (element.tag, name) != ("g", "id")}
     root.attrib |= {"role": "img", "aria-label": " ".join(printable(title).replace(r"\$", "$").split())}
     return ElementTree.tostring(root, encoding="unicode")
 

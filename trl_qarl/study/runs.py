@@ -18,7 +18,7 @@ from typing import Any
 from ..telemetry.run_files import DISTRIBUTIONS_FILE, HISTOGRAM_EDGES, METRICS_FILE, RUN_FILE, WORST_FILE
 
 
-__all__ = ["EVAL_COLUMNS", "Run", "eval_rows", "is_evaluation", "label_parts", "read_evals", "read_run", "read_runs"]
+__all__ = ["EVAL_COLUMNS", "Run", "eval_rows", "is_evaluation", "read_evals", "read_run", "read_runs"]
 
 EVAL_COLUMNS = ["model", "task", "pass@1", "difference", "problems", "samples of each", "sampling"]
 _UNREADABLE = (ValueError, RecursionError, LookupError, TypeError, AttributeError)
@@ -58,29 +58,6 @@ class Run:
     def gaps(self, metric: str) -> list[int]:
         """Return the steps at which the metric was logged and not finite."""
         return [step for step, row in self.rows.items() if metric in row and row[metric] is None]
-
-
-def label_parts(config: dict[str, Any]) -> list[str]:
-    """
-    Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and `lora_mode`.
-
-    Example:
-
-    ```python
-    >>> label_parts({"quantize_learner": False, "objective": "tbpo", "scheme": "w4a16"})
-    ['rollout-only', 'tbpo', 'w4a16']
-    >>> label_parts({"quantize_learner": True, "objective": "grpo", "scheme": "bf16"})
-    ['bf16', 'grpo']
-    >>> label_parts({"objective": "tbpo", "scheme": "w4a16", "lora_mode": "merged"})
-    ['tbpo', 'w4a16', 'lora_merged']
-    ```
-    """
-    is_quantized = config.get("scheme") != "bf16"
-    learner = ["QaRL" if config["quantize_learner"] else "rollout-only"] if "quantize_learner" in config else []
-    objective = [str(config["objective"])] if "objective" in config else []
-    scheme = [str(config["scheme"])] if "scheme" in config and is_quantized else []
-    lora = [f"lora_{config['lora_mode']}"] if "lora_mode" in config else []
-    return [*(learner if is_quantized else ["bf16"]), *objective, *scheme, *lora]
 
 
 def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:

@@ -254,24 +254,25 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
     """
     what, ends_at = ("final reward", "ends at") if score is None else (f"{score} score", f"has a {score} score of")
     found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
+    results = {group.label: group.results(score) for group in groups}
     for a, b in itertools.combinations(groups, 2):
         if any(a.config.get(name) != b.config.get(name) for name in ("model", "reward_funcs")):
             continue
-        judged = compare_groups(a.results(score), b.results(score))
+        judged = compare_groups(results[a.label], results[b.label])
         difference, noise, verdict = judged["difference"], format_number(judged["noise"]), judged["verdict"]
         if difference is None:
-            without = " and ".join(group.label for group in (a, b) if not group.results(score))
+            without = " and ".join(group.label for group in (a, b) if not results[group.label])
             sentence = f"{a.label} and {b.label}: no {what} of {without}."
         else:
             high, low = (a, b) if difference >= 0 else (b, a)
-            means = [format_number(statistics.fmean(group.results(score))) for group in (high, low)]
+            means = [format_number(statistics.fmean(results[group.label])) for group in (high, low)]
             size = format_number(abs(difference))
             sentence = f"{high.label} {ends_at} {means[0]}, {low.label} {ends_at.split()[-1]} {means[1]}: "
             sentence += {
                 "exceeds": f"the difference of {size} exceeds the seed noise of {noise}.",
                 "within": f"the difference of {size} does not exceed the seed noise of {noise}.",
                 "unknown": f"the seed noise of this difference of {size} cannot be judged, with one seed of "
-                f"{' and of '.join(group.label for group in (high, low) if len(group.results(score)) == 1)}.",
+                f"{' and of '.join(group.label for group in (high, low) if len(results[group.label]) == 1)}.",
             }[verdict]
         distance = sum(a.config.get(name) != b.config.get(name) for name in a.config.keys() | b.config.keys())
         found[verdict].append((distance, -abs(difference or 0.0), sentence))

@@ -42,14 +42,12 @@ _TIMES = {
     "rollout/tokens_per_second": "tokens per second of rollouts",
 }
 # What a link to a section says, so that all fit into one line.
-_SHORT = {
-    "reward": "Reward",
-    "bits": "Bits",
-    "mismatch": "Mismatch",
-    "dropped": "Dropped",
-    "codes": "Codes",
-    "spread": "Spread",
-    "text": "Text",
+_SHORT = {"Reward and entropy": "Reward", "Mismatch between learner and rollout": "Mismatch", "Sound text": "Text"}
+_SHORT |= {
+    "Reward at each precision": "Bits",
+    "Share of dropped sequences": "Dropped",
+    "Codes changed": "Codes",
+    "Reward spread": "Spread",
 }
 _FIELDS = ("model", "quantize_learner", "objective", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
 
@@ -76,17 +74,8 @@ def make_page(
     groups: list[Group], figures: tuple[list[Figure], list[Figure]], notes: list[str], refresh: int | None = None
 ) -> str:
     """
-    Return the page.
-
-    Args:
-        groups (`list[Group]`):
-            Groups of runs.
-        figures (`tuple[list[Figure], list[Figure]]`):
-            Of [`~trl_qarl.study.plots.draw_figures`].
-        notes (`list[str]`):
-            What is missing, beside what is known of each run.
-        refresh (`int`, *optional*):
-            Seconds after which a browser loads the page again, while a run goes on.
+    Return the page with what [`~trl_qarl.study.plots.draw_figures`] drew, and notes on what is missing beside what is known of each
+    run. A browser loads it again after `refresh` seconds, while a run goes on.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -192,7 +181,7 @@ def _warnings(groups: list[Group]) -> list[str]:
     ):
         values = list(dict.fromkeys(flatten(group.config).get(name, "not recorded") for group in groups))
         if len(values) > 1:
-            found.append(sentence.format(len(values), ", ".join(values)) + shown)
+            found.append(sentence.format(len(values), ("; " if name == "reward_funcs" else ", ").join(values)) + shown)
     return found
 
 

@@ -143,10 +143,7 @@ _DISTRIBUTIONS = (
 
 
 def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> tuple[list[Figure], list[Figure]]:
-    """
-    Draw the figures of which some run has values, over updates and of distributions, `with_png` also as files beside the page
-    `output`.
-    """
+    """Draw the figures of which a run has values, over updates and of distributions; `with_png` also as files next to `output`."""
     over_updates = [
         found for (heading, name), of in _METRICS.items() if (found := _over_updates(groups, heading, name, of))
     ]
@@ -167,36 +164,33 @@ def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> t
 
 
 def _over_updates(groups: list[Group], heading: str, name: str, metrics: Iterable[Metric]) -> Figure | None:
-    figure = Figure(heading, name, "", [])
+    figure = Figure(heading, name, _CAPTIONS.get(name, ""), [])
     zeros: dict[str, list[str]] = {}
-    captions = [_CAPTIONS[name]] if name in _CAPTIONS else []
-    thresholds = {mismatch_bands({**group.config.get("options", {}), **group.config}) for group in groups}
     for metric in metrics:
-        values = [[value for run in group.runs for value in run.values(metric.name).values()] for group in groups]
-        is_zero = [metric.scale == "log" and bool(of) and not any(of) for of in values]
-        exact = [group for group, zero in zip(groups, is_zero, strict=True) if zero]
-        drawn = [group for group, of, zero in zip(groups, values, is_zero, strict=True) if of and not zero]
+        values = {group.label: [x for run in group.runs for x in run.values(metric.name).values()] for group in groups}
+        is_log = metric.scale == "log"
+        exact = [label for label, of in values.items() if is_log and of and not any(of)]
+        drawn = [group for group in groups if group.label not in exact]
         if exact:
-            whose = ", ".join(group.label for group in exact) if drawn else "All groups"
+            whose = ", ".join(exact) if any(values[group.label] for group in drawn) else "All groups"
             zeros.setdefault(whose, []).append(metric.title)
-        if not drawn:
+        logged = [x for group in drawn for x in values[group.label]]
+        if not logged:
             continue
-        if metric.scale == "log" and any(
-            min(of) <= 0 for of, zero in zip(values, is_zero, strict=True) if of and not zero
-        ):
-            captions.append(_TRIANGLE)
+        notes = []
         if metric.name == "mismatch/abs_logp_mean":
-            fine, bad = thresholds.pop() if len(thresholds) == 1 else (0.0, 0.0)
+            of_groups = {mismatch_bands({**group.config.get("options", {}), **group.config}) for group in drawn}
+            fine, bad = of_groups.pop() if len(of_groups) == 1 else (0.0, 0.0)
             if bad:
                 metric = metric._replace(bands=((0.0, fine, "fine"), (fine, bad, "watch"), (bad, 1e9, "bad")))
-                captions.append("Green: rounding. Amber: noisy. Red: learner and sampler are two policies.")
-        if metric.name == "quant/code_flip_rate" and any(
-            0 < value < STALLED_FLIP_RATE for of in values for value in of
-        ):
+                notes.append("Green: rounding. Amber: noisy. Red: learner and sampler are two policies.")
+        if metric.name == "quant/code_flip_rate" and any(0 < x < STALLED_FLIP_RATE for x in logged):
             metric = metric._replace(bands=((0, STALLED_FLIP_RATE, "bad"),))
-            captions.append("Red: the low-bit policy is stalled.")
+            notes.append("Red: the low-bit policy is stalled.")
+        if is_log and min(logged) <= 0 and _TRIANGLE not in figure.caption:
+            notes.append(_TRIANGLE)
+        figure.caption = " ".join(filter(None, (figure.caption, *notes)))
         figure.panels.append((metric.title, partial(_draw_metric, groups=drawn, metric=metric)))
-    figure.caption = " ".join(dict.fromkeys(captions))
     figure.exact = [
         f"{f'{whose}: exactly' if len(groups) > 1 else 'Exactly'} 0 at every logged update: {', '.join(titles)}."
         for whose, titles in zeros.items()

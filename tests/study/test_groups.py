@@ -225,6 +225,7 @@ def test_missing_values_are_a_gap(tmp_path, metrics):
 
 
 def test_sentences_name_groups_difference_and_noise():
+    pytest.importorskip("scipy")
     finals = {"x": [0.80, 0.81], "y": [0.2, 0.21], "z": [0.8]}
     runs = [rewards_run(seed, [value], scheme=s) for s, values in finals.items() for seed, value in enumerate(values)]
     found = describe_differences(make_groups(runs))
@@ -239,6 +240,7 @@ def test_sentences_name_groups_difference_and_noise():
 
 
 def test_pairs_that_differ_in_one_setting_come_first():
+    pytest.importorskip("scipy")
     finals = {("x", "a"): 0.0, ("x", "b"): 0.1, ("y", "b"): 0.9}
     runs = [
         rewards_run(seed, [final + seed / 1000], scheme=scheme, objective=objective)

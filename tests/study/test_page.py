@@ -61,7 +61,6 @@ def body_of(html):
 
 
 def test_png_files_are_written_where_they_are_asked_for(tmp_path):
-    pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run")
     (tmp_path / "out-length.png").write_bytes(b"of an earlier report")
     report(tmp_path / "out.html", path, "--png")
@@ -73,7 +72,6 @@ def test_png_files_are_written_where_they_are_asked_for(tmp_path):
 
 
 def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
-    pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run")
     rows = [
         {
@@ -97,7 +95,6 @@ def test_worst_completions_of_each_group_are_on_the_page(tmp_path):
 
 
 def test_gaps_zeros_broken_lines_and_missing_metrics_are_on_the_page(tmp_path):
-    pytest.importorskip("matplotlib")
     rows = [
         {"step": step, "reward": None if step in (3, 4) else 0.1 * step, "quant/code_flip_rate": 0.0}
         for step in range(1, 41)
@@ -119,7 +116,6 @@ def test_gaps_zeros_broken_lines_and_missing_metrics_are_on_the_page(tmp_path):
 
 
 def test_many_pairs_are_folded_and_all_on_the_page(tmp_path):
-    pytest.importorskip("matplotlib")
     for index, (scheme, seed) in enumerate(itertools.product("abcdef", (0, 1))):
         rows = [{"step": 40, "reward": index // 2 + seed / 1000}]
         path = write_run(tmp_path / f"{scheme}{seed}", scheme=scheme, seed=seed, rows=rows)
@@ -131,7 +127,6 @@ def test_many_pairs_are_folded_and_all_on_the_page(tmp_path):
 
 
 def test_evaluation_is_in_the_tables(tmp_path):
-    pytest.importorskip("matplotlib")
     for seed, correct in ((0, 80), (1, 90)):
         path = write_run(tmp_path / f"run{seed}", seed=seed)
         scores = {"greedy": {"correct": correct, "total": 100}, "before": {"correct": 13, "total": 100}}
@@ -142,7 +137,6 @@ def test_evaluation_is_in_the_tables(tmp_path):
 
 
 def test_what_runs_wrote_is_escaped(tmp_path):
-    pytest.importorskip("matplotlib")
     evil = "<script>alert('$x_$')</script>&\"\x07\ud800"
     path = write_run(tmp_path / "a<b>&amp;", scheme=evil, model="$\\frac", versions={evil: evil})
     (path / "evaluation.json").write_text(json.dumps({evil: {"correct": 1, "total": 2}}))
@@ -174,7 +168,6 @@ def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
 
 
 def test_one_group_is_judged_by_cards_and_several_by_a_table(tmp_path, grid_page):
-    pytest.importorskip("matplotlib")
     report(tmp_path / "report.html", write_run(tmp_path / "run", quantize_learner=False, mismatch=0.2))
     page, grid = Page(read_page(tmp_path / "report.html")), Page(read_page(grid_page))
     assert {"card fine", "card bad"} <= page.classes and "card fine" not in grid.classes
@@ -187,7 +180,6 @@ def test_one_group_is_judged_by_cards_and_several_by_a_table(tmp_path, grid_page
 
 
 def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
-    pytest.importorskip("matplotlib")
     paths = []
     for name, solved in (("QaRL", (80, 82, 81)), ("rollout-only", (20, 25, 30)), ("bf16", (79, 83, 80))):
         for seed, correct in enumerate(solved):
@@ -206,7 +198,6 @@ def test_differences_of_an_evaluation_are_judged_by_the_same_rule(tmp_path):
 
 
 def test_one_seed_per_group_leaves_noise_unjudged(tmp_path):
-    pytest.importorskip("matplotlib")
     runs = [write_run(tmp_path / name, scheme=name) for name in ("fp8", "bf16")]
     report(tmp_path / "report.html", *runs)
     text = Page(read_page(tmp_path / "report.html")).text
@@ -227,7 +218,6 @@ def write_eval(path, model="out/w4a16", task="/data/<b>.jsonl", share=0.75, comp
 
 
 def test_results_of_eval_in_the_run_and_its_export_are_on_the_page(tmp_path):
-    pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run")
     write_eval(path / "w4a16" / "eval.json", compare=("/data/run/masters", 0.5))
     write_eval(path / "eval-aime.json", "org/model", "aime24", 0.25, temperature=0, vllm=False)
@@ -254,7 +244,6 @@ def test_results_of_eval_in_the_run_and_its_export_are_on_the_page(tmp_path):
 
 
 def test_results_of_eval_name_the_run_where_there_are_several(tmp_path):
-    pytest.importorskip("matplotlib")
     for seed in (0, 1):
         write_eval(write_run(tmp_path / "runs" / f"run{seed}", seed=seed) / "eval.json")
     report(tmp_path / "report.html", tmp_path / "runs")
@@ -285,7 +274,6 @@ def write_changed_run(path, change, **config):
 
 
 def test_exact_run_says_that_its_mismatch_is_zero(tmp_path):
-    pytest.importorskip("matplotlib")
     path = write_changed_run(tmp_path / "run", lambda step: dict.fromkeys(MISMATCH, 0.0))
     worst = [
         {"step": 1, "kind": kind, "nats": nats, "advantage": 1.0, "prompt": "2 + 2", "completion": f"⟦{kind}⟧"}
@@ -302,7 +290,6 @@ def test_exact_run_says_that_its_mismatch_is_zero(tmp_path):
 
 
 def test_exact_group_is_said_to_be_next_to_one_that_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
     exact = write_changed_run(tmp_path / "exact", lambda step: dict.fromkeys(MISMATCH, 0.0))
     report(tmp_path / "report.html", exact, write_run(tmp_path / "other", quantize_learner=False))
     text, _, num_panels = section_of(tmp_path / "report.html", "mismatch-between-learner-and-rollout")
@@ -310,7 +297,6 @@ def test_exact_group_is_said_to_be_next_to_one_that_is_drawn(tmp_path):
 
 
 def test_updates_that_change_nothing_are_irregular_but_for_the_first(tmp_path):
-    pytest.importorskip("matplotlib")
 
     def change(step):
         value = 0.0 if step in (1, 7) else 1e-3
@@ -323,7 +309,6 @@ def test_updates_that_change_nothing_are_irregular_but_for_the_first(tmp_path):
 
 @pytest.mark.parametrize(("rate", "is_red"), [(1e-3, False), (1e-8, True)])
 def test_caption_names_red_where_something_is_red(tmp_path, rate, is_red):
-    pytest.importorskip("matplotlib")
     path = write_changed_run(tmp_path / "run", lambda step: {"quant/code_flip_rate": rate * (1 + step / 40)})
     report(tmp_path / "report.html", path)
     text, _, _ = section_of(tmp_path / "report.html", "codes-changed")
@@ -341,7 +326,6 @@ def test_rows_of_panels_are_full(grid_page):
 
 
 def test_times_of_a_run_are_a_table(tmp_path):
-    pytest.importorskip("matplotlib")
     report(tmp_path / "report.html", write_run(tmp_path / "run"))
     text, rows, num_panels = section_of(tmp_path / "report.html", "time")
     assert num_panels == 0 and "but the optimizer" not in text
@@ -350,7 +334,6 @@ def test_times_of_a_run_are_a_table(tmp_path):
 
 
 def test_lists_and_what_is_not_set_are_words_in_tables(tmp_path):
-    pytest.importorskip("matplotlib")
     paths = [
         write_run(tmp_path / "a", grids=["int4-signed", "int8"], scheme="mixed"),
         write_run(tmp_path / "b", grids=None, group_size=None, scheme="w8a16"),
@@ -362,7 +345,6 @@ def test_lists_and_what_is_not_set_are_words_in_tables(tmp_path):
 
 
 def test_labels_of_groups_are_not_broken_inside_words(tmp_path):
-    pytest.importorskip("matplotlib")
     paths = [write_run(tmp_path / name, model=f"outputs/{name}_quickstart/base_model") for name in ("a", "b")]
     report(tmp_path / "report.html", *paths)
     html = ElementTree.fromstring(read_page(tmp_path / "report.html").removeprefix("<!DOCTYPE html>"))
@@ -372,7 +354,6 @@ def test_labels_of_groups_are_not_broken_inside_words(tmp_path):
 
 
 def test_models_of_one_content_are_one_model(tmp_path):
-    pytest.importorskip("matplotlib")
     pairs = [("one/base_model", "a" * 64), ("two/base_model", "a" * 64), ("three/base_model", "b" * 64)]
     for seed, (model, digest) in enumerate(pairs):
         write_run(tmp_path / "runs" / f"run{seed}", seed=seed, model=model, model_sha256=digest)

@@ -8,6 +8,8 @@ import random
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import pytest
+
 from trl_qarl.cli import main
 from trl_qarl.study.runs import Run
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
@@ -108,6 +110,9 @@ def rewards_run(seed, rewards, **config):
 
 
 def report(path, *run_dirs):
+    """Runs `trl-qarl report`; skips the test where what it needs is not installed."""
+    for package in ("jinja2", "matplotlib", "pandas", "scipy"):
+        pytest.importorskip(package)
     return main(["report", *map(str, run_dirs), "--output", str(path)])
 
 

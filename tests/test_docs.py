@@ -75,6 +75,7 @@ def test_tables_of_options_and_rules_are_those_of_the_code():
 
 
 def test_headline_picture_has_the_numbers_of_the_study():
+    pytest.importorskip("scipy")
     headline = runpy.run_path(str(ROOT / "benchmarks/study/headline.py"))
     scores = headline["read_scores"](json.loads(headline["RESULTS"].read_text()))
     assert repr(scores).encode() in headline["PICTURE"].read_bytes(), "run `python benchmarks/study/headline.py`"
@@ -84,6 +85,7 @@ def test_headline_picture_has_the_numbers_of_the_study():
 
 
 def test_tables_of_the_study_are_those_of_its_results():
+    pytest.importorskip("scipy")
     fill = runpy.run_path(str(ROOT / "benchmarks/study/long_tables.py"))["fill"]
     results = json.loads((ROOT / "benchmarks/study/study.json").read_text())
     page = (ROOT / "benchmarks/study/README.md").read_text()

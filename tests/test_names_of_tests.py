@@ -20,8 +20,6 @@ ELSEWHERE = {
     "rollout/deltas.py": "vllm_plugin/test_checkpoint_copy.py",
     "rollout/http_session.py": "rollout/test_client.py",
     "checkpoint/layout.py": "checkpoint/test_export.py",
-    "study/figures.py": "study/test_page.py",
-    "study/html.py": "study/test_page.py",
     "wire/protocol.py": "wire/test_handshake.py",
     # Of the trainer and its configuration: what is claimed is what a user of them sees.
     "adapters/tensors.py": "adapters/test_beside.py",

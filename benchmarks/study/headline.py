@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 
 from long_tables import BITS, group_cells, half_width, read_at_bits  # noqa: E402
 
-from trl_qarl.study.names import COLORS  # noqa: E402
+from trl_qarl.study.groups import COLORS  # noqa: E402
 
 
 RESULTS, PICTURE = HERE / "study.json", DOCS / "headline.png"

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trl_qarl.study.groups import compare_groups, student_95
 from trl_qarl.study.runs import read_run
-from trl_qarl.study.statistics import STUDENT_95, compare_groups
 from trl_qarl.telemetry.run_files import DISTRIBUTIONS_FILE
 
 
@@ -276,10 +276,10 @@ def read_at_bits(cells: Sequence[Cell], bits: int, name: str = "greedy") -> list
 def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
     """Greedy scores of runs of one scheme, and of bf16, pair by pair, beside the noise that `trl-qarl report` uses."""
     lines = [_row(["scheme", "run", "against", "difference", "noise", ""]), _row(["---"] * 6)]
-    summaries = {name: _summarize(cells, MEASURES["greedy"]) for name, cells in groups.items()}
+    scores = {name: [MEASURES["greedy"](cell) for cell in cells] for name, cells in groups.items()}
     for scheme in dict.fromkeys(scheme for scheme, *_ in groups if scheme != "bf16"):
         for a, b in itertools.combinations([name for name in groups if name[0] in (scheme, "bf16")], 2):
-            found = compare_groups(summaries[a], summaries[b])
+            found = compare_groups(scores[a], scores[b])
             noise = "-" if found["noise"] is None else f"{found['noise']:.0f}"
             names = [", ".join(name[1:]) for name in (a, b)]
             lines.append(_row([scheme, *names, f"{found['difference']:+.0f}", noise, found["verdict"]]))
@@ -295,18 +295,12 @@ def changes_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
         if (recipe, *run) in groups:
             texts = []
             for measure in MEASURES.values():
-                found = compare_groups(_summarize(cells, measure), _summarize(groups[recipe, *run], measure))
+                found = compare_groups(*([measure(cell) for cell in of] for of in (cells, groups[recipe, *run])))
                 noise = "-" if found["noise"] is None else f"{found['noise']:.0f}"
                 gain = f"{found['difference']:+.0f}"
                 texts.append(f"{f'**{gain}**' if found['verdict'] == 'exceeds' else gain} ({noise})")
             lines.append(_row([change, str(len(cells)), *texts]))
     return lines
-
-
-def _summarize(cells: Sequence[Cell], measure: Callable[[Cell], float]) -> dict[str, Any]:
-    seeds = {cell["seed"]: measure(cell) for cell in cells}
-    sd = statistics.stdev(seeds.values()) if len(seeds) > 1 else None
-    return {"mean": statistics.fmean(seeds.values()), "sd": sd, "by_seed": seeds}
 
 
 def quarter(cell: Cell, metric: str, part: int) -> float:
@@ -321,7 +315,7 @@ def half_width(values: Sequence[float]) -> float:
     """Half of the 95 % interval of the mean by Student's distribution, NaN for a single value."""
     if len(values) < 2:
         return math.nan
-    return STUDENT_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return student_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def interval(values: Sequence[float]) -> str:

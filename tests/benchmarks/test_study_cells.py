@@ -61,6 +61,7 @@ def decode_as_before(monkeypatch):
 
 @pytest.fixture(scope="module")
 def long_tables():
+    pytest.importorskip("scipy")
     path = sys.path.copy()
     yield from load_example("long_tables")
     sys.path[:] = path

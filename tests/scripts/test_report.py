@@ -50,7 +50,6 @@ def break_run(path, name):
     ],
 )
 def test_unusable_run_is_one_line_and_exit_code_two(tmp_path, capsys, name, message):
-    pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run")
     break_run(path, name)
     with pytest.raises(SystemExit, match="2"):
@@ -64,7 +63,6 @@ def test_unusable_run_is_one_line_and_exit_code_two(tmp_path, capsys, name, mess
     ("output", "message"), [("folder", "must name a file that ends in .html"), ("a.pdf", "'a.pdf'")]
 )
 def test_output_that_cannot_be_a_page_is_one_line(tmp_path, capsys, monkeypatch, output, message):
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(SystemExit, match="2"):
@@ -74,7 +72,6 @@ def test_output_that_cannot_be_a_page_is_one_line(tmp_path, capsys, monkeypatch,
 
 
 def test_run_that_is_given_twice_is_one_line(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run")
     with pytest.raises(SystemExit, match="2"):
         report(tmp_path / "report.html", path, path)
@@ -103,7 +100,6 @@ def test_configuration_of_another_form_is_one_line(tmp_path, capsys, config):
 
 
 def test_one_run_is_summarized_and_the_address_is_printed(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     report(tmp_path / "a b.html", write_run(tmp_path / "run"))
     first, last = capsys.readouterr().out.splitlines()
     assert (
@@ -113,7 +109,6 @@ def test_one_run_is_summarized_and_the_address_is_printed(tmp_path, capsys):
 
 
 def test_a_run_is_followed_until_it_is_finished(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
     rows = [{"step": step, "time": 1e9, "reward": 0.1 * step} for step in range(1, 5)]
     path = write_run(tmp_path / "run", rows=[], max_steps=4)
     (path / "distributions.jsonl").unlink()
@@ -140,7 +135,6 @@ def test_a_run_is_followed_until_it_is_finished(tmp_path, monkeypatch, capsys):
 
 
 def test_following_ends_with_ctrl_c_or_after_the_timeout(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
     path = write_run(tmp_path / "run", rows=[])
 
     def interrupt(seconds):
@@ -162,7 +156,6 @@ def test_following_ends_with_ctrl_c_or_after_the_timeout(tmp_path, monkeypatch, 
     ],
 )
 def test_following_what_cannot_be_followed_is_one_line(tmp_path, capsys, options, message):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "missing" if options == ["--follow"] else write_run(tmp_path / "run")
     with pytest.raises(SystemExit, match="2"):
         report(tmp_path / "report.html", path, *options)

@@ -10,7 +10,6 @@ def grid(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def grid_page(grid, tmp_path_factory):
-    pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("page") / "report.html"
     assert report(path, grid) == 0
     return path

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from recorded_runs import write_run
-from trl_qarl.study.runs import find_holes, read_run, read_runs
-from trl_qarl.study.sentences import describe_differences, find_gaps
-from trl_qarl.study.statistics import make_groups
+from trl_qarl.study.groups import describe_differences, find_gaps, make_groups
+from trl_qarl.study.runs import read_run, read_runs
+from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
 
 
 def test_run_is_read_with_its_metrics_distributions_and_evaluation(tmp_path):
@@ -66,11 +66,6 @@ def test_values_that_are_not_finite_become_gaps(tmp_path):
     assert find_gaps(run) == ["reward is not finite at 5 steps: 33 to 37."]
 
 
-def test_steps_further_apart_than_usual_are_a_hole():
-    assert find_holes([1, 3, 5, 7, 31, 33]) == [(7, 31)]
-    assert find_holes([1, 10, 20, 30, 35]) == find_holes([1, 40]) == find_holes([]) == []
-
-
 def test_resumed_run_that_repeats_one_step_forgets_what_the_killed_one_logged_there(tmp_path):
     rows = [{"step": 1, "loss": 0.0, "reward": 0.1}, {"step": 1, "loss": 0.0, "entropy": 0.5}]
     run = read_run(write_run(tmp_path / "run", rows=rows, max_steps=1))
@@ -110,9 +105,9 @@ def test_run_that_ended_early_is_noted(tmp_path):
     "change",
     [
         {"edges": [1, 2]},
-        {"edges": [1, 1, 2]},
-        {"edges": [1, None, 2]},
-        {"counts": [1, -1]},
+        {"edges": [None, *HISTOGRAM_EDGES[1:]]},
+        {"edges": [0.5, *HISTOGRAM_EDGES[1:]]},
+        {"counts": [-1] * (len(HISTOGRAM_EDGES) - 1)},
         {"counts": 3},
         {"bounds": [1]},
         {"bounds": None},
@@ -122,7 +117,8 @@ def test_run_that_ended_early_is_noted(tmp_path):
     ids=str,
 )
 def test_malformed_distribution_is_left_out_and_noted(tmp_path, change):
-    row = {"step": 1, "name": "ratio", "sign": "positive", "edges": [1, 2, 3], "counts": [4, 5], "bounds": [None, 2]}
+    row = {"step": 1, "name": "ratio", "sign": "positive", "edges": HISTOGRAM_EDGES, "bounds": [None, 2]}
+    row["counts"] = [1] * (len(HISTOGRAM_EDGES) - 1)
     path = write_run(tmp_path / "run")
     (path / "distributions.jsonl").write_text(f"{json.dumps(row | change)}\n{json.dumps(row)}\n")
     run = read_run(path)

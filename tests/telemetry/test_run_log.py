@@ -1,7 +1,11 @@
 import json
 import math
+import re
+import shutil
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from testing_utils import make_problems, make_trainer, stop_at
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES
@@ -71,6 +75,7 @@ def test_run_file_says_what_was_run(tiny_model, tmp_path):
     make(tiny_model, tmp_path, objective="gspo", quantize_learner=False, seed=7, max_steps=1).train()
     run = json.loads((tmp_path / "run.json").read_text())
     versions, options = run.pop("versions"), run.pop("options")
+    assert len(run.pop("model_sha256")) == 64
     assert options["num_generations"] == 4 and options["max_completion_length"] == 8 and "save_strategy" not in options
     assert not options.keys() & run.keys() and not any("seed" in name or "dir" in name for name in options)
     assert run == {
@@ -90,6 +95,19 @@ def test_run_file_says_what_was_run(tiny_model, tmp_path):
         "max_steps": 1,
     }
     assert {"python", "trl-qarl", "torch", "transformers", "trl"} <= versions.keys()
+
+
+def test_run_file_knows_a_copy_of_a_model_as_the_same_and_changed_weights_as_another(tiny_model, tmp_path):
+    copy, changed = (shutil.copytree(tiny_model, tmp_path / name) for name in ("copy", "changed"))
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    found = []
+    for model in (tiny_model, copy, changed):
+        output = tmp_path / f"of-{Path(model).name}"
+        make(str(model), output, max_steps=1).train()
+        found.append(json.loads((output / "run.json").read_text())["model_sha256"])
+    assert found[0] == found[1] != found[2] and re.fullmatch("[0-9a-f]{64}", found[0])
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..study.figures import draw_figures
-from ..study.page import make_page
-from ..study.runs import EVERY_BATCH, Run, read_runs
-from ..study.sentences import count_of, describe_differences
-from ..study.statistics import Group, make_groups
-from ..study.verdict import assess_group, summarize_findings
+from ..study.groups import EVERY_BATCH, Group, count_of, describe_differences, make_groups
+from ..study.runs import Run, read_runs
 from ..telemetry.run_files import METRICS_FILE
 from .errors import configuration_errors
 
@@ -63,9 +59,11 @@ def main(args: Namespace) -> None:
 
     output = Path(args.output)
     with configuration_errors():
-        if find_spec("matplotlib") is None:
+        missing = [name for name in ("jinja2", "matplotlib", "pandas", "scipy") if find_spec(name) is None]
+        if missing:
             raise ValueError(
-                '`trl-qarl report` needs matplotlib, which is not installed. Run `pip install "trl-qarl[report]"`.'
+                f"`trl-qarl report` needs packages that are not installed: {', '.join(missing)}. Run "
+                '`pip install "trl-qarl[report]"`.'
             )
         if output.is_dir() or output.suffix != ".html":
             raise ValueError(f"--output={args.output!r} must name a file that ends in .html, such as report.html.")
@@ -80,6 +78,8 @@ def main(args: Namespace) -> None:
         except KeyboardInterrupt:
             print("Stopped.")
         return
+    from ..study.page import assess_group, summarize_findings
+
     if len(groups) == 1:
         print(summarize_findings(assess_group(groups[0])))
     else:
@@ -95,6 +95,9 @@ def main(args: Namespace) -> None:
 def _write(
     runs: list[Run], notes: list[str], output: Path, refresh: int | None = None, with_png: bool = False
 ) -> list[Group]:
+    from ..study.page import make_page
+    from ..study.plots import draw_figures
+
     groups = make_groups(runs)
     missing = [f"No run has a value of {name}." for name in EVERY_BATCH if not any(run.values(name) for run in runs)]
     page = make_page(groups, draw_figures(groups, output, with_png), notes + missing, refresh)
@@ -107,6 +110,8 @@ def _write(
 
 def _follow(run_dirs: list[str], output: Path, timeout: float | None, with_png: bool) -> None:
     """Write the page whenever metrics have grown. A run that has not logged yet is waited for."""
+    from ..study.page import assess_group, summarize_findings
+
     with configuration_errors():
         for path in map(Path, run_dirs):
             if not path.is_dir():

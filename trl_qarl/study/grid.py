@@ -12,7 +12,7 @@ from typing import Any
 from ..checks.refused import LORA_MODES
 from ..objectives.registry import OBJECTIVES
 from ..quantization.schemes import SCHEMES
-from .runs import label_parts
+from .groups import label_parts
 
 
 __all__ = ["AXES", "KEYS", "build_command", "cell_name", "expand_grid", "load_grid"]
@@ -36,40 +36,39 @@ def load_grid(path: str | Path) -> dict[str, Any]:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must be a mapping with `train` or `command` and `grid` or `cells`, not {config!r}.")
+    shape = f"{path} must be a mapping with `train` or `command` and `grid` or `cells`, not {config!r}."
+    _require(isinstance(config, dict), shape)
     _check_names("key", config, KEYS)
-    for pair in (("train", "command"), ("grid", "cells")):
-        if sum(key in config for key in pair) != 1:
-            raise ValueError(f"{path} has {_describe_pair(pair, config)}; give exactly one of them.")
-    if "train" in config:
-        train = config["train"]
-        if not isinstance(train, dict):
-            raise ValueError(f"`train` must map options of `trl-qarl train` to values, not {train!r}.")
-        for name in ("output_dir", "resume_from_checkpoint"):
-            if name in train:
-                raise ValueError(f"`train` sets `{name}`, which compare sets for every cell; remove it from the file.")
-        for name, value in train.items():
-            values = value if isinstance(value, list) else [value]
-            is_mapping = isinstance(value, dict) and all(map(_is_plain, value.values()))
-            if not (is_mapping or all(map(_is_plain, values))):
-                raise ValueError(
-                    f"`train` sets `{name}` to {value!r}, which no option of a command line can hold: give text, "
-                    "numbers, true, false, a list or a mapping of them (a date in quotes), or write it to a file for "
-                    "`trl-qarl train --config`."
-                )
-    for key in ("command", "evaluate"):
-        command = config.get(key)
-        if key in config and not (
-            isinstance(command, list) and command and all(isinstance(word, str | int | float) for word in command)
-        ):
-            raise ValueError(f"`{key}` must be a list of words such as ['{{python}}', 'train.py'], not {command!r}.")
+    for first, second in (("train", "command"), ("grid", "cells")):
+        found = f"`{first}` and `{second}`" if first in config else f"neither `{first}` nor `{second}`"
+        _require((first in config) != (second in config), f"{path} has {found}; give exactly one of them.")
+    train = config.get("train", {})
+    _require(isinstance(train, dict), f"`train` must map options of `trl-qarl train` to values, not {train!r}.")
+    for name, value in train.items():
+        where = f"`train` sets `{name}`"
+        is_ours = name in ("output_dir", "resume_from_checkpoint")
+        _require(not is_ours, f"{where}, which compare sets for every cell; remove it from the file.")
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        _require(
+            all(one is None or isinstance(one, str | int | float) for one in values),
+            f"{where} to {value!r}, which no option of a command line can hold: give text, numbers, true, false, a list or a mapping "
+            "of them (a date in quotes), or write it to a file for `trl-qarl train --config`.",
+        )
+    for key in [key for key in ("command", "evaluate") if key in config]:
+        words = config[key]
+        is_list = isinstance(words, list) and words and all(isinstance(word, str | int | float) for word in words)
+        _require(is_list, f"`{key}` must be a list of words such as ['{{python}}', 'train.py'], not {words!r}.")
         # A placeholder names nothing that can be looked up.
-        if command and "{" not in str(command[0]) and shutil.which(str(command[0])) is None:
-            raise ValueError(
-                f"`{key}` starts with {command[0]!r}, which is not an executable; install it or fix the path."
-            )
+        is_there = "{" in str(words[0]) or shutil.which(str(words[0])) is not None
+        _require(
+            is_there, f"`{key}` starts with {words[0]!r}, which is not an executable; install it or fix the path."
+        )
     return config
+
+
+def _require(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
@@ -91,39 +90,42 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
     """
     if "cells" in config:
         cells = config["cells"]
-        if not (isinstance(cells, list) and cells and all(isinstance(cell, dict) and cell for cell in cells)):
-            raise ValueError(f"`cells` must be a list of mappings such as {{scheme: w4a16, seed: 0}}, not {cells!r}.")
+        is_list = isinstance(cells, list) and cells and all(isinstance(cell, dict) and cell for cell in cells)
+        _require(is_list, f"`cells` must be a list of mappings such as {{scheme: w4a16, seed: 0}}, not {cells!r}.")
         for cell in cells:
             _check_names("axis", cell, AXES)
     else:
         grid = config["grid"]
-        if not (isinstance(grid, dict) and grid):
-            raise ValueError(f"`grid` must map {', '.join(AXES)} to lists of values, not {grid!r}.")
+        is_mapping = isinstance(grid, dict) and grid
+        _require(is_mapping, f"`grid` must map {', '.join(AXES)} to lists of values, not {grid!r}.")
         _check_names("axis", grid, AXES)
         for axis, values in grid.items():
-            if not (isinstance(values, list) and values):
-                raise ValueError(f"`{axis}` must be a list with at least one value, not {values!r}.")
+            is_list = isinstance(values, list) and values
+            _require(is_list, f"`{axis}` must be a list with at least one value, not {values!r}.")
         cells = list(_product(grid))
     cells = [{axis: cell[axis] for axis in AXES if axis in cell} for cell in cells]
+    train = config.get("train", {})
     names: set[str] = set()
     for cell in cells:
         for axis, value in cell.items():
-            _check_value(axis, value)
-            if "train" in config and axis in _CHOICES:
-                _check_choice(axis, value)
-            if axis in config.get("train", ()):
-                raise ValueError(f"`{axis}` is both an axis and an option under `train`; remove it from `train`.")
-        options = {**config.get("train", {}), **cell}
-        if options.get("scheme") == "bf16" and options.get("quantize_learner", True) is False:
-            raise ValueError(
-                f"The cell {cell_name(cell)} has scheme bf16 and quantize_learner false, but bf16 has no low-bit "
-                "weights for the rollout alone to run; remove `quantize_learner`, or name a quantized scheme."
-            )
-        if cell_name(cell) in names:
-            raise ValueError(f"The cell {cell_name(cell)} occurs twice; remove one of them.")
-        names.add(cell_name(cell))
+            _check_value(axis, value, is_ours="train" in config)
+            both = f"`{axis}` is both an axis and an option under `train`; remove it from `train`."
+            _require(axis not in train, both)
+        name, options = cell_name(cell), {"quantize_learner": True, **train, **cell}
+        _require(
+            options.get("scheme") != "bf16" or options["quantize_learner"] is not False,
+            f"The cell {name} has scheme bf16 and quantize_learner false, but bf16 has no low-bit weights for the rollout alone to "
+            "run; remove `quantize_learner`, or name a quantized scheme.",
+        )
+        _require(name not in names, f"The cell {name} occurs twice; remove one of them.")
+        names.add(name)
         build_command(config, cell, Path("DIR"))
-    _check_placeholders(config, cells)
+    # Cells that differ along an axis without a placeholder would all be the same run.
+    words = " ".join(map(str, config.get("command", ())))
+    varying = [axis for axis in AXES if len({cell.get(axis) for cell in cells}) > 1]
+    for name in ("output_dir", *varying) if words else ():
+        missing = f"`command` has no {{{name}}}, so its cells would not differ in it; add the placeholder."
+        _require(f"{{{name}}}" in words, missing)
     return cells
 
 
@@ -196,44 +198,21 @@ def _product(grid: dict[str, list]) -> Iterator[dict[str, Any]]:
 
 def _check_names(kind: str, names: dict[str, Any], allowed: tuple[str, ...]) -> None:
     for name in names:
-        if name not in allowed:
-            raise ValueError(f"Unknown {kind} {name!r}; it can be {', '.join(allowed)}.")
+        _require(name in allowed, f"Unknown {kind} {name!r}; it can be {', '.join(allowed)}.")
 
 
-def _check_value(axis: str, value: Any) -> None:
-    if axis == "seed" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f"`seed` must be integers from 0, not {value!r}.")
-    if axis == "quantize_learner" and not isinstance(value, bool):
-        raise ValueError(f"`quantize_learner` must be true or false, not {value!r}.")
-    # The value becomes part of a directory's name.
-    if axis in _CHOICES and not (isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)):
-        raise ValueError(
-            f"`{axis}` must be names of letters, digits, '_', '-' and '.', not {value!r}; quote it in YAML."
-        )
-
-
-def _check_choice(axis: str, value: str) -> None:
-    if value not in _CHOICES[axis]:
-        raise ValueError(f"`{axis}` has the value {value!r}; it can be {', '.join(_CHOICES[axis])}.")
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float)
-
-
-def _check_placeholders(config: dict[str, Any], cells: list[dict]) -> None:
-    """Raise for an axis without a placeholder: cells that differ along it would all be the same run."""
-    if "command" not in config:
-        return
-    words = " ".join(map(str, config["command"]))
-    varying = [axis for axis in AXES if len({cell.get(axis) for cell in cells}) > 1]
-    for name in ("output_dir", *varying):
-        if f"{{{name}}}" not in words:
-            raise ValueError(f"`command` has no {{{name}}}, so its cells would not differ in it; add the placeholder.")
-
-
-def _describe_pair(pair: tuple[str, ...], config: dict[str, Any]) -> str:
-    return " and ".join(f"`{key}`" for key in pair) if pair[0] in config else f"neither `{pair[0]}` nor `{pair[1]}`"
+def _check_value(axis: str, value: Any, is_ours: bool) -> None:
+    if axis == "seed":
+        _require(type(value) is int and value >= 0, f"`seed` must be integers from 0, not {value!r}.")
+    elif axis == "quantize_learner":
+        _require(isinstance(value, bool), f"`quantize_learner` must be true or false, not {value!r}.")
+    else:
+        # The value becomes part of a directory's name.
+        is_name = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)
+        allowed = "letters, digits, '_', '-' and '.'"
+        _require(is_name, f"`{axis}` must be names of {allowed}, not {value!r}; quote it in YAML.")
+        is_known = not is_ours or value in _CHOICES[axis]
+        _require(is_known, f"`{axis}` has the value {value!r}; it can be {', '.join(_CHOICES[axis])}.")
 
 
 def _option(name: str, value: Any) -> Iterator[str]:

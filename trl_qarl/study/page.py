@@ -1,118 +1,148 @@
 """
-The page of `trl-qarl report`: one file with styles and figures inline, no script.
-
-Whatever the runs wrote is escaped.
+The page of `trl-qarl report`: `page.html` with `page.css` and figures inline, no script, filled with what the runs wrote. The template
+escapes it. At its top: is the run healthy, and is one setting better than another?
 """
 
 import json
 import re
+import statistics
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from html import escape
-from typing import Any
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
 
 from ..quantization.schemes import E4M3, INT8, SCHEMES
-from .evals import HEADER, eval_rows
-from .figures import Figure
-from .html import POLICY, STYLE, bullets, details, table
-from .runs import Run, printable
-from .sentences import count_of, find_gaps, format_number
-from .statistics import Group, flatten, summarize
-from .verdict import final_words, legend, make_verdict
-
-
-__all__ = ["make_page"]
-
-_FIELDS = (
-    "model",
-    "quantize_learner",
-    "objective",
-    "scheme",
-    "group_size",
-    "use_vllm",
-    "learning_rate",
-    "max_steps",
+from ..telemetry.advisor import LEVELS, Finding, assess
+from .groups import (
+    COLORS,
+    Group,
+    count_of,
+    describe_differences,
+    find_gaps,
+    flatten,
+    format_number,
 )
+from .plots import LEVEL_COLORS, PAGE_COLORS, Figure, draw_finals, printable
+from .runs import EVAL_COLUMNS, Run, eval_rows
 
 
-def make_page(groups: list[Group], figures: list[Figure], notes: list[str], refresh: int | None = None) -> str:
+__all__ = ["MAIN_CARDS", "assess_group", "make_page", "summarize_findings"]
+
+MAIN_CARDS = ("Learning", "Aligned", "Updating")
+_WORDS = {"fine": "fine", "watch": "look at it", "bad": "not healthy", "": ""}
+_TIMES = {
+    "step_time": "update without optimizer, s",
+    "rollout/seconds": "rollout, s",
+    "publish/seconds": "weight sync, s",
+    "step/scoring_seconds": "rewards and log-probs of a rollout, s",
+    "step/forward_backward_seconds": "forward and backward, s",
+    "step/optimizer_seconds": "optimizer and quantizing, s",
+    "rollout/tokens_per_second": "tokens per second of rollouts",
+}
+# What a link to a section says, so that all fit into one line.
+_SHORT = {"Reward and entropy": "Reward", "Mismatch between learner and rollout": "Mismatch", "Sound text": "Text"}
+_SHORT |= {
+    "Reward at each precision": "Bits",
+    "Share of dropped sequences": "Dropped",
+    "Codes changed": "Codes",
+    "Reward spread": "Spread",
+}
+_FIELDS = ("model", "quantize_learner", "objective", "scheme", "group_size", "use_vllm", "learning_rate", "max_steps")
+
+
+def assess_group(group: Group) -> list[tuple[Finding, str]]:
+    """Return what the rules say of the runs of a group: of each rule the worst finding, and the run that it is about."""
+    worst: dict[str, tuple[Finding, str]] = {}
+    for run in group.runs:
+        for finding in assess([{"step": step, **row} for step, row in run.rows.items()], group.config):
+            known = worst.get(finding.rule)
+            if known is None or LEVELS.index(finding.level) > LEVELS.index(known[0].level):
+                worst[finding.rule] = (finding, run.name)
+    return list(worst.values())
+
+
+def summarize_findings(findings: list[tuple[Finding, str]]) -> str:
+    """Return one line for the console: the main numbers, and what is not fine."""
+    main = [finding.value for finding, _ in findings if finding.card in MAIN_CARDS]
+    troubled = list(dict.fromkeys(f"{f.card} ({_WORDS[f.level]})" for f, _ in findings if f.level != "fine"))
+    return "; ".join(main) + (f". Not fine: {', '.join(troubled)}" if troubled else ". All fine" if main else "")
+
+
+def make_page(
+    groups: list[Group], figures: tuple[list[Figure], list[Figure]], notes: list[str], refresh: int | None = None
+) -> str:
     """
-    Return the page.
-
-    Args:
-        groups (`list[Group]`):
-            Groups of runs.
-        figures (`list[Figure]`):
-            Of [`~trl_qarl.study.figures.draw_figures`].
-        notes (`list[str]`):
-            What is missing, beside what is known of each run.
-        refresh (`int`, *optional*):
-            Seconds after which a browser loads the page again, while a run goes on.
+    Return the page with what [`~trl_qarl.study.plots.draw_figures`] drew, and notes on what is missing beside what is known of each
+    run. A browser loads it again after `refresh` seconds, while a run goes on.
     """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    # Names between backticks are code; the span that a completion is shown for is marked.
+    environment.filters["prose"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+    environment.filters["mark"] = lambda text: Markup(re.sub("⟦[^⟦⟧]*⟧", r"<mark>\g<0></mark>", str(escape(text))))
     runs = [run for group in groups for run in group.runs]
-    summaries = summarize(groups)
-    lines = legend(groups)
-    sections = [("Verdict", [*_warnings(groups), *make_verdict(groups, summaries)])]
-    scores = [[run.name, *row] for run in runs for result in run.evals for row in eval_rows(result)]
-    if scores:
-        sections.append(("Evaluation", _evaluation(scores, len(runs))))
-    distributions = [figure for figure in figures if "ratio" in figure.name or "weight" in figure.name]
-    for figure in figures:
-        if figure not in distributions and figure.name != "time":
-            sections.append((figure.heading, [lines, *_panels(figure)]))
-    if distributions:
-        parts = [part for figure in distributions for part in (f"<h3>{escape(figure.heading)}</h3>", *_panels(figure))]
-        sections.append(("Distributions", parts))
-    sections += [(figure.heading, _panels(figure)) for figure in figures if figure.name == "time"]
-    worst = _worst_completions(groups)
-    if worst:
-        sections.append(("Worst completions", worst))
-    sections.append(("Groups and runs", [*_group_table(groups, summaries), _run_table(groups, summaries)]))
-    lines = list(notes) + [f"{run.name}: {note}" for run in runs for note in run.notes + find_gaps(run)]
-    if lines:
-        sections.append(("Irregularities", [bullets(lines)]))
-    sections.append(("Settings", [details("What each scheme stores", _scheme_table(groups)), *_configs(groups)]))
-    return _document(_title(groups, summaries), _subtitle(runs), sections, refresh)
+    findings = [assess_group(group) for group in groups]
+    cards = list(dict.fromkeys(finding.card for found in findings for finding, _ in found))
+    cards.sort(key=lambda card: MAIN_CARDS.index(card) if card in MAIN_CARDS else len(MAIN_CARDS))
+    by_card = [{card: [pair for pair in found if pair[0].card == card] for card in cards} for found in findings]
+    scores = sorted(
+        {name for run in runs for name in run.evaluation},
+        key=lambda name: ({"before": 0, "greedy": 1, "sampled": 2}.get(name, 3), name),
+    )
+    is_compared = len(groups) > 1
+    page = environment.get_template("page.html").render(
+        style=Markup(_style()),
+        refresh=refresh,
+        title=_title(groups),
+        subtitle=_subtitle(runs),
+        groups=groups,
+        warnings=_warnings(groups),
+        sentence=_sentence(groups) if is_compared else "",
+        finals=Markup(draw_finals(groups)) if is_compared and any(group.results() for group in groups) else "",
+        by_card=[{card: (_worst(pairs), pairs) for card, pairs in of.items()} for of in by_card],
+        main_cards=MAIN_CARDS,
+        words=_WORDS,
+        advice=[f"{group.label}: {f}" for group, of in zip(groups, findings, strict=True) for f, _ in of if f.advice],
+        differences=[
+            (score, found)
+            for score in (None, "greedy", "sampled")
+            if any((found := describe_differences(groups, score)).values()) and score in (None, *scores)
+        ],
+        evaluation=_evaluation(runs),
+        figures=figures,
+        short_names=_SHORT,
+        runs=runs,
+        times=_times(groups),
+        worst=_worst_completions(groups),
+        shared=_shared(groups),
+        group_table=_group_table(groups, scores),
+        run_table=_run_table(groups, scores),
+        irregularities=notes + [f"{run.name}: {note}" for run in runs for note in run.notes + find_gaps(run)],
+        schemes=_scheme_table(groups),
+        configs=[(group.title, json.dumps(group.config, indent=2, ensure_ascii=False)) for group in groups],
+    )
+    return printable(page)
 
 
-def _document(title: str, subtitle: str, sections: list[tuple[str, list[str]]], refresh: int | None) -> str:
-    ids = {heading: re.sub(r"\W+", "-", heading.lower()) for heading, _ in sections}
-    links = "".join(f'<a href="#{ids[heading]}">{escape(_short(heading))}</a>' for heading, _ in sections)
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en">',
-        '<head><meta charset="utf-8" />',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}" />',
-        *([f'<meta http-equiv="refresh" content="{refresh}" />'] if refresh else []),
-        '<meta name="viewport" content="width=device-width, initial-scale=1" />',
-        f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style></head>",
-        "<body>",
-        f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>",
-        f"<nav><div>{links}</div></nav>",
-        "<main>",
+def _style() -> str:
+    """Return the stylesheet, and colours: as variables, and in panels what replaces those that were drawn with on a dark page."""
+    light, dark = ("".join(f"--{name}: {pair[i]}; " for name, pair in COLORS.items()) for i in (0, 1))
+    drawn = {pair[0]: name for name, pair in COLORS.items()}
+    drawn |= {color: name for name, color in (LEVEL_COLORS | PAGE_COLORS).items()}
+    rules = [
+        f'svg [style*="{kind}: {color}"] {{ {kind}: var(--{name}) !important; }}'
+        for color, name in drawn.items()
+        for kind in ("fill", "stroke")
     ]
-    for heading, content in sections:
-        parts += [f'<section id="{ids[heading]}"><h2>{escape(heading)}</h2>', *content, "</section>"]
-    return printable("\n".join([*parts, "</main>", "</body>", "</html>", ""]))
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    css = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+    return "\n".join([f":root {{ {light} }}", dark, css, *rules])
 
 
-def _short(heading: str) -> str:
-    """Return what a link to a section says, so that all fit into one line."""
-    names = {
-        "Mismatch between learner and rollout": "Mismatch",
-        "Share of dropped sequences": "Dropped",
-        "Codes changed": "Codes",
-        "Reward spread": "Spread",
-        "Entropy and length": "Entropy, length",
-        "Sound text": "Text",
-        "Worst completions": "Worst",
-        "Groups and runs": "Runs",
-    }
-    return names.get(heading, heading)
-
-
-def _title(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
+def _title(groups: list[Group]) -> str:
     models = list(dict.fromkeys(str(group.config.get("model", "model not recorded")) for group in groups))
     schemes = list(dict.fromkeys(str(group.config["scheme"]) for group in groups if "scheme" in group.config))
     schemes = [scheme for scheme in schemes if scheme != "bf16"] or schemes
@@ -124,187 +154,162 @@ def _title(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
         return f"{about}: {count_of(len(runs), 'run')} in {count_of(len(groups), 'group')}"
     title = f"{about}, {groups[0].label}: {count_of(max(run.last_step for run in runs), 'update')}"
     title += f", {count_of(len(groups[0].seeds), 'seed')}" if len(groups[0].seeds) > 1 else ""
-    return title + (f", final reward {final_words(summaries[0])}" if summaries[0]["mean"] is not None else "")
+    return title + (f", final reward {_spread(groups[0].results())}" if groups[0].results() else "")
 
 
 def _subtitle(runs: list[Run]) -> str:
     times = [time for run in runs if run.times for time in run.times]
-    folders = list(dict.fromkeys(str(run.path.parent) for run in runs)) if len(runs) > 1 else [str(runs[0].path)]
-    when = ""
+    parts = []
     if times:
         start, end = (datetime.fromtimestamp(time, UTC) for time in (min(times), max(times)))
-        end_text = f"{end:%H:%M}" if start.date() == end.date() else f"{end:%Y-%m-%d %H:%M}"
-        when = f"{start:%Y-%m-%d %H:%M} to {end_text} UTC, "
+        parts.append(f"{start:%Y-%m-%d %H:%M} to {end:{'' if start.date() == end.date() else '%Y-%m-%d '}%H:%M} UTC")
+    parts += dict.fromkeys(str(run.path.parent if len(runs) > 1 else run.path) for run in runs)
     short = [run for run in runs if run.last_step < (run.config.get("max_steps") or 0)]
-    left = f", {short[0].last_step} of {short[0].config['max_steps']} updates" if short else ""
     if short and len(runs) > 1:
-        left = f", {count_of(len(short), 'run')} without all updates"
-    return f"{when}{', '.join(folders)}{left}"
+        parts.append(f"{count_of(len(short), 'run')} without all updates")
+    elif short:
+        parts.append(f"{short[0].last_step} of {short[0].config['max_steps']} updates")
+    return ", ".join(parts)
 
 
 def _warnings(groups: list[Group]) -> list[str]:
-    models = list(dict.fromkeys(str(group.config.get("model", "not recorded")) for group in groups))
-    rewards = list(dict.fromkeys(str(group.config.get("reward_funcs", "not recorded")) for group in groups))
     shown = "Their groups are shown side by side and not compared with each other."
-    parts = []
-    if len(models) > 1:
-        parts.append(f"These runs train {len(models)} models: {', '.join(models)}. {shown}")
-    if len(rewards) > 1:
-        parts.append(f"These runs are trained for {len(rewards)} different rewards: {', '.join(rewards)}. {shown}")
-    return [f'<p class="warn">{escape(part)}</p>' for part in parts]
+    found = []
+    for name, sentence in (
+        ("model", "These runs train {} models: {}. "),
+        ("reward_funcs", "These runs are trained for {} different rewards: {}. "),
+    ):
+        values = list(dict.fromkeys(flatten(group.config).get(name, "not recorded") for group in groups))
+        if len(values) > 1:
+            found.append(sentence.format(len(values), ("; " if name == "reward_funcs" else ", ").join(values)) + shown)
+    return found
 
 
-def _evaluation(scores: list[list[str]], num_runs: int) -> list[str]:
+def _sentence(groups: list[Group]) -> str:
+    found = describe_differences(groups)
+    if found["exceeds"]:
+        first, more = found["exceeds"][0], len(found["exceeds"]) - 1
+        return first + (f" {more} more {'do' if more > 1 else 'does'} as well." if more else "")
+    if found["within"]:
+        return "No difference of final reward exceeds the seed noise."
+    if found["unknown"]:
+        return "No difference of final reward can be judged: that takes two seeds with a final reward in either group."
+    return "There are no two groups of the same model and reward to compare."
+
+
+def _worst(findings: list[tuple[Finding, str]]) -> str:
+    return max((finding.level for finding, _ in findings), key=LEVELS.index, default="")
+
+
+def _evaluation(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
     """
-    Return results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences
-    where there are none.
+    Return results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences where there are
+    none.
     """
-    header = ["run", *HEADER]
-    kept = [i for i in range(len(header)) if (i > 0 or num_runs > 1) and any(row[i] != "-" for row in scores)]
-    note = "By trl-qarl eval. pass@1 is the share of right completions, ± its standard error over the problems."
-    if header.index("difference") in kept:
-        note += " A difference is from the model that was evaluated beside this one, on the same problems."
-    rows = [[row[i] for i in kept] for row in scores]
-    return [table([header[i] for i in kept], rows), f'<p class="note">{note}</p>']
+    header = ["run", *EVAL_COLUMNS]
+    rows = [[run.name, *row] for run in runs for result in run.evals for row in eval_rows(result)]
+    kept = [i for i in range(len(header)) if (i > 0 or len(runs) > 1) and any(row[i] != "-" for row in rows)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def _panels(figure: Figure) -> list[str]:
-    panels = "\n".join(
-        f"<figure><h3>{escape(title.replace(chr(92) + '$', '$'))}</h3>{svg}</figure>"
-        for (title, _), svg in zip(figure.panels, figure.svgs, strict=True)
-    )
-    note = [f'<p class="note">{escape(figure.caption)}</p>'] if figure.caption else []
-    return [f'<div class="panels">{panels}</div>', *note]
+def _times(groups: list[Group]) -> tuple[list[str], list[list[str]]]:
+    """Return mean seconds over the logged steps of each run, with the range over the runs of a group."""
+
+    def means(group: Group, metric: str) -> list[float]:
+        return [statistics.fmean(values.values()) for run in group.runs if (values := run.values(metric))]
+
+    kept = {name: title for name, title in _TIMES.items() if any(means(group, name) for group in groups)}
+    if not kept:
+        return [], []
+    return ["group", *kept.values()], [
+        [group.label, *(_spread(means(group, name)) for name in kept)] for group in groups
+    ]
 
 
-def _group_table(groups: list[Group], summaries: list[dict[str, Any]]) -> list[str]:
-    """Return what all groups share in one line; a table of what they differ in, and of what came out."""
-    configs = [flatten(group.config) for group in groups]
-    names = list(dict.fromkeys(name for config in configs for name in config))
-    differing = [name for name in names if len({config.get(name) for config in configs}) > 1]
-    shared = [f"{name} {configs[0][name]}" for name in _FIELDS if name in configs[0] and name not in differing]
-    scores = _score_names(groups)
-    header = ["group", *differing[:8], "seeds", "final reward, mean (range)", "sd over seeds", *scores]
-    rows = []
-    for group, config, summary in zip(groups, configs, summaries, strict=True):
-        rows.append(
-            [
-                group.label,
-                *(config.get(name, "-") for name in differing[:8]),
-                ", ".join(map(str, group.seeds)),
-                final_words(summary),
-                format_number(summary["sd"])
-                if summary["sd"] is not None
-                else "one seed"
-                if summary["by_seed"]
-                else "-",
-                *(_pooled_score([run.evaluation.get(name) for run in group.runs]) for name in scores),
-            ]
-        )
-    sentence = f"{'All groups share' if len(groups) > 1 else 'Settings'}: {', '.join(shared)}."
-    if len(groups) > 1:
-        sentence += " Runs of one group share everything but the seed."
-    return [f"<p>{escape(sentence)}</p>", table(header, rows)]
-
-
-def _run_table(groups: list[Group], summaries: list[dict[str, Any]]) -> str:
-    scores = _score_names(groups)
-    rows = []
-    for group, summary in zip(groups, summaries, strict=True):
-        for run in group.runs:
-            max_steps = run.config.get("max_steps")
-            final = summary["by_run"][run.name]
-            rows.append(
-                [
-                    run.name,
-                    group.label,
-                    str(run.config.get("seed", "-")),
-                    f"{run.last_step} of {max_steps}" if max_steps else str(run.last_step),
-                    format_number(final) if final is not None else _why_no_reward(run),
-                    *(_score(run.evaluation.get(name)) for name in scores),
-                ]
-            )
-    return table(["run", "group", "seed", "last step", "final reward", *scores], rows)
-
-
-def _why_no_reward(run: Run) -> str:
-    max_steps = run.config.get("max_steps")
-    has_last_quarter = isinstance(max_steps, int) and run.last_step > 0.75 * max_steps
-    return "no finite reward in the last quarter" if has_last_quarter else "ended before the last quarter"
-
-
-def _scheme_table(groups: list[Group]) -> str:
-    rows = []
-    for name, group_size in dict.fromkeys((str(g.config.get("scheme")), g.config.get("group_size")) for g in groups):
-        scheme = SCHEMES.get(name)
-        if scheme is None:
-            rows.append([name, *["-"] * 4])
-            continue
-        weights = (
-            (
-                f"FP{scheme.grid.num_bits} {scheme.grid.name.upper()}"
-                if scheme.grid.type == "float"
-                else f"INT{scheme.grid.num_bits}"
-            )
-            + (f" in INT{scheme.container.num_bits}" if scheme.grid.num_bits < scheme.container.num_bits else "")
-            + (", signed scales" if scheme.grid.has_signed_scales else "")
-            + (", zero points" if scheme.grid.has_zero_points else "")
-            if scheme.is_quantized
-            else "16-bit"
-        )
-        shared = f"{group_size} input features" if group_size else "output channel" if scheme.is_quantized else "-"
-        activations = {INT8: "INT8, per token", E4M3: "FP8 E4M3, per token", None: "16-bit"}[scheme.activation]
-        scale_bits = 16 if scheme.container.scale_dtype is None else 8
-        scale_bits += scheme.container.num_bits * scheme.container.has_zero_points
-        bits = scheme.container.num_bits + (scale_bits / group_size if group_size else 0)
-        rows.append([name, weights, shared, activations, f"{bits:g}"])
-    return table(["scheme", "weights", "one scale per", "activations", "bits per weight"], rows)
-
-
-def _worst_completions(groups: list[Group], number: int = 2) -> list[str]:
+def _worst_completions(groups: list[Group], number: int = 2) -> list[list[str]]:
     rows = []
     for group in groups:
-        found = [(row, run) for run in group.runs for row in run.worst]
+        found = [(row, run) for run in group.runs for row in run.worst if row["nats"] > 0]
         for kind in dict.fromkeys(row["kind"] for row, _ in found):
             worst = sorted((pair for pair in found if pair[0]["kind"] == kind), key=lambda pair: -pair[0]["nats"])
             for row, run in worst[:number]:
                 texts = [row[name].replace("\n", "⏎") for name in ("prompt", "completion")]
                 rows.append([group.label, run.name, str(row["step"]), kind, format_number(row["nats"]), *texts])
-    if not rows:
-        return []
-    caption = (
-        "Of each group the completions where learner and sampler differ most on a token (mismatch), and those with "
-        "the token least likely under both (improbable, by its negative log-prob). The span is between ⟦ and ⟧."
+    return rows
+
+
+def _shared(groups: list[Group]) -> str:
+    configs = [flatten(group.config) for group in groups]
+    same = {name: value for name, value in configs[0].items() if {config.get(name) for config in configs} == {value}}
+    sentence = f"{'All groups share' if len(groups) > 1 else 'Settings'}: "
+    sentence += f"{', '.join(f'{name} {same[name]}' for name in _FIELDS if same.get(name, '-') != '-')}."
+    return sentence + (" Runs of one group share everything but the seed." if len(groups) > 1 else "")
+
+
+def _group_table(groups: list[Group], scores: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Return what groups differ in, and what came out."""
+    configs = [flatten(group.config) for group in groups]
+    names = dict.fromkeys(name for config in configs for name in config)
+    differing = [name for name in names if len({config.get(name) for config in configs}) > 1][:8]
+    rows = []
+    for group, config in zip(groups, configs, strict=True):
+        seeds = group.results()
+        sd = format_number(statistics.stdev(seeds)) if len(seeds) > 1 else "one seed" if seeds else "-"
+        cells = [config.get(name, "-") for name in differing]
+        solved = [_pooled([run.evaluation.get(name) for run in group.runs]) for name in scores]
+        rows.append([group.label, *cells, ", ".join(map(str, group.seeds)), _spread(seeds), sd, *solved])
+    return ["group", *differing, "seeds", "final reward, mean (range)", "sd over seeds", *scores], rows
+
+
+def _run_table(groups: list[Group], scores: list[str]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            max_steps, final = run.config.get("max_steps"), group.result(run)
+            ended = not isinstance(max_steps, int) or run.last_step <= 0.75 * max_steps
+            why_none = "ended before the last quarter" if ended else "no finite reward in the last quarter"
+            solved = [
+                f"{score['correct']} of {score['total']} ({score['correct'] / score['total']:.1%})" if score else "-"
+                for score in map(run.evaluation.get, scores)
+            ]
+            steps = f"{run.last_step} of {max_steps}" if max_steps else str(run.last_step)
+            reward = why_none if final is None else format_number(final)
+            rows.append([run.name, group.label, str(run.config.get("seed", "-")), steps, reward, *solved])
+    return ["run", "group", "seed", "last step", "final reward", *scores], rows
+
+
+def _scheme_table(groups: list[Group]) -> list[list[str]]:
+    rows = []
+    for name, group_size in dict.fromkeys((str(g.config.get("scheme")), g.config.get("group_size")) for g in groups):
+        scheme = SCHEMES.get(name)
+        if scheme is None or not scheme.is_quantized:
+            rows.append([name, *(["-"] * 4 if scheme is None else ["16-bit", "-", "16-bit", "16"])])
+            continue
+        grid, container = scheme.grid, scheme.container
+        weights = f"FP{grid.num_bits} {grid.name.upper()}" if grid.type == "float" else f"INT{grid.num_bits}"
+        weights += f" in INT{container.num_bits}" if grid.num_bits < container.num_bits else ""
+        weights += ", signed scales" * grid.has_signed_scales + ", zero points" * grid.has_zero_points
+        activations = {INT8: "INT8, per token", E4M3: "FP8 E4M3, per token", None: "16-bit"}[scheme.activation]
+        scale_bits = (16 if container.scale_dtype is None else 8) + container.num_bits * container.has_zero_points
+        bits = container.num_bits + (scale_bits / group_size if group_size else 0)
+        shared = f"{group_size} input features" if group_size else "output channel"
+        rows.append([name, weights, shared, activations, f"{bits:g}"])
+    return rows
+
+
+def _spread(values: list[float]) -> str:
+    """Return the mean with the range."""
+    if not values:
+        return "-"
+    low, mean, high = (
+        f"{x:,.0f}" if x >= 1000 else format_number(x) for x in (min(values), statistics.fmean(values), max(values))
     )
-    # The marks are put around text that is escaped already.
-    marked = re.sub(
-        "⟦[^⟦⟧]*⟧",
-        lambda match: f"<mark>{match[0]}</mark>",
-        table(["group", "run", "step", "kind", "nats", "prompt", "completion"], rows),
-    )
-    return [marked, details("What these are", f"<p>{caption}</p>")]
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
-def _configs(groups: list[Group]) -> list[str]:
-    return [
-        details(group.title, f"<pre>{escape(json.dumps(group.config, indent=2, ensure_ascii=False))}</pre>")
-        for group in groups
-    ]
-
-
-def _score_names(groups: list[Group]) -> list[str]:
-    names = dict.fromkeys(name for group in groups for run in group.runs for name in run.evaluation)
-    order = {"before": 0, "greedy": 1, "sampled": 2}
-    return sorted(names, key=lambda name: (order.get(name, 3), name))
-
-
-def _score(score: dict[str, int] | None) -> str:
-    return f"{score['correct']} of {score['total']} ({score['correct'] / score['total']:.1%})" if score else "-"
-
-
-def _pooled_score(scores: Iterable[dict[str, int] | None]) -> str:
+def _pooled(scores: Iterable[dict[str, int] | None]) -> str:
     shares = [score["correct"] / score["total"] for score in scores if score]
     if not shares:
         return "-"
-    mean = f"{sum(shares) / len(shares):.1%}"
+    mean = f"{statistics.fmean(shares):.1%}"
     return f"{mean} ({min(shares):.1%} to {max(shares):.1%}, {len(shares)} runs)" if len(shares) > 1 else mean

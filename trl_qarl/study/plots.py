@@ -1,50 +1,55 @@
 """
-What the figures of `trl-qarl report` draw, one panel at a time: one colour per group of runs, bands over seeds, nothing left out
-without a mark.
+The figures of `trl-qarl report`: which panels there are and how each is drawn. One colour per group of runs, bands over seeds, nothing
+left out without a mark. Loads matplotlib and pandas.
 """
 
-import itertools
+import io
 import math
-import statistics
 import textwrap
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
 
-from .names import COLORS
-from .runs import EVERY_BATCH, Run, find_holes, printable
-from .statistics import Group, merge_histograms
+import matplotlib
 
 
-__all__ = [
-    "LEVEL_COLORS",
-    "Metric",
-    "draw_bars",
-    "draw_distribution",
-    "draw_finals",
-    "draw_metric",
-    "has_values",
-    "scale_around_one",
-    "share_axis",
-    "ticks_around_one",
-]
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas
+from matplotlib.ticker import LogLocator
+
+from ..quantization.precisions import NESTING_BITS
+from ..telemetry.advisor import DROPPED_AIM, STALLED_FLIP_RATE, mismatch_bands
+from ..telemetry.run_files import LOG_EDGES
+from .groups import COLORS, EVERY_BATCH, Group, find_holes
+
+
+__all__ = ["LEVEL_COLORS", "PAGE_COLORS", "Figure", "draw_figures", "draw_finals", "printable", "to_svg"]
 
 LEVEL_COLORS = {"fine": "#2da44e", "watch": "#bf8700", "bad": "#cf222e"}
+PAGE_COLORS = {"text": "#1f2328", "line": "#d0d7de"}
+_SETTINGS = {
+    **{f"{name}.color": PAGE_COLORS["text"] for name in ("text", "xtick", "ytick")},
+    "axes.labelcolor": PAGE_COLORS["text"],
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), PAGE_COLORS["line"]),
+    **{f"axes.spines.{side}": False for side in ("top", "right")},
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.4,
+    "font.size": 9,
+    "svg.fonttype": "none",
+}
 
 
 class Metric(NamedTuple):
     """
-    A metric over updates.
-
-    Args:
-        name (`str`):
-            Its name in `metrics.jsonl`.
-        title (`str`):
-            What it is, with its unit.
-        scale (`str`, *optional*, defaults to `"linear"`):
-            `"linear"`, `"log"`, or `"share"`, which always goes from 0 to 1.
-        limits (`tuple[float, float]`, *optional*):
-            What the axis shows in every report; values beyond widen it.
-        bands (`tuple[tuple[float, float, str], ...]`, *optional*, defaults to `()`):
-            Shaded ranges with their level.
+    A metric over updates: its `name` in `metrics.jsonl`; what it is, with its unit; `"linear"`, `"log"`, or `"share"`, which always
+    goes from 0 to 1; `limits` that the axis always shows; and ranges to shade with the level of each.
     """
 
     name: str
@@ -54,226 +59,330 @@ class Metric(NamedTuple):
     bands: tuple[tuple[float, float, str], ...] = ()
 
 
-def has_values(groups: list[Group], metric: str) -> bool:
-    return any(run.values(metric) for group in groups for run in group.runs)
-
-
-def draw_metric(axes, groups: list[Group], metric: Metric) -> None:
+@dataclass
+class Figure:
     """
-    Draw a metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest. A
-    cross marks a value that is not finite, a triangle one of 0 or below on a logarithmic axis.
+    Panels under one heading: pairs of a title and what draws it on axes, and an SVG of each. `name` is that of its PNG file. `exact`
+    says which metrics are 0 at every update, which no logarithmic axis can show.
+    """
+
+    heading: str
+    name: str
+    caption: str
+    panels: list[tuple[str, Callable]]
+    exact: list[str] = field(default_factory=list)
+    svgs: list[str] = field(default_factory=list)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether panels stand in two columns rather than in three, so that rows are full."""
+        return len(self.panels) % 2 == 0 or len(self.panels) == 1
+
+
+_DROPPED = "tbpo/dropped/"
+_METRICS: dict[tuple[str, str], tuple[Metric, ...]] = {
+    ("Reward and entropy", "reward"): (
+        Metric("reward", "mean reward of the sampled completions"),
+        Metric("eval_reward", "mean reward on the evaluation set"),
+        Metric("entropy", "entropy of the policy (nats per token)"),
+    ),
+    ("Reward at each precision", "bits"): tuple(
+        Metric(f"reward/{bits}_bits", f"mean reward of the batches at {bits} bits") for bits in NESTING_BITS
+    ),
+    ("Mismatch between learner and rollout", "mismatch"): (
+        # The same range in every report, from what rounding leaves to what unaligned weights do.
+        Metric("mismatch/abs_logp_mean", "mean |log-prob difference| (nats per token)", "log", (1e-4, 3.0)),
+        Metric("mismatch/abs_logp_max", "largest |log-prob difference| (nats)", "log"),
+        Metric("mismatch/k3", "KL estimate k3 (nats per token)", "log"),
+    ),
+    ("Share of dropped sequences", "dropped"): (
+        Metric(f"{_DROPPED}total", "all with A other than 0", "share", None, ((*DROPPED_AIM, "fine"),)),
+        Metric(f"{_DROPPED}positive_high", "A > 0, ratio above its band", "share"),
+        Metric(f"{_DROPPED}negative_low", "A < 0, ratio below its band", "share"),
+        Metric(f"{_DROPPED}negative_high", "A < 0, ratio above its band", "share"),
+        Metric("mismatch/rejected_share", "rejected for their mismatch", "share"),
+    ),
+    ("Codes changed", "codes"): (
+        Metric("quant/code_flip_rate", "share of codes changed by an update", "log"),
+        Metric("quant/update_to_step", "update of a master, in quantization steps", "log"),
+    ),
+    ("Reward spread", "spread"): (
+        Metric("reward_std", "standard deviation of the rewards"),
+        Metric("frac_reward_zero_std", "share of prompts whose completions all earn the same", "share"),
+    ),
+    ("Length", "length"): (
+        Metric("completions/mean_length", "tokens per completion"),
+        Metric("completions/clipped_ratio", "share cut at the length limit", "share"),
+    ),
+    ("Sound text", "text"): (
+        Metric("rollout/repetition_share", "share of completions with a loop", "share"),
+        Metric("rollout/garbled_share", "share of garbled completions", "share"),
+        Metric("rollout/error_token_share", "share of tokens unlikely under both", "share"),
+    ),
+}
+_CAPTIONS = {
+    "dropped": (
+        "Shares are of the sequences with that sign of the advantage. Updates without such a sequence have none. What a mask "
+        "rejects is a share of all sequences, or of all tokens where it looks at tokens. Green: what to aim at."
+    ),
+    "spread": "Completions of one prompt that all earn the same teach nothing.",
+}
+_TRIANGLE = "A triangle marks a value of 0 or below, which a logarithmic axis cannot show."
+_TOGETHER = (
+    "All logged steps and seeds of a group together, as shares in a bin. The axis is logarithmic in the distance from 1, and so are "
+    "the bins: fewer in a bin next to 1 are not fewer near 1. Dashed: clip bounds."
+)
+_RATIO, _WEIGHT = "ratio r, learner now / learner at rollout", "weight w, learner at rollout / sampler"
+_OF_SEQUENCES = "Geometric means over the tokens of a sequence (products where the objective bounds them)."
+_DISTRIBUTIONS = (
+    ("Ratio of tokens", "token_ratio", "tokens", _RATIO, "Token by token."),
+    ("Mismatch weight of tokens", "token_mismatch_weight", "tokens", _WEIGHT, "Token by token."),
+    ("Ratio of sequences", "ratio", "sequences", _RATIO, _OF_SEQUENCES),
+    ("Mismatch weight of sequences", "mismatch_weight", "sequences", _WEIGHT, _OF_SEQUENCES),
+)
+
+
+def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> tuple[list[Figure], list[Figure]]:
+    """Draw the figures of which a run has values, over updates and of distributions; `with_png` also as files next to `output`."""
+    over_updates = [
+        found for (heading, name), of in _METRICS.items() if (found := _over_updates(groups, heading, name, of))
+    ]
+    distributions = [found for spec in _DISTRIBUTIONS if (found := _distribution(groups, *spec))]
+    for figure in (*over_updates, *distributions):
+        size = (6.2, 2.8) if figure.is_wide else (4.4, 2.6)
+        figure.svgs = [
+            to_svg(draw, f"{figure.name}{index}", title, size) for index, (title, draw) in enumerate(figure.panels)
+        ]
+    if with_png:
+        for name in (*(name for _, name in _METRICS), *(spec[1] for spec in _DISTRIBUTIONS)):
+            # A figure of an earlier report at the same place must not pass for one of this.
+            output.with_name(f"{output.stem}-{name}.png").unlink(missing_ok=True)
+        for figure in (*over_updates, *distributions):
+            if figure.panels:
+                _to_png(figure.panels, groups, output.with_name(f"{output.stem}-{figure.name}.png"))
+    return over_updates, distributions
+
+
+def _over_updates(groups: list[Group], heading: str, name: str, metrics: Iterable[Metric]) -> Figure | None:
+    figure = Figure(heading, name, _CAPTIONS.get(name, ""), [])
+    zeros: dict[str, list[str]] = {}
+    for metric in metrics:
+        values = {group.label: [x for run in group.runs for x in run.values(metric.name).values()] for group in groups}
+        is_log = metric.scale == "log"
+        exact = [label for label, of in values.items() if is_log and of and not any(of)]
+        drawn = [group for group in groups if group.label not in exact]
+        if exact:
+            whose = ", ".join(exact) if any(values[group.label] for group in drawn) else "All groups"
+            zeros.setdefault(whose, []).append(metric.title)
+        logged = [x for group in drawn for x in values[group.label]]
+        if not logged:
+            continue
+        notes = []
+        if metric.name == "mismatch/abs_logp_mean":
+            of_groups = {mismatch_bands({**group.config.get("options", {}), **group.config}) for group in drawn}
+            fine, bad = of_groups.pop() if len(of_groups) == 1 else (0.0, 0.0)
+            if bad:
+                metric = metric._replace(bands=((0.0, fine, "fine"), (fine, bad, "watch"), (bad, 1e9, "bad")))
+                notes.append("Green: rounding. Amber: noisy. Red: learner and sampler are two policies.")
+        if metric.name == "quant/code_flip_rate" and any(0 < x < STALLED_FLIP_RATE for x in logged):
+            metric = metric._replace(bands=((0, STALLED_FLIP_RATE, "bad"),))
+            notes.append("Red: the low-bit policy is stalled.")
+        if is_log and min(logged) <= 0 and _TRIANGLE not in figure.caption:
+            notes.append(_TRIANGLE)
+        figure.caption = " ".join(filter(None, (figure.caption, *notes)))
+        figure.panels.append((metric.title, partial(_draw_metric, groups=drawn, metric=metric)))
+    figure.exact = [
+        f"{f'{whose}: exactly' if len(groups) > 1 else 'Exactly'} 0 at every logged update: {', '.join(titles)}."
+        for whose, titles in zeros.items()
+    ]
+    return figure if figure.panels or figure.exact else None
+
+
+def _draw_metric(axes, groups: list[Group], metric: Metric) -> None:
+    """
+    Draw a metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest. A cross marks a
+    value that is not finite, a triangle one of 0 or below on a logarithmic axis.
     """
     marked = 0
     for group in groups:
-        marked += _draw_group(axes, group, metric, marked)
+        marked += _draw_group(axes, group, metric, 0.04 + 0.04 * (marked % 8))
     if metric.scale == "share":
         axes.set_ylim(-0.03, 1.03)
     if metric.scale == "log":
         axes.set_yscale("log")
-    if metric.limits is not None:
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, metric.limits[0]), max(high, metric.limits[1]))
-    if metric.scale == "log":
-        _tick_logarithmic(axes)
     low, high = axes.get_ylim()
+    if metric.limits is not None:
+        low, high = min(low, metric.limits[0]), max(high, metric.limits[1])
+    if metric.scale == "log":
+        # At least two ticks, also where the values lie within a decade.
+        middle = math.sqrt(low * high)
+        low, high = (min(low, middle / 4), max(high, middle * 4)) if high / low < 10 else (low, high)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=12))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
     for start, end, level in metric.bands:
-        start, end = max(start, low), min(end, high)
-        if start < end:
-            axes.axhspan(start, end, color=LEVEL_COLORS[level], alpha=0.10, lw=0, zorder=0)
+        if max(start, low) < min(end, high):
+            axes.axhspan(max(start, low), min(end, high), color=LEVEL_COLORS[level], alpha=0.10, lw=0, zorder=0)
     axes.set_ylim(low, high)
-    axes.grid(alpha=0.4)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set_xlabel("update")
 
 
-def _draw_group(axes, group: Group, metric: Metric, marked: int) -> bool:
-    """Draw one group, its marks above those of the `marked` groups that have some already. Return whether it has marks."""
-    values: dict[float, list[float]] = {}
-    for run in group.runs:
-        for step, value in run.values(metric.name).items():
-            values.setdefault(step, []).append(value)
-    is_log = metric.scale == "log"
+def _draw_group(axes, group: Group, metric: Metric, height: float) -> bool:
+    """Draw one group, and its marks at that height. Return whether it has marks."""
+    frame = pandas.DataFrame({index: run.values(metric.name) for index, run in enumerate(group.runs)})
     gaps = {step for run in group.runs for step in run.gaps(metric.name)}
-    zeros = {step for step, seeds in values.items() if is_log and min(seeds) <= 0}
-    steps = sorted(values.keys() | gaps)
+    zeros = set(frame.index[frame.min(axis=1) <= 0]) if metric.scale == "log" else set()
+    steps = sorted({*frame.index, *gaps})
     # A line across steps that were not logged would pass for their values.
     if metric.name in EVERY_BATCH:
         steps = sorted([*steps, *((a + b) / 2 for a, b in find_holes(steps))])
-    nan = float("nan")
-
-    def series(reduce) -> list[float]:
-        reduced = [reduce(values[step]) if step in values else nan for step in steps]
-        return [nan if is_log and not value > 0 else value for value in reduced]
-
+    frame = frame.reindex(steps)
+    mean, low, high = (
+        of.where(of > 0) if metric.scale == "log" else of
+        for of in (frame.mean(axis=1), frame.min(axis=1), frame.max(axis=1))
+    )
     color = COLORS[group.color][0]
     # A point between two gaps is no line.
     marker = {"marker": "o", "markersize": 3} if len(steps) <= 30 or gaps or zeros else {}
-    axes.plot(steps, series(statistics.fmean), color=color, ls=group.line, lw=1.6, **marker)
+    axes.plot(steps, mean, color=color, ls=group.line, lw=1.6, **marker)
     if len(group.runs) > 1:
-        axes.fill_between(steps, series(min), series(max), color=color, alpha=0.2, lw=0)
-    height = 0.04 + 0.04 * (marked % 8)
+        axes.fill_between(steps, low, high, color=color, alpha=0.2, lw=0)
     for marks, symbol in ((gaps, "x"), (zeros, "v")):
         place = {"transform": axes.get_xaxis_transform(), "color": color, "marker": symbol, "markersize": 5, "ls": ""}
         axes.plot(sorted(marks), [height] * len(marks), **place)
     return bool(gaps or zeros)
 
 
-def _tick_logarithmic(axes) -> None:
-    """Set at least two ticks, also where the values lie within a decade."""
-    from matplotlib.ticker import LogLocator
-
-    low, high = axes.get_ylim()
-    if high / low < 10:
-        middle = math.sqrt(low * high)
-        low, high = min(low, middle / 4), max(high, middle * 4)
-        axes.set_ylim(low, high)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=12))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-
-
-def draw_distribution(axes, group: Group, rows: list[dict[str, Any]], xlabel: str, shared: dict[str, Any]) -> None:
-    """
-    Draw the distribution of one quantity over the tokens or sequences of a group with one sign of the advantage, all
-    steps and seeds together, with the clip bounds of the last step.
-
-    Args:
-        axes:
-            Where to draw.
-        group (`Group`):
-            Whose colour it has.
-        rows (`list[dict]`):
-            Rows of `distributions.jsonl`.
-        xlabel (`str`):
-            Label of the axis.
-        shared (`dict`):
-            `{"scale", "low", "high", "floor"}` of [`share_axis`], equal in all panels of a figure.
-    """
-    total = sum(sum(row["counts"]) for row in rows)
-    if total:
-        edges, counts = merge_histograms(rows)
-        axes.stairs([count / total for count in counts], edges, fill=True, color=COLORS[group.color][0], alpha=0.7)
-        for bound in max(rows, key=lambda row: row["step"])["bounds"]:
-            if bound is not None:
-                axes.axvline(bound, color=axes.xaxis.label.get_color(), ls="--", lw=1)
-    axes.set_yscale("log")
-    axes.set_ylim(shared["floor"], 1.5)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.4)
-    axes.set_xscale("function", functions=shared["scale"])
-    axes.set_xlim(shared["low"], shared["high"])
-    ticks = ticks_around_one(shared["low"], shared["high"], shared["scale"][0])
-    axes.set_xticks(ticks, [f"{tick:.10g}" for tick in ticks], rotation=45, ha="right")
-    axes.minorticks_off()
-    axes.set_xlabel(xlabel)
-
-
-def share_axis(rows: list[dict[str, Any]], largest: float) -> dict[str, Any]:
-    """Set what the panels of a figure of distributions have in common; the `largest` of them counts that many."""
-    limits = []
-    for row in rows:
-        filled = [index for index, count in enumerate(row["counts"]) if count]
-        if filled:
-            limits += [row["edges"][filled[0]], row["edges"][filled[-1] + 1]]
-            limits += [bound for bound in row["bounds"] if bound is not None]
-    # A redistributed histogram has bins with a fraction of a sequence.
-    return {"scale": scale_around_one(rows), "low": min(limits), "high": max(limits), "floor": 0.5 / largest}
-
-
-def scale_around_one(rows: list[dict]):
-    """
-    Make a scale for positive values around 1, and its inverse: linear in `log x` where the middle fifth of the counts
-    lies, logarithmic in its distance from 0 beyond. Ratios concentrate around 1 within 1e-4, and some lie far out: no
-    ordinary axis shows both.
-    """
-    import numpy as np
-
-    edges, counts = merge_histograms(rows)
-    middle = sorted(
-        (max(abs(math.log(max(edge, 1e-30))) for edge in pair), count)
-        for pair, count in zip(itertools.pairwise(edges), counts, strict=True)
-    )
-    cumulative = itertools.accumulate(count for _, count in middle)
-    width = next(x for (x, _), total in zip(middle, cumulative, strict=True) if total >= 0.2 * sum(counts))
-    width = min(max(width, 1e-5), 0.1)
-
-    def forward(x):
-        distance = np.log(np.maximum(x, 1e-30))
-        return np.sign(distance) * np.log1p(np.abs(distance) / width)
-
-    def inverse(y):
-        return np.exp(np.sign(y) * width * np.expm1(np.minimum(np.abs(y), 20.0)))
-
-    return forward, inverse
-
-
-def ticks_around_one(low: float, high: float, forward) -> list[float]:
-    """Return round values within the limits, not too near to each other on the axis, those next to the limits first."""
-    small = [10.0**-k for k in range(1, 7)]
-    values = [
-        1.0,
-        *(1 + x for x in small),
-        *(1 - x for x in small),
-        1.5,
-        2.0,
-        5.0,
-        0.5,
-        0.2,
-        *(10.0**k for k in (-4, -3, -2, -1)),
+def _distribution(groups: list[Group], heading: str, name: str, unit: str, xlabel: str, caption: str) -> Figure | None:
+    edges = np.array(LOG_EDGES)
+    signed = []
+    for group in groups:
+        rows = [row for run in group.runs for row in run.distributions if row["name"] == name]
+        for sign, title in (
+            (("positive", "A > 0"), ("negative", "A < 0")) if any(sum(r["counts"]) for r in rows) else ()
+        ):
+            of_sign = [row for row in rows if row["sign"] == sign]
+            counts = np.sum([row["counts"] for row in of_sign] or [np.zeros(len(edges) - 1)], axis=0)
+            last = max(of_sign, key=lambda row: row["step"], default={"bounds": []})
+            bounds = [math.log(bound) for bound in last["bounds"] if bound]
+            signed.append((f"{_plain(group.label)}: {title}, {counts.sum():,.0f} {unit}", group, counts, bounds))
+    if not signed:
+        return None
+    total = np.sum([counts for _, _, counts, _ in signed], axis=0)
+    filled = np.flatnonzero(total)
+    distance = np.maximum(np.abs(edges[:-1]), np.abs(edges[1:]))
+    if distance[filled].max() <= distance.min():
+        return Figure(heading, name, "", [], [f"All {unit} are within {distance.min():g} of 1."])
+    # Equal in all panels: linear within the middle fifth of the counts, and wide enough for all bins and bounds.
+    order = np.argsort(distance)
+    middle = distance[order][np.searchsorted(np.cumsum(total[order]), 0.2 * total.sum())]
+    ends = [edges[filled[0]], edges[filled[-1] + 1], *(bound for *_, bounds in signed for bound in bounds)]
+    shared = {
+        "xlabel": xlabel,
+        "floor": 0.5 / max(counts.sum() for _, _, counts, _ in signed),
+        "linear": float(np.clip(middle, distance.min(), 0.1)),
+        "limits": (1.05 * min(*ends, 0), 1.05 * max(*ends, 0)),
+    }
+    panels = [
+        (title, partial(_draw_distribution, color=COLORS[group.color][0], counts=counts, bounds=bounds, **shared))
+        for title, group, counts, bounds in signed
     ]
-    values += [10.0**k for k in range(1, 5)]
-    inside = sorted((x for x in values if low <= x <= high), key=lambda x: (x != 1, -abs(forward(x))))
-    span = forward(high) - forward(low)
-    ticks: list[float] = []
-    for x in inside:
-        if all(abs(forward(x) - forward(tick)) > 0.06 * span for tick in ticks):
-            ticks.append(x)
-    return sorted(ticks)
+    return Figure(heading, name, f"{caption} {_TOGETHER}", panels)
 
 
-def draw_bars(axes, groups: list[Group], metric: str) -> None:
+def _draw_distribution(
+    axes, color: str, counts, bounds: list[float], xlabel: str, floor: float, linear: float, limits: tuple
+) -> None:
     """
-    Draw the mean of a metric over steps: bars are means over the runs of a group, whiskers go from smallest to
-    largest.
+    Draw the distribution of one quantity with one sign of the advantage, all steps and seeds of a group together, with the clip bounds
+    of the last step, on the axis of its logarithm.
     """
-    for index, group in enumerate(groups):
-        means = _means(group.runs, metric)
-        if not means:
-            axes.text(0, index, " not logged", va="center")
-            continue
-        mean = statistics.fmean(means)
-        whisker = [[mean - min(means)], [max(means) - mean]] if len(means) > 1 else None
-        axes.barh(index, mean, color=COLORS[group.color][0], alpha=0.75, xerr=whisker, capsize=3, height=0.6)
-        text = f"  {mean:,.0f}" if mean >= 100 else f"  {mean:.3g}"
-        axes.text(max(means), index, text, va="center")
-    _name_rows(axes, groups)
-    axes.set_xlim(0, axes.get_xlim()[1] * 1.2)
+    axes.set_xscale("symlog", linthresh=linear)
+    axes.set_yscale("log")
+    if counts.any():
+        axes.stairs(counts / counts.sum(), LOG_EDGES, fill=True, color=color, alpha=0.7)
+    for bound in bounds:
+        axes.axvline(bound, color=PAGE_COLORS["text"], ls="--", lw=1)
+    ticks = {f"{value:.10g}": math.log(value) for value in _TICKS}
+    ticks = {name: x for name, x in ticks.items() if limits[0] <= x <= limits[1] and (x == 0 or abs(x) >= linear / 3)}
+    axes.set_xticks(list(ticks.values()), list(ticks), rotation=45, ha="right")
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlim=limits, ylim=(floor, 1.5), xlabel=xlabel)
 
 
-def draw_finals(axes, groups: list[Group], summaries: list[dict[str, Any]], xlabel: str) -> None:
+_TICKS = [1.0, 0.5, 2.0, 0.1, 10.0, 0.001, 1000.0, *(1 + sign * 10.0**-k for k in range(1, 6) for sign in (1, -1))]
+
+
+def draw_finals(groups: list[Group]) -> str:
+    """Draw final rewards by group as SVG: a dot for the mean, a whisker from the smallest to the largest seed, a ring for each."""
+
+    def draw(axes) -> None:
+        for index, group in enumerate(groups):
+            seeds, style = group.results(), {"color": COLORS[group.color][0], "marker": "o"}
+            axes.plot(seeds, [index] * len(seeds), markerfacecolor="none", markersize=5, lw=2, **style)
+            axes.plot([np.mean(seeds)] if seeds else [], [index] * bool(seeds), markersize=8, **style)
+        names = [textwrap.fill(_plain(group.label), 24, break_long_words=False) for group in groups]
+        axes.set(yticks=range(len(groups)), yticklabels=names, ylim=(len(groups) - 0.5, -0.5), xlabel="final reward")
+        axes.margins(x=0.08)
+        axes.grid(visible=False, axis="y")
+
+    return to_svg(draw, "final", "final reward by group", (5.2, 0.8 + 0.34 * len(groups)))
+
+
+def to_svg(draw: Callable, name: str, title: str, size: tuple[float, float]) -> str:
     """
-    Draw final results by group: a dot for the mean, a whisker from the smallest to the largest seed, a ring for each
-    seed.
+    Draw one panel of `size` inches with `draw(axes)`, as an `<svg>` element. The page's stylesheet knows its colours, and changes them
+    on a dark page. Its ids are made of `name`, and have to be unique on the page; a screen reader says the `title`.
     """
-    for index, (group, summary) in enumerate(zip(groups, summaries, strict=True)):
-        color = COLORS[group.color][0]
-        if summary["mean"] is None:
-            continue
-        axes.plot([summary["min"], summary["max"]], [index, index], color=color, lw=2)
-        seeds = list(summary["by_seed"].values())
-        axes.plot(seeds, [index] * len(seeds), color=color, marker="o", markerfacecolor="none", markersize=5, ls="")
-        axes.plot(summary["mean"], index, color=color, marker="o", markersize=8)
-    _name_rows(axes, groups)
-    axes.margins(x=0.08)
-    axes.set_xlabel(xlabel)
+    # Neither a date nor random names, so that a page of the same runs is the same.
+    with _axes(size, hashsalt=name) as (figure, (axes,)):
+        draw(axes)
+        file = io.StringIO()
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    root = ElementTree.fromstring(file.getvalue())
+    for element in root.iter():
+        # A page in HTML needs no namespaces. Groups are named alike in every panel, and nothing refers to them.
+        element.tag = element.tag.rpartition("}")[2]
+        attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        element.attrib = {name: value for name, value in attributes.items() if (element.tag, name) != ("g", "id")}
+    root.attrib |= {"role": "img", "aria-label": " ".join(printable(title).replace(r"\$", "$").split())}
+    return ElementTree.tostring(root, encoding="unicode")
 
 
-def _name_rows(axes, groups: list[Group]) -> None:
-    labels = [textwrap.fill(printable(group.label).replace("$", r"\$"), 24) for group in groups]
-    axes.set(yticks=range(len(groups)), yticklabels=labels if len(groups) > 1 else [""])
-    axes.set_ylim(len(groups) - 0.5, -0.5)
-    axes.grid(alpha=0.4, axis="x")
+def _to_png(panels: list[tuple[str, Callable]], groups: list[Group], path: Path) -> None:
+    """Draw panels with their titles in two columns, under a legend, for papers and slides."""
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    with _axes((4.6 * columns, 2.9 * rows + 0.2 * len(groups)), rows, columns) as (figure, grid):
+        for axes in grid[len(panels) :]:
+            axes.remove()
+        for axes, (title, draw) in zip(grid, panels, strict=False):
+            draw(axes)
+            axes.set_title(title, fontsize="medium")
+        lines = [plt.Line2D([], [], color=COLORS[of.color][0], ls=of.line, label=_plain(of.title)) for of in groups]
+        figure.legend(handles=lines, loc="outside upper left", ncols=2, frameon=False)
+        figure.savefig(path, dpi=120)
 
 
-def _means(runs: list[Run], metric: str) -> list[float]:
-    return [statistics.fmean(values.values()) for run in runs if (values := run.values(metric))]
+@contextmanager
+def _axes(size: tuple[float, float], rows: int = 1, columns: int = 1, hashsalt: str = ""):
+    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": hashsalt}):
+        figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+        try:
+            yield figure, list(grid.flat)
+        finally:
+            plt.close(figure)
+
+
+def printable(text: str) -> str:
+    """Replace control characters, which HTML does not allow, and surrogates, which UTF-8 does not."""
+    return "".join(char if char in "\n\t" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _plain(text: str) -> str:
+    """Leave out what a font cannot draw; a `$` in a name would start a formula."""
+    return printable(text).replace("$", r"\$")

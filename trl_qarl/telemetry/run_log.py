@@ -15,6 +15,7 @@ A resumed run appends. A new one in the same directory starts new files and keep
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import platform
@@ -99,6 +100,21 @@ def _options(args: Any) -> dict[str, Any]:
     }
 
 
+def _fingerprint_of_model(folder: Path) -> dict[str, str]:
+    """
+    Return `model_sha256`, over configuration and weights of a model in a folder: a copy of it elsewhere is the same model. A name on
+    the Hub has none.
+    """
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if not files:
+        return {}
+    digest = hashlib.sha256()
+    for path in (folder / "config.json", *files):
+        with open(path, "rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
+    return {"model_sha256": digest.hexdigest()}
+
+
 class RunLog(TrainerCallback):
     """
     Writes the files described in the module's docstring.
@@ -160,6 +176,7 @@ class RunLog(TrainerCallback):
             "group_size": args.plan.group_size,
             "seed": args.seed,
             **self.described,
+            **_fingerprint_of_model(Path(str(self.described.get("model")))),
             "num_processes": args.world_size,
             "use_vllm": args.use_vllm,
             "learning_rate": args.learning_rate,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_qarl.checkpoint import marker
-from trl_qarl.checkpoint.record import check_record, find_checkpoint, read_record, scheme_record, write_scheme
+from trl_qarl.checkpoint.record import find_checkpoint, scheme_record, write_scheme
 from trl_qarl.quantization.plan import get_plan
 
 
@@ -52,34 +52,3 @@ def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
 
 
 # Of before signed scales were the default.
-OLD = [
-    ("w4a16", "w4a16-observer"),
-    ("w4a16-signed", "w4a16"),
-    ("w2a16", "w2a16-observer"),
-    ("w8a8", "w8a8"),
-    ("bf16", "bf16"),
-    (MAPPING, {"re:.*mlp.*": {"scheme": "w4a16-observer", "group_size": 64}, "re:.*up_proj": "w8a8"}),
-    (
-        {"re:.*mlp.*": {"scheme": "w3a16-signed", "group_size": 64}, "_default": "w8a8"},
-        {"re:.*mlp.*": {"scheme": "w3a16", "group_size": 64}, "_default": "w8a8"},
-    ),
-]
-
-
-@pytest.mark.parametrize(("theirs", "ours"), OLD)
-def test_a_record_of_before_names_the_grid_that_it_was_trained_on(tmp_path, theirs, ours):
-    old = record_of(ours)
-    del old["grids"]
-    write_scheme(tmp_path, old | {"scheme": theirs})
-    complete(tmp_path)
-    assert read_record(tmp_path / "qarl.json") == old | {"scheme": record_of(ours)["scheme"]}
-    assert find_checkpoint(str(tmp_path), "", record_of(ours)) == str(tmp_path)
-    check_record(tmp_path, record_of(ours))
-    if theirs in ("w4a16", MAPPING):
-        # The same words mean another grid today.
-        for check in (check_record, lambda folder, record: find_checkpoint(str(folder), "", record)):
-            with pytest.raises(ValueError, match="was trained.*w4a16-observer.*'w4a16'"):
-                check(tmp_path, record_of(theirs))
-    # What is written today is read as it is.
-    write_scheme(tmp_path, record_of(ours))
-    assert read_record(tmp_path / "qarl.json") == record_of(ours)

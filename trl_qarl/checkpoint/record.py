@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..quantization.plan import QuantPlan, plan_of, todays_names
+from ..quantization.plan import QuantPlan, plan_of
 from .marker import problem_of
 
 
@@ -85,7 +85,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, 
     if not (folder / SCHEME_FILE).is_file():
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
         return resume_from_checkpoint
-    theirs = todays_names(json.loads((folder / SCHEME_FILE).read_text()))
+    theirs = json.loads((folder / SCHEME_FILE).read_text())
     names = (theirs.keys() | record.keys()) - {"grids"}
     # As text: patterns of layers apply in the order in which they are written.
     if any(json.dumps(theirs.get(name)) != json.dumps(record.get(name)) for name in names):
@@ -118,7 +118,7 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
             "%s has no %s, so whether its adapter fits this base and scheme is not known.", folder, SCHEME_FILE
         )
         return
-    theirs = todays_names(json.loads(path.read_text()))
+    theirs = json.loads(path.read_text())
     names = ("scheme", "group_size", "scale_dtype", "base", "high_precision_first", "high_precision_last")
     differing = [
         f"{name}={theirs.get(name)!r} there, {record.get(name)!r} here"
@@ -165,7 +165,6 @@ def read_record(path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: global_scales={scales!r} is not a mapping from layers to positive numbers. {advice}"
         )
-    record = todays_names(record)
     try:
         plan_of(record)
     except ValueError as error:

@@ -31,7 +31,6 @@ __all__ = [
     "get_plan",
     "parse_scheme",
     "plan_of",
-    "todays_names",
 ]
 
 _HIGH_PRECISION = SCHEMES["bf16"]
@@ -346,23 +345,6 @@ def _decoder_layers(names: list[str]) -> dict[str, int]:
 
 
 EDGES = ("high_precision_first", "high_precision_last")
-
-
-def todays_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return a record, or a `run.json`, with today's names of schemes. One without an entry `grids` is of before signed scales were
-    the default: its `w4a16` is what `w4a16-observer` is now.
-    """
-    written = {name: record[name] for name in ("scheme", "layers") if name in record and "grids" not in record}
-    return {**record, **{name: _todays_name(value) for name, value in written.items()}}
-
-
-def _todays_name(written: Any) -> Any:
-    if isinstance(written, Mapping):
-        return {key: value if key == "group_size" else _todays_name(value) for key, value in written.items()}
-    if not isinstance(written, str):
-        return written
-    return re.sub(r"(w[432]a16)(-signed)?", lambda found: found[1] if found[2] else f"{found[1]}-observer", written)
 
 
 def plan_of(options: Mapping[str, Any]) -> QuantPlan:

@@ -8,6 +8,7 @@ from testing_utils import make_mixture, make_tiny_config
 from trl_qarl.doctor import checks as doctor
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.rollout.gpu_kernels import Gpu
 from trl_qarl.scripts.doctor import _installed
 
 
@@ -76,19 +77,27 @@ def test_bounds_are_those_of_the_installed_packages():
 
 
 @pytest.mark.parametrize(
-    ("capability", "scheme", "expected"),
+    ("capability", "scheme", "expected", "text"),
     [
-        ((9, 0), None, []),
-        ((8, 9), "fp8", []),
-        ((8, 0), "w4a16", []),
-        ((8, 0), "fp8", ["warning"]),
-        ((8, 9), "w4a8", ["error"]),
-        ((10, 0), "w4a8", ["error"]),
-        ((7, 5), None, ["warning"] * 3),
+        ((9, 0), None, [], ""),
+        ((8, 9), "fp8", [], "vLLM runs fp8 by CutlassFP8ScaledMMLinearKernel"),
+        ((8, 0), "w4a16", [], "vLLM runs w4a16 by MarlinLinearKernel"),
+        (
+            (8, 0),
+            "fp8",
+            ["warning", "error"],
+            "fp8 must not run in vLLM on this GPU: vLLM leaves activations in 16 bits",
+        ),
+        ((8, 9), "w4a8", ["error"], "needs compute capability 9.0 -> choose 'w4a16'"),
+        ((10, 0), "w8a8", ["error"], "w8a8 must not run in vLLM on this GPU: the kernel that vLLM takes"),
+        ((10, 0), None, ["warning"] * 3, "w8a16-asym must not run in vLLM"),
+        ((7, 5), None, ["warning"] * 3, "this GPU has no bf16 arithmetic"),
     ],
 )
-def test_gpus_that_lack_an_instruction_of_the_scheme(capability, scheme, expected):
-    assert levels(doctor.check_gpu("GPU", capability, scheme and [get_scheme(scheme)])) == expected
+def test_gpus_that_lack_what_the_scheme_needs(capability, scheme, expected, text):
+    findings = doctor.check_gpu(Gpu(capability, "NVIDIA X1", "0.32.0"), scheme and [get_scheme(scheme)])
+    assert levels(findings) == expected and text in "\n".join(map(str, findings))
+    assert findings[0].text.startswith(f"NVIDIA X1 (compute capability {capability[0]}.{capability[1]}) with vLLM")
 
 
 def test_kernels_that_fail_or_are_emulated():

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import vllm
+from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from ..numerics import cpu as kernels
@@ -31,6 +33,7 @@ class WorkerExtension:
             "logprobs_mode": config.model_config.logprobs_mode,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "device": str(self.device),
+            "gpu": self._describe_gpu(),
             "backend": config.weight_transfer_config.backend,
             "published": len(self.weight_transfer_engine.published),
             "kernels": kernels_in_use(self.model_runner.model),
@@ -46,6 +49,17 @@ class WorkerExtension:
             "lora": describe_lora(self.model_runner.model, config.lora_config),
             "arithmetic": self._describe_arithmetic(),
             "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
+        }
+
+    def _describe_gpu(self) -> dict[str, Any] | None:
+        """Arguments of [`~trl_qarl.rollout.gpu_kernels.Gpu`]; `None` on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        capability = current_platform.get_device_capability()
+        return {
+            "capability": [capability.major, capability.minor],
+            "name": current_platform.get_device_name(),
+            "vllm": vllm.__version__,
         }
 
     def _describe_arithmetic(self) -> dict[str, Any] | None:

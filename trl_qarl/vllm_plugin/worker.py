@@ -62,10 +62,10 @@ class WorkerExtension:
             "vllm": vllm.__version__,
         }
 
-    def _describe_arithmetic(self) -> dict[str, Any] | None:
+    def _describe_arithmetic(self) -> dict[str, Any]:
         if self.device.type == "cpu":
             return kernels.describe_arithmetic() | {"attention": self._describe_attention()}
-        return cuda.describe_arithmetic(self.vllm_config) if cuda.is_known_release() else None
+        return cuda.describe_arithmetic(self.vllm_config)
 
     def _describe_attention(self) -> str | None:
         # vLLM's module for CPUs; there is none elsewhere.

@@ -2,9 +2,9 @@
 Which kernels vLLM gives to each scheme on GPUs of several compute capabilities, by its own code: `python kernels.py X.Y ...`.
 
 Layers are built on the CPU (`fake_gpu.py`), nothing is repacked or computed. Twice: as vLLM chooses on its own, and as our engines are
-asked for (`trl_qarl.rollout.gpu_kernels`). What is found is compared with `kernels.json`, and a difference is an error that a
-person looks at: vLLM has a new favourite, which nobody has rehearsed. Our own engines must have the kernel that is expected.
-`--write` records what is found.
+asked for (`trl_qarl.rollout.gpu_kernels`). What is found is compared with what is recorded for the release in `kernels/`, and a
+difference is an error that a person looks at: vLLM has a new favourite, which nobody has rehearsed. Our own engines must have the
+kernel that is expected. `--write` records what is found.
 """
 
 import json
@@ -16,9 +16,9 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
-RECORD = HERE / "kernels.json"
 CAPABILITIES = ("8.0", "8.9", "9.0", "10.0", "12.0")
-DENSE = ("w4a16", "w8a16", "w8a8", "fp8", "w4a8", "w4a16-asym", "w8a16-asym", "mxfp4a16", "nvfp4a16", "w3a16", "w2a16")
+# Those of other grids in the same containers have the same kernels.
+DENSE = ("w4a16", "w8a16", "w8a8", "fp8", "w4a8", "w4a16-asym", "w8a16-asym", "mxfp4a16", "nvfp4a16")
 EXPERTS = ("bf16", "w4a16", "w8a8", "fp8")
 REFUSED = "refused"
 
@@ -100,13 +100,12 @@ def one_capability(text: str) -> dict[str, dict[str, str]]:
 def main() -> int:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("capabilities", nargs="*", default=CAPABILITIES, metavar="X.Y")
-    parser.add_argument("--write", action="store_true", help=f"record what is found in {RECORD.name}")
+    parser.add_argument("--write", action="store_true", help="record what is found")
     parser.add_argument("--one", metavar="X.Y", help="print one of them as JSON")
     args = parser.parse_args()
     if args.one:
         print("FOUND" + json.dumps(one_capability(args.one)))
         return 0
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     num_changes = 0
     for capability in args.capabilities:
         # vLLM has one platform for the whole process.
@@ -116,17 +115,19 @@ def main() -> int:
             print(f"{capability}: failed, see above")
             return 1
         found = json.loads(line.removeprefix("FOUND"))
-        before = record.setdefault(found["release"], {}).get(capability, {})
-        for name in sorted(before.keys() | found["kernels"].keys()):
-            now, then = found["kernels"].get(name), before.get(name)
-            if now != then:
-                num_changes += 1
-                print(f"vLLM {found['release']}, capability {capability}, {name}: {then} is recorded, {now} was found")
-        record[found["release"]][capability] = found["kernels"]
-        print(f"vLLM {found['release']}, capability {capability}: {len(found['kernels'])} schemes", flush=True)
-    if args.write:
-        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-        return 0
+        file = HERE / "kernels" / f"{found['release']}.json"
+        record = json.loads(file.read_text()) if file.exists() else {}
+        before, now = record.get(capability, {}), found["kernels"]
+        changed = [name for name in sorted(before.keys() | now.keys()) if now.get(name) != before.get(name)]
+        if args.write:
+            file.write_text(json.dumps(record | {capability: now}, indent=1, sort_keys=True) + "\n")
+        else:
+            num_changes += len(changed)
+            for name in changed:
+                print(f"{capability}, {name}: {before.get(name)} is recorded, {now.get(name)} was found")
+        print(
+            f"vLLM {found['release']}, capability {capability}: {len(now)} schemes, {len(changed)} changed", flush=True
+        )
     return int(num_changes > 0)
 
 

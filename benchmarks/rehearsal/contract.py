@@ -143,6 +143,11 @@ def _tables_of_tiles() -> None:
     _missing("_TUNED_MATMUL_CONFIGS_FOR_DEVICE _TUNED_MATMUL_CONFIGS_RESOLVED _get_matmul_config", vars(tables))
 
 
+def _server() -> None:
+    """`python -m`, as `build_server_command` starts it."""
+    assert '__name__ == "__main__"' in _source("entrypoints", "openai", "api_server.py")
+
+
 def _variables() -> None:
     from vllm import envs
 
@@ -157,6 +162,7 @@ PYTHON_CHECKS: dict[str, Callable[[], None]] = {
     "values of KernelConfig": _kernel_config,
     "layers in batch-invariant mode": _batch_invariant_layers,
     "tables of tiles": _tables_of_tiles,
+    "server": _server,
     "variables": _variables,
 }
 

@@ -438,6 +438,15 @@ def test_an_engine_that_is_not_batch_invariant_is_refused_with_both_values(monke
     check_arithmetic({"arithmetic": cuda.describe_arithmetic()}, on_gpu=True)
 
 
+def server_arguments():
+    """vLLM's parser of a server's arguments, which 0.33 has moved."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ModuleNotFoundError:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    return make_arg_parser
+
+
 def test_server_of_an_exact_learner_is_started_so(tmp_path):
     argv, environment = build_server_command("m", None, numerics="engine", transfer_dir=tmp_path)
     assert environment["VLLM_BATCH_INVARIANT"] == "1" and environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
@@ -446,9 +455,9 @@ def test_server_of_an_exact_learner_is_started_so(tmp_path):
     plain, other = build_server_command("m", None, transfer_dir=tmp_path)
     assert "VLLM_BATCH_INVARIANT" not in other and "--enforce-eager" not in plain
     # vLLM's own parser takes them.
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    make_arg_parser = server_arguments()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv[3:])
     assert args.enforce_eager and args.block_size == 16 and args.attention_backend == "FLASH_ATTN"
 

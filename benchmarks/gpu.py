@@ -23,9 +23,38 @@ STEP_SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b",
 SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b"]}
 
 
+# Tests on a GPU, by the name of their piece. One process for each that turns on vLLM's batch-invariant mode, which replaces operators
+# of PyTorch for good; engines that compile take a minute each.
+_ENGINE_TESTS = {
+    "colocated": ("quantization/test_gpu.py::test_colocated_rollouts_follow_the_learner", (*SCHEMES, "bf16", "w4a8")),
+    "fast": ("numerics/test_cuda_alignment.py::test_fast_numerics_stay_close_on_cuda", (*SCHEMES, "bf16")),
+    "experts": (
+        "vllm_plugin/test_vllm_plugin_experts.py::test_an_engine_on_a_gpu_computes_with_the_experts_that_were_published_last",
+        (*SCHEMES, "bf16"),
+    ),
+    "repeats": ("numerics/test_cuda_alignment.py::test_what_a_batch_invariant_engine_repeats_bit_for_bit", (*SCHEMES, "bf16")),
+    "exact": ("numerics/test_cuda_alignment.py::test_learner_and_engine_give_every_token_the_same_log_prob", (*SCHEMES, "bf16")),
+}  # fmt: skip
+
+# `pyproject.toml` has settings of plugins, which a borrowed machine may lack; `gpu.sh` ends what takes too long.
+_PYTEST = ["pytest", "-q", "-o", "addopts="]
+
+
 def gpu_pieces() -> dict[str, list[str]]:
-    """Arguments of `trl-qarl` by the name of the piece, or of another command; what tells most comes first."""
-    pieces = {"env": ["env"], "tests": ["pytest", "-m", "gpu", "-n", "0", "-q", "--timeout", "560"]}
+    """Arguments of `trl-qarl` by the name of the piece, or of another command; what tells most comes first, and what needs no vLLM."""
+    products = [*_PYTEST, "-m", "gpu and not vllm"]
+    pieces = {
+        "env": ["env"],
+        "tests-products": [*products, "tests/quantization/test_gpu.py", "-k", "not grouped"],
+        "tests-grouped": [*products, "tests/quantization/test_gpu.py", "-k", "grouped"],
+        "tests-release": [
+            *_PYTEST,
+            "tests/numerics/test_cuda_alignment.py::test_this_release_computes_what_the_learner_does",
+        ],
+    }
+    for name, (test, schemes) in _ENGINE_TESTS.items():
+        for scheme in schemes:
+            pieces[f"tests-{name}-{scheme}"] = [*_PYTEST, f"tests/{test}", "-k", f"{scheme}]"]
     for size in SIZES:
         for scheme in SCHEMES:
             pieces |= _pieces_of(f"{size}-{scheme}", scheme, SIZES[size], STEP_SIZES[size])

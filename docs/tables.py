@@ -1,6 +1,6 @@
 """
-Writes the tables of options.md from `trl_qarl/checks/refused.py` and `trl_qarl/objectives/tbpo.py` and the one of health.md from
-`trl_qarl/telemetry/advisor.py`: `python docs/tables.py`.
+Writes the tables of options.md from `trl_qarl/checks/refused.py` and `trl_qarl/objectives/tbpo.py`, the one of health.md from
+`trl_qarl/telemetry/advisor.py`, and the one of gpus.md from `trl_qarl/rollout/gpu_kernels.py`: `python docs/tables.py`.
 """
 
 import re
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from trl_qarl.checks import refused
 from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
+from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 from trl_qarl.telemetry import advisor
 
 
@@ -17,7 +19,7 @@ DOCS = Path(__file__).parent
 
 def fill() -> dict[Path, str]:
     """Return the text of each page with what lies between its marks written anew."""
-    pages = {"options.md": _options(), "health.md": {"rules": _rules()}}
+    pages = {"options.md": _options(), "health.md": {"rules": _rules()}, "gpus.md": {"kernels": _kernels()}}
     return {DOCS / name: _replace((DOCS / name).read_text(), parts) for name, parts in pages.items()}
 
 
@@ -55,6 +57,32 @@ def _table(options: dict[str, str]) -> str:
 def _names(names: frozenset[str]) -> str:
     text = ", ".join(f"`{name}`" for name in sorted(names))
     return textwrap.fill(text, 119, initial_indent="> ", subsequent_indent="> ", break_on_hyphens=False) + "\n"
+
+
+def _kernels() -> str:
+    """Return the kernels of linear layers and of experts by scheme and compute capability."""
+    gpus = {
+        "8.0 to 8.7 (A100, RTX 30)": (8, 0),
+        "8.9 (L40S, RTX 40)": (8, 9),
+        "9.0 (H100, H200)": (9, 0),
+        "10.x (B200)": (10, 0),
+        "12.x (RTX 50, RTX PRO)": (12, 0),
+    }
+
+    def cell(scheme, capability, of_experts):
+        releases = [choose_kernels(scheme, Gpu(capability, vllm=f"{release}.0")) for release in RELEASES]
+        [(kernels, refusal)] = {(c.experts if of_experts else c.linear, c.refusal) for c in releases}
+        return "refused" if refusal else " or ".join(k.removesuffix("LinearKernel") for k in kernels)
+
+    rows: dict[str, list[str]] = {}
+    for of_experts in (False, True):
+        for name, scheme in SCHEMES.items():
+            # Others are refused for experts on every device.
+            if scheme.is_quantized and (not of_experts or name in ("w4a16", "w8a8", "fp8")):
+                cells = " | ".join(cell(scheme, capability, of_experts) for capability in gpus.values())
+                rows.setdefault(cells, []).append(f"experts in `{name}`" if of_experts else f"`{name}`")
+    head = f"| scheme | {' | '.join(gpus)} |\n|{'---|' * (len(gpus) + 1)}\n"
+    return head + "".join(f"| {', '.join(names)} | {cells} |\n" for cells, names in rows.items())
 
 
 def _rules() -> str:

@@ -70,7 +70,7 @@ def test_tests_that_the_documentation_names_are_there():
 
 def test_tables_of_options_and_rules_are_those_of_the_code():
     pages = runpy.run_path(str(ROOT / "docs/tables.py"))["fill"]()
-    assert {page.name for page in pages} == {"options.md", "health.md"}
+    assert {page.name for page in pages} == {"options.md", "health.md", "gpus.md"}
     assert [page.name for page, text in pages.items() if page.read_text() != text] == [], "run `python docs/tables.py`"
 
 

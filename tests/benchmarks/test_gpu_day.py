@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from testing_utils import start_engines_quickly
+from trl_qarl.bench.engines import START_SECONDS
 from trl_qarl.cli import main
 from trl_qarl.scripts import bench
 
@@ -32,10 +35,23 @@ def rows_of(out):
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
+def pack(folder, out):
+    """What an interrupted day has left."""
+    with tarfile.open(out / "results.tar.gz", "w:gz") as archive:
+        archive.add(folder, arcname=".")
+
+
+def unpack(out, folder):
+    with tarfile.open(out / "results.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
 @pytest.mark.parametrize("name", ["gpu_pieces", "dry_pieces"])
 def test_every_piece_is_a_command_that_is_understood(name):
     parser = bench.make_parser("trl-qarl bench")
     for piece, (command, *arguments) in pieces[name]().items():
+        assert command in ("bench", "env", "pytest")
         if command == "bench":
             args = parser.parse_args(arguments)
             assert args.shapes and args.shapes in (
@@ -45,20 +61,55 @@ def test_every_piece_is_a_command_that_is_understood(name):
 
 def test_the_day_has_every_scheme_of_both_sizes_and_the_dry_run_every_kind():
     kinds = {name.partition("-")[0] for name in pieces["gpu_pieces"]()} - {"tests"}
+    assert len({*pieces["gpu_pieces"]()}) == 1 + 3 + 21 + 36
     assert kinds == {name.partition("-")[0] for name in pieces["dry_pieces"]()}
     for size in ("1.7b", "8b"):
         for scheme in ("w4a16", "w8a8", "fp8"):
             assert sum(f"-{size}-{scheme}" in name for name in pieces["gpu_pieces"]()) == 6
 
 
+@pytest.mark.slow
+def test_every_test_for_a_gpu_is_in_one_piece_and_products_come_first():
+    files = [
+        path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text() and path != Path(__file__)
+    ]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-n", "0", *map(str, files)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    tests = re.findall(r"^tests/\S+::\S+$", found, re.MULTILINE)
+    assert len(tests) > 100
+    argvs = {name: argv for name, argv in pieces["gpu_pieces"]().items() if argv[0] == "pytest"}
+    chosen = {name: [] for name in argvs}
+    for test in tests:
+        needs_vllm = "test_gpu.py" not in test or "colocated" in test
+        for name, argv in argvs.items():
+            place = next(argument for argument in argv if argument.startswith("tests/"))
+            word = argv[argv.index("-k") + 1] if "-k" in argv else ""
+            is_named = word.removeprefix("not ") in test
+            if test.startswith(place) and is_named != word.startswith("not ") and not (needs_vllm and "-m" in argv):
+                chosen[name].append(test)
+    assert sorted(test for group in chosen.values() for test in group) == sorted(tests)
+    assert all(chosen.values()), [name for name, group in chosen.items() if not group]
+    assert [*pieces["gpu_pieces"]()][:3] == ["env", "tests-products", "tests-grouped"]
+    # One engine or two in a process.
+    assert max(len(group) for name, group in chosen.items() if name not in ("tests-products", "tests-grouped")) <= 2
+
+
+def test_a_server_has_less_time_to_start_than_a_piece_has():
+    limit = int(re.search(r"LIMIT:-(\d+)", (ROOT / "benchmarks/gpu.sh").read_text())[1])
+    assert START_SECONDS < limit < 600
+
+
 def test_an_unknown_piece_and_a_piece_that_fails_are_named(tmp_path):
     result = run(tmp_path, "no-such-piece")
-    assert result.returncode == 2 and "['no-such-piece'] are none of env, tests, " in result.stderr
-    (tmp_path / "env.done").touch()
+    assert result.returncode == 2 and "['no-such-piece'] are none of env, tests-products, " in result.stderr
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "env.done").touch()
+    pack(tmp_path / "done", tmp_path)
     # Two seconds are not enough for any of them.
     result = run(tmp_path, "env", "decode-1.7b-w4a16", LIMIT="2")
     assert result.returncode == 1 and "env: done" in result.stdout and "not done: decode-1.7b-w4a16" in result.stderr
-    assert not (tmp_path / "decode-1.7b-w4a16.done").exists()
+    left = unpack(tmp_path, tmp_path / "left")
+    assert {path.name for path in left.iterdir()} == {"env.done", "decode-1.7b-w4a16.log"}
 
 
 @pytest.mark.slow
@@ -82,17 +133,22 @@ def test_the_dry_run_measures_every_kind_and_goes_on_where_it_was(tmp_path, monk
     # What it knows of the classes of models: it imports them in another process to find out.
     monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry_run", "--out", str(tmp_path), *names])
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir()
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry_run", "--out", str(work), *names])
     pieces["main"]()
-    rows = rows_of(tmp_path)
+    rows = rows_of(work)
     assert {row["piece"] for row in rows} == {*names} - {"env"}
     for row in rows:
         assert row["versions"]["torch"] and row["hardware"] and row["command"].startswith("trl-qarl bench ")
-    tables = (tmp_path / "tables.md").read_text()
+    tables = (work / "tables.md").read_text()
     assert all(f"## {row['piece']}\n" in tables for row in rows)
-    result = run(tmp_path, "--dry_run", *names)
+    pack(work, out)
+    result = run(out, "--dry_run", *names)
     assert result.stdout.split("\n")[:-1] == [f"{name}: done" for name in names]
-    assert rows_of(tmp_path) == rows
+    # A borrowed machine gives back few files.
+    assert {path.name for path in out.iterdir()} == {"results.tar.gz", "tables.md"}
+    assert (out / "tables.md").read_text() == tables and rows_of(unpack(out, tmp_path / "again")) == rows
 
 
 def test_random_shapes_are_those_of_the_models(tmp_path, monkeypatch):

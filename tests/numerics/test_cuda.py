@@ -21,7 +21,7 @@ from trl_qarl.checks.options import check_numerics
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import cuda, ops
 from trl_qarl.numerics.attach import attach_engine_numerics
-from trl_qarl.numerics.availability import check_engine_numerics
+from trl_qarl.numerics.availability import check_engine_numerics, choose_numerics
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.quantize import quantize_activation
@@ -30,8 +30,13 @@ from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout.server_command import build_server_command
 
 
-HAS_VLLM = kernels._vllm_version().startswith(tuple(f"{release}." for release in cuda.KNOWN_VLLM))
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not HAS_VLLM, reason=f"needs vLLM {' or '.join(cuda.KNOWN_VLLM)}")]
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+
+def row_by_row(x, weight):
+    """A product whose sums depend on nothing else: each in float64, rounded once."""
+    return (x.double() @ weight.double().t()).to(x.dtype)
 
 
 def single_norm(x, weight, eps=1e-6, residual=None):
@@ -100,12 +105,21 @@ def gpu_kernels(monkeypatch):
 
         monkeypatch.setattr(target, name, call)
 
-    stand_in(real, "matmul_batch_invariant", lambda a, b: (a.float() @ b.float()).to(a.dtype))
-    stand_in(real, "linear_batch_invariant", lambda x, w, b=None: F.linear(x, w) if b is None else F.linear(x, w) + b)
-    stand_in(real, "rms_norm_batch_invariant", single_norm)
+    def rms_norm(x, weight, eps=1e-6, residual=None):
+        """Where there is a stream to add to, vLLM's function calls the other kernel."""
+        if residual is None:
+            return single_norm(x, weight, eps)
+        custom.fused_add_rms_norm(x, residual, weight, eps)
+        return x, residual
+
+    stand_in(real, "matmul_batch_invariant", lambda a, b: row_by_row(a.float(), b.float().t()).to(a.dtype))
+    stand_in(
+        real, "linear_batch_invariant", lambda x, w, b=None: row_by_row(x, w) if b is None else row_by_row(x, w) + b
+    )
+    stand_in(real, "rms_norm_batch_invariant", rms_norm)
     stand_in(real, "log_softmax", lambda x, dim: torch.log_softmax(x, dim))
     stand_in(custom, "fused_add_rms_norm", fused_norm)
-    stand_in(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    stand_in(fa_utils, "get_flash_attn_version", lambda **_: 3)
     parameters = flash_attention_parameters()
 
     def attend(**kwargs):
@@ -119,6 +133,105 @@ def gpu_kernels(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def gpu_layers(gpu_kernels, monkeypatch):
+    """vLLM's own layers as on a GPU, on the same stand-ins: what [`first_difference_on_gpu`] compares the learner with."""
+    from vllm.model_executor.determinism import batch_invariant as real
+    from vllm.model_executor.layers import layernorm, linear
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import PlatformEnum
+    from vllm.v1.attention.backends import fa_utils, flash_attn
+
+    monkeypatch.setattr(current_platform, "_enum", PlatformEnum.CUDA)
+    monkeypatch.setattr(linear, "linear_batch_invariant", real.linear_batch_invariant)
+    monkeypatch.setattr(layernorm, "rms_norm_batch_invariant", real.rms_norm_batch_invariant)
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_quant_query_input", lambda: False)
+    monkeypatch.setattr(cuda, "reason_against_installation", lambda: None)
+    monkeypatch.setattr(cuda, "_vllm_version", lambda: "9.9.9")
+
+    def attend(*, out, **arguments):
+        names = flash_attention_parameters() & arguments.keys()
+        given = {name: arguments[name] for name in names if arguments[name] is not None}
+        ours = inspect.signature(paged_attention).parameters
+        # What differs from nothing would be another arithmetic.
+        assert not any(given[name] for name in given.keys() - ours.keys() - {"q_descale", "k_descale", "v_descale"})
+        out.copy_(fa_utils.flash_attn_varlen_func(**{name: given[name] for name in given.keys() & ours.keys()}))
+
+    def write(key, value, keys, values, slots, *_):
+        for cache, x in ((keys, key), (values, value)):
+            for slot, row in zip(slots.tolist(), x, strict=True):
+                cache[slot // cuda.BLOCK_SIZE, slot % cuda.BLOCK_SIZE] = row
+
+    monkeypatch.setattr(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", attend)
+    monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write, raising=False)
+    return SimpleNamespace(linear=linear, layernorm=layernorm, flash_attn=flash_attn, calls=gpu_kernels)
+
+
+def judge():
+    from vllm import envs
+
+    envs.disable_envs_cache()
+    with pytest.MonkeyPatch.context() as patch:
+        # Where the tensors of a GPU would be.
+        compare = cuda.first_difference_on_gpu
+        patch.setattr(cuda, "first_difference_on_gpu", lambda module, device: compare(module, torch.device("cpu")))
+        return cuda.reason_against.__wrapped__()
+
+
+def test_a_release_whose_layers_compute_what_the_learner_does_is_accepted_whatever_it_is_called(
+    gpu_layers, monkeypatch
+):
+    from vllm import envs
+
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    assert judge() is None
+    called = {"linear_batch_invariant", "matmul_batch_invariant", "rms_norm_batch_invariant", "fused_add_rms_norm"}
+    assert called | {"flash_attn_varlen_func"} <= {*gpu_layers.calls}
+    # An engine that is started next is no other than before.
+    assert not envs.VLLM_BATCH_INVARIANT
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "change", "reason"),
+    [
+        ("linear", "linear_batch_invariant", lambda f: lambda x, w, b=None: f(x, w, b) * 1.01, "product of unquantized weights"),
+        (
+            "linear",
+            "linear_batch_invariant",
+            # As 0.32 has it, beside a learner of 0.31.
+            lambda f: lambda x, w, b=None: (x.double() @ w.double().t() + (0 if b is None else b.double())).to(x.dtype),
+            "product of unquantized weights",
+        ),
+        ("layernorm", "rms_norm_batch_invariant", lambda f: lambda x, *a, **k: f(x * 1.01, *a, **k), "norm differs"),
+        (
+            "layernorm",
+            "rms_norm_batch_invariant",
+            # The other kernel, for the stream too.
+            lambda f: lambda x, w, e, residual=None: (single_norm(x if residual is None else x + residual, w, e), 0)[: None if residual is not None else 1],
+            "norm",
+        ),
+        ("flash_attn", "_FA4_DENSE_ATTENTION_KERNEL", lambda f: lambda **k: f(**(k | {"softmax_scale": 0.2})), "attention differs"),
+        ("flash_attn", "_FA4_DENSE_ATTENTION_KERNEL", lambda f: lambda **k: f(**(k | {"num_splits": 4})), "attention cannot be compared"),
+        ("flash_attn", "reshape_and_cache_flash", None, "attention cannot be compared"),
+    ],
+)  # fmt: skip
+def test_what_a_release_computes_otherwise_on_a_gpu_is_named(gpu_layers, monkeypatch, place, name, change, reason):
+    module = getattr(gpu_layers, place)
+    if change is None:
+        monkeypatch.delattr(module, name)
+    else:
+        monkeypatch.setattr(module, name, change(getattr(module, name)))
+    assert f"vLLM 9.9.9 is installed, and its {reason}" in judge()
+
+
+def test_a_low_bit_product_that_depends_on_other_rows_is_named(gpu_layers, monkeypatch):
+    module = cuda._batch_invariant()
+    product = module.matmul_batch_invariant
+    monkeypatch.setattr(module, "matmul_batch_invariant", lambda a, b: product(a, b) * (1 + 2**-6 * (len(a) == 5)))
+    assert "its product of low-bit weights differs" in judge()
+
+
 def as_vllm_computes(model, ids):
     """Logits of one sequence by the forward of vLLM's Llama, Qwen2 and Qwen3: a bfloat16 stream, normed while it is added to."""
 
@@ -126,7 +239,8 @@ def as_vllm_computes(model, ids):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         if hasattr(layer, "scheme"):
             return cuda.low_bit_linear(x, layer.low_bit_weight(), bias)[0]
-        return F.linear(x, layer.weight.bfloat16()) if bias is None else F.linear(x, layer.weight.bfloat16()) + bias
+        y = row_by_row(x, layer.weight.bfloat16())
+        return y if bias is None else y + bias
 
     def norm(module, x, residual=None):
         weight = module.weight.bfloat16()
@@ -324,6 +438,15 @@ def test_an_engine_that_is_not_batch_invariant_is_refused_with_both_values(monke
     check_arithmetic({"arithmetic": cuda.describe_arithmetic()}, on_gpu=True)
 
 
+def server_arguments():
+    """vLLM's parser of a server's arguments, which 0.33 has moved."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ModuleNotFoundError:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    return make_arg_parser
+
+
 def test_server_of_an_exact_learner_is_started_so(tmp_path):
     argv, environment = build_server_command("m", None, numerics="engine", transfer_dir=tmp_path)
     assert environment["VLLM_BATCH_INVARIANT"] == "1" and environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
@@ -332,9 +455,9 @@ def test_server_of_an_exact_learner_is_started_so(tmp_path):
     plain, other = build_server_command("m", None, transfer_dir=tmp_path)
     assert "VLLM_BATCH_INVARIANT" not in other and "--enforce-eager" not in plain
     # vLLM's own parser takes them.
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    make_arg_parser = server_arguments()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv[3:])
     assert args.enforce_eager and args.block_size == 16 and args.attention_backend == "FLASH_ATTN"
 
@@ -383,10 +506,9 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
     assert kernel.can_implement(config)[1] == "activations are torch.float16, not bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("is_invariant", "release", "expected"), [("1", "0.31.1", True), ("0", "0.31.1", True), ("1", "0.26.0", False)]
-)
-def test_plugin_registers_them_on_a_gpu_for_known_releases_alone(monkeypatch, is_invariant, release, expected):
+@pytest.mark.parametrize("is_invariant", ["1", "0"])
+@pytest.mark.parametrize("release", ["0.31.1", "0.33.0"])
+def test_plugin_registers_them_on_a_gpu_whatever_the_release(monkeypatch, is_invariant, release):
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
     from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
@@ -400,7 +522,7 @@ def test_plugin_registers_them_on_a_gpu_for_known_releases_alone(monkeypatch, is
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", is_invariant)
     monkeypatch.setattr(cuda, "_vllm_version", lambda: release)
     vllm_plugin.register()
-    assert (RepeatableInt4Kernel in _POSSIBLE_KERNELS[PlatformEnum.CUDA]) == expected
+    assert RepeatableInt4Kernel in _POSSIBLE_KERNELS[PlatformEnum.CUDA]
 
 
 def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):
@@ -426,13 +548,12 @@ def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):
 @pytest.mark.parametrize(
     ("release", "capability", "reason"),
     [
-        (None, (9, 0), "vLLM is not installed, and its operations on a GPU are known for 0.31"),
-        ("0.28.0", (9, 0), "vLLM 0.28.0 is installed, and"),
+        (None, (9, 0), "use_cpu=False: vLLM is not installed. Set `use_cpu=True`"),
         ("0.31.0", (7, 5), "T4 is older than compute capability 8.0"),
-        ("0.31.1", (9, 0), None),
+        ("0.33.0", (9, 0), None),
     ],
 )
-def test_what_is_missing_is_refused_by_release_and_gpu(tmp_path, monkeypatch, release, capability, reason):
+def test_what_is_missing_is_refused_before_vllm_is_loaded(tmp_path, monkeypatch, release, capability, reason):
     config = QaRLConfig(str(tmp_path), use_cpu=True, bf16=True)
     config.use_cpu, config.numerics = False, "engine"
     [message] = check_numerics(config)
@@ -443,6 +564,16 @@ def test_what_is_missing_is_refused_by_release_and_gpu(tmp_path, monkeypatch, re
     monkeypatch.setattr(cuda, "_vllm_version", lambda: release)
     problems = [*check_numerics(config)]
     assert problems == [] if reason is None else reason in problems[0]
+
+
+def test_a_release_that_differs_is_refused_when_a_run_chooses_its_numerics(tmp_path, monkeypatch):
+    config = QaRLConfig(str(tmp_path), use_cpu=True, bf16=True)
+    config.use_cpu, config.numerics = False, "engine"
+    monkeypatch.setattr(cuda, "reason_against", lambda: "vLLM 9.9.9 is installed, and its norm differs")
+    monkeypatch.setattr(cuda, "reason_against_installation", lambda: None)
+    assert not [*check_numerics(config)]
+    with pytest.raises(ValueError, match="contradicts use_cpu=False: vLLM 9.9.9 is installed, and its norm differs"):
+        choose_numerics(config, torch.nn.Linear(1, 1), torch.bfloat16)
 
 
 def test_a_model_on_another_device_is_refused(tmp_path):

@@ -69,29 +69,24 @@ def test_w4a8_is_refused_in_an_engine_of_several_shards():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "kernels", "others"),
+    ("scheme", "capability", "kernel", "other", "message"),
     [
-        (
-            "mxfp4a16",
-            ["QaRLMxFp4Kernel", "MarlinMxFp4LinearKernel"],
-            ["FlashInferMxFp4LinearKernel", "EmulationMxfp4LinearKernel"],
-        ),
-        (
-            "nvfp4a16",
-            ["QaRLNvFp4Kernel", "MarlinNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel"],
-            ["FlashInferCuteDslNvFp4LinearKernel", "CutlassNvFp4LinearKernel", "EmulationNvFp4LinearKernel"],
-        ),
+        ("nvfp4a16", [9, 0], "MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", '"nvfp4_w4a16": "marlin"'),
+        ("fp8", [9, 0], "CutlassFP8ScaledMMLinearKernel", "MarlinFP8ScaledMMLinearKernel", "not by Cutlass"),
+        ("fp8", [8, 0], None, "HummingFP8ScaledMMLinearKernel", "leaves activations in 16 bits"),
+        ("w8a8", [10, 0], None, "CutlassInt8ScaledMMLinearKernel", "has no INT8 on Blackwell"),
+        ("nvfp4a16", None, "QaRLNvFp4Kernel", "EmulationNvFp4LinearKernel", "not known to leave activations alone"),
     ],
 )
-def test_a_kernel_that_would_round_activations_to_4_bits_is_refused(scheme, kernels, others):
+def test_an_engine_that_runs_another_kernel_is_refused(scheme, capability, kernel, other, message):
     publisher, engine = publisher_to_one_engine(scheme)
-    for kernel in kernels:
+    engine["gpu"] = capability and {"capability": capability, "name": "NVIDIA X1", "vllm": "0.32.0"}
+    if kernel:
         engine["kernels"] = {kernel: 1}
         assert publisher.check_engine() == engine
-    for kernel in others:
-        engine["kernels"] = {kernel: 1}
-        with pytest.raises(ValueError, match=f"kernels: {kernel} is none of .*leave activations alone"):
-            publisher.check_engine()
+    engine["kernels"] = {other: 1}
+    with pytest.raises(ValueError, match=f"{other}.*{message}|{message}.*"):
+        publisher.check_engine()
 
 
 @pytest.mark.parametrize(

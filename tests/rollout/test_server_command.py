@@ -110,15 +110,3 @@ def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, messa
     assert build_server_command("m", config)  # bfloat16 on a GPU
     prepare_model(other := nn.Sequential(nn.Linear(128, 128)), "w4a16")
     assert build_server_command("m", quantization_config(other), dtype=dtype, on_cpu=on_cpu)
-
-
-def test_on_a_gpu_mxfp4_gets_the_kernel_that_leaves_activations_alone():
-    for scheme, has_choice in (("mxfp4a16", True), ("w4a16", False)):
-        prepare_model(model := nn.Sequential(nn.Linear(128, 128)), scheme)
-        argv, _ = build_server_command("m", quantization_config(Inventory.of(model)))
-        assert ("--kernel-config" in argv) == has_choice
-        assert '{"linear_backend_per_quant": {"mxfp4": "marlin"}}' in argv or not has_choice
-        assert (
-            "--kernel-config"
-            not in build_server_command("m", quantization_config(Inventory.of(model)), on_cpu=True)[0]
-        )

@@ -91,6 +91,8 @@ def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch
     started, directory, token_file = [], tmp_path / "shared memory", tmp_path / "my token"
     monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: transport == "nccl")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda *arguments: directory)
     arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16"]
     arguments += ["--token_file", str(token_file)] if named else []
@@ -124,3 +126,12 @@ def test_a_wrong_setting_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["vllm-serve", "--model", str(tmp_path / "nowhere")])
     assert capsys.readouterr().err.startswith("trl-qarl: error:")
+
+
+def test_a_scheme_that_the_gpu_must_not_run_ends_the_command_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with pytest.raises(SystemExit):
+        main(["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "fp8", "--print_command"])
+    assert "scheme 'fp8' does not run on NVIDIA A100 (compute capability 8.0)" in capsys.readouterr().err

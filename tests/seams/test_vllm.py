@@ -33,13 +33,20 @@ def test_what_is_imported_is_there(module, name):
         assert resolve(module, name) is not None
 
 
-def test_kernels_that_leave_activations_alone_have_the_names_they_are_known_by():
+def test_kernels_have_the_names_they_are_known_by():
     from vllm.model_executor.kernels import linear
 
-    from trl_qarl.rollout.publisher import _FP4_KERNELS
+    from trl_qarl.quantization.schemes import SCHEMES
+    from trl_qarl.rollout.gpu_kernels import Gpu, choose_kernels
 
-    names = {name for name in _FP4_KERNELS if not name.startswith("QaRL")}
-    assert len(names) == 3 and all(hasattr(linear, name) for name in names)
+    gpus = [Gpu(capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
+    choices = [choose_kernels(scheme, gpu) for scheme in SCHEMES.values() for gpu in gpus]
+    names = {name for choice in choices for name in choice.linear}
+    assert len(names) == 7 and all(hasattr(linear, name) for name in names)
+    # Scheme and backend are strings that vLLM looks up; it ignores others.
+    backends = {item for choice in choices for item in choice.backends.items()}
+    source = inspect.getsource(linear)
+    assert all(f'"{key}"' in source and value in linear._LINEAR_BACKEND_KERNEL_MAP for key, value in backends)
 
 
 def test_what_we_register_is_looked_up():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "START_SECONDS",
     "TOPICS",
     "autocast",
     "fill_up",
@@ -27,6 +28,9 @@ __all__ = [
     "open_server",
     "pad",
 ]
+
+START_SECONDS = 300
+"""Time for a server to start; a piece of `benchmarks/gpu.sh` that starts one has to end within ten minutes."""
 
 TOPICS = [
     "the water cycle",
@@ -164,7 +168,7 @@ def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, i
         server = ServerProcess(argv, environment, Path(folder) / "server.log")
         server.start()
         try:
-            server.wait(f"http://127.0.0.1:{port}", 600)
+            server.wait(f"http://127.0.0.1:{port}", START_SECONDS)
             client = QaRLClient(f"http://127.0.0.1:{port}", token=server.token)
             publisher = Publisher(model, dtype, (make_transport or FileTransport)(client))
             publisher.check_engine()

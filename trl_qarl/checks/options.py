@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
 from ..objectives.options import default
 from ..quantization.precisions import parse_precisions, problems_of_precisions
+from ..rollout.gpu_kernels import Gpu, reason_against
 from .refused import (
     GENERATION_KWARGS_THAT_RESHAPE,
     LORA_MODES,
@@ -133,6 +135,17 @@ def _check_transport(config) -> Iterator[str]:
             )
 
 
+def _check_gpu(config) -> Iterator[str]:
+    """Yield the schemes that an engine on this machine's GPU must not run; a server elsewhere says so itself when it starts."""
+    is_here = config.vllm_mode == "colocate" or config.vllm_server_autostart
+    gpu = Gpu.here() if is_here and not config.use_cpu else None
+    # What is wrong with the plan itself, `check_scheme` says.
+    with suppress(ValueError):
+        if gpu is not None:
+            reasons = (reason_against(scheme, gpu) for scheme in config.plan.schemes)
+            yield from (f"use_vllm=True: {reason}" for reason in reasons if reason)
+
+
 def check_vllm(config) -> Iterator[str]:
     has_own_server = config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
     if config.vllm_token_file is not None and not has_own_server:
@@ -164,6 +177,7 @@ def check_vllm(config) -> Iterator[str]:
             f"vllm_model_impl={config.vllm_model_impl!r} is not supported: the audit knows the parameters of vLLM's own "
             "models. Use 'vllm'."
         )
+    yield from _check_gpu(config)
     if config.vllm_enable_sleep_mode and config.use_cpu:
         yield ("vllm_enable_sleep_mode=True with use_cpu=True: vLLM has sleep mode on GPUs only. Set it to `False`.")
     if config.vllm_server_autostart and config.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"):

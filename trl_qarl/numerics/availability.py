@@ -96,7 +96,9 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tup
             Whether vLLM may be loaded to see whether its kernels can be called, which a configuration does not do while it is made.
     """
     # A run on a CPU must not wake a GPU.
-    against_gpu = None if config.use_cpu else cuda.reason_against()
+    against_gpu = None
+    if not config.use_cpu:
+        against_gpu = cuda.reason_against() if loads_vllm else cuda.reason_against_installation()
     against_cpu = None
     if config.use_vllm and config.use_cpu:
         against_cpu = kernels.reason_against() if loads_vllm else kernels.reason_against_installation()

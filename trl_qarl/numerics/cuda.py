@@ -2,8 +2,10 @@
 Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients. They are what
 [`trl_qarl.numerics.cpu`] is for CPUs.
 
-**None of this has run on a GPU.** It follows the sources of the releases in [`KNOWN_VLLM`]; docs/alignment.md has the lines. On a
-CPU the tests check what surrounds the kernels: arguments, layouts, and which of them takes part where.
+**None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; docs/alignment.md has the lines. On a CPU the tests check
+what surrounds the kernels: arguments, layouts, and which of them takes part where. On a GPU each process compares the release that
+is installed before it uses any of it ([`reason_against`]): in 0.24 and 0.26 norms depend on the number of rows, from 0.32 on a bias
+is added before a product is rounded, and after it until 0.31.
 
 What differs from a CPU:
 
@@ -14,10 +16,12 @@ What differs from a CPU:
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,31 +29,25 @@ from ..packages import installed
 from ..quantization import gemm
 from ..quantization.quantize import quantize_activation
 from ..quantization.schemes import INT8
+from .compare import first_difference_on_gpu
 
 
 __all__ = [
     "ENGINE_ARGUMENTS",
     "ENVIRONMENT",
-    "KNOWN_VLLM",
     "attention",
     "describe_arithmetic",
-    "is_known_release",
     "linear",
     "log_softmax",
     "low_bit_linear",
     "prepare_process",
     "reason_against",
+    "reason_against_installation",
     "rms_norm",
     "rotate",
     "silu_mul",
     "use_one_tiling",
 ]
-
-KNOWN_VLLM = ("0.31",)
-"""
-Releases of vLLM, `major.minor`, whose sources were read and allow it. In 0.24 and 0.26 `fused_add_rms_norm` takes other blocks, and other
-sums, from 256 rows on.
-"""
 
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
@@ -72,23 +70,30 @@ INT4_KERNEL = "INT4 expanded to bfloat16 + vllm::linear_batch_invariant"
 FP8_KERNEL = "E4M3 codes in float32 + vllm::matmul_batch_invariant"
 
 
-def is_known_release() -> bool:
-    """Return whether the vLLM that is installed is one of [`KNOWN_VLLM`]. Touches no device: a process that did cannot be forked."""
-    release = _vllm_version()
-    return release is not None and ".".join(release.split(".")[:2]) in KNOWN_VLLM
-
-
-def reason_against() -> str | None:
-    """Return why the kernels cannot be used in this process, or `None`."""
+def reason_against_installation() -> str | None:
+    """Return why the kernels cannot be used here, as far as that can be said without loading vLLM, or `None`."""
     if not torch.cuda.is_available():
         return "no CUDA device is available"
-    if not is_known_release():
-        release = _vllm_version()
-        found = "vLLM is not installed" if release is None else f"vLLM {release} is installed"
-        return f"{found}, and its operations on a GPU are known for {', '.join(KNOWN_VLLM)}"
+    if _vllm_version() is None:
+        return "vLLM is not installed"
     if torch.cuda.get_device_capability() < (8, 0):
         return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
     return None
+
+
+@lru_cache(maxsize=1)
+def reason_against() -> str | None:
+    """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the learner here."""
+    if reason := reason_against_installation():
+        return reason
+    from vllm import envs
+
+    # Whoever only asks starts no other engine than before.
+    with patch.dict(os.environ):
+        prepare_process()
+        difference = first_difference_on_gpu(sys.modules[__name__], torch.device("cuda"))
+    envs.disable_envs_cache()
+    return None if difference is None else f"vLLM {_vllm_version()} is installed, and {difference}"
 
 
 def describe_arithmetic(config=None) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def use_one_tiling() -> None:
     """
     Have every product take the same tiles of input features.
 
-    vLLM 0.31 has tables by the shape of a weight. The engine's fused query, key and value have another shape than the learner's
+    vLLM has tables by the shape of a weight. The engine's fused query, key and value have another shape than the learner's
     three layers, and other tiles are other sums.
     """
     try:
@@ -151,7 +156,7 @@ def prepare_process() -> None:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` `(N,)` in any dtype, or `None`."""
+    """`x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` `(N,)` in any dtype, or `None`. vLLM decides when it is added."""
     return _batch_invariant().linear_batch_invariant(x, weight, None if bias is None else bias.to(x.dtype))
 
 

@@ -20,8 +20,9 @@ from ..numerics.attach import has_engine_numerics
 from ..quantization.inventory import Inventory
 from ..wire.protocol import FILE_BACKEND, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
+from .gpu_kernels import kernel_arguments
 from .publisher import largest_chunk
-from .server_command import build_server_command, check_engine_runs, cpu_environment, kernel_arguments
+from .server_command import build_server_command, check_engine_runs, cpu_environment
 from .server_process import ServerProcess
 
 

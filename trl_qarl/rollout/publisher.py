@@ -18,6 +18,7 @@ from torch import nn
 from ..adapters.engine import adapter_problems, iter_adapter_tensors
 from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quantization_config
 from ..forward import learner_log_probs
+from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.sharded import is_sharded
@@ -33,14 +34,9 @@ from ..wire.describe import (
 from ..wire.fingerprint import fingerprint
 from ..wire.protocol import PublishError, is_adapter_tensor, load_order
 from .deltas import Deltas
+from .gpu_kernels import Gpu, reason_against, unexpected_kernels
 from .transports import Tensors, Transport, num_bytes_of
 
-
-# vLLM has others for the same checkpoints, which round activations to 4 bits.
-_FP4_KERNELS = {
-    *("MarlinMxFp4LinearKernel", "QaRLMxFp4Kernel"),
-    *("MarlinNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel", "QaRLNvFp4Kernel"),
-}
 
 __all__ = ["Publisher", "largest_chunk"]
 
@@ -118,6 +114,7 @@ class Publisher:
             ours = describe_tokenizer(self.tokenizer)
             problems += model_differences("tokenizer", ours, engine.get("tokenizer") or {})
         problems += [*_unsupported_settings(engine), *adapter_problems(self.model, engine)]
+        problems += _kernel_problems(inventory, engine)
         has_fp8_scales = any(layer.scheme.has_fp8_scales for layer in inventory.layers.values())
         if has_fp8_scales and engine["tensor_parallel_size"] != 1:
             problems.append(
@@ -301,13 +298,26 @@ def _unsupported_settings(engine: Mapping[str, Any]) -> list[str]:
             "activations: the learner does not quantize them, but the engine's INT4 kernel rounds them to 8 bits, as vLLM does on CPUs "
             "with AMX. Set VLLM_CPU_INT4_W4A8=0 in its environment"
         )
-    for kernel in engine.get("kernels") or ():
-        if "fp4" in kernel.lower() and kernel not in _FP4_KERNELS:
-            lines.append(
-                f"kernels: {kernel} is none of {sorted(_FP4_KERNELS)}, which are known to leave activations alone. Start the engine with "
-                """--kernel-config '{"linear_backend_per_quant": {"mxfp4": "marlin"}}'"""
-            )
     return lines
+
+
+def _kernel_problems(inventory: Inventory, engine: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the kernels that an engine runs the learner's schemes with."""
+    kernels = engine.get("kernels") or ()
+    if engine.get("gpu") is None:
+        # On a CPU vLLM's others compute what they say, but for those that round activations to 4 bits.
+        yield from (
+            f"kernels: {kernel} is not known to leave activations alone. Start the engine with this package (`trl-qarl vllm-serve`)"
+            for kernel in kernels
+            if "fp4" in kernel.lower() and not kernel.startswith("QaRL")
+        )
+        return
+    gpu = Gpu(**engine["gpu"])
+    layers = inventory.layers.values()
+    experts = [layer.scheme for layer in layers if isinstance(layer, QuantizedExperts)]
+    linear = [layer.scheme for layer in layers if not isinstance(layer, QuantizedExperts)]
+    refused = [reason for scheme in dict.fromkeys(linear + experts) if (reason := reason_against(scheme, gpu))]
+    yield from refused or unexpected_kernels(kernels, linear, experts, gpu)
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

@@ -1,6 +1,5 @@
 """Command line and environment of a vLLM server for one learner, as a pure function of its settings."""
 
-import itertools
 import json
 import os
 import sys
@@ -8,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..quantization.schemes import MXFP4
-from ..wire.describe import scheme_of_group
 from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir
+from .gpu_kernels import Gpu, kernel_arguments, reason_against, schemes_of
 
 
-__all__ = ["build_server_command", "check_engine_runs", "cpu_environment", "kernel_arguments"]
+__all__ = ["build_server_command", "check_engine_runs", "cpu_environment"]
 
 _NO_DRAFT = "no weights are published to a draft model"
 
@@ -104,7 +102,9 @@ def cpu_environment() -> dict[str, str]:
     }
 
 
-def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool) -> None:
+def check_engine_runs(
+    quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool, gpu: Gpu | None = None
+) -> None:
     """
     Raise for a scheme that vLLM cannot run here, before it is started.
 
@@ -115,32 +115,26 @@ def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str,
             Dtype of everything that is not quantized.
         on_cpu (`bool`):
             Whether the engine runs on a CPU.
+        gpu ([`Gpu`], *optional*):
+            The GPU of an engine that does not. Defaults to the one that is here; without one, nothing is said of GPUs.
 
     Raises:
-        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16.
+        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for what [`choose_kernels`] refuses.
     """
-    schemes = itertools.starmap(scheme_of_group, (quantization_config or {}).get("config_groups", {}).items())
-    if not any(scheme is not None and scheme.has_fp8_scales for scheme in schemes):
-        return
-    if on_cpu:
+    schemes = schemes_of(quantization_config)
+    has_w4a8 = any(scheme.has_fp8_scales for scheme in schemes)
+    if has_w4a8 and on_cpu:
         raise ValueError(
             "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
             "after its weights are reloaded. Use 'w4a16' or 'w8a8', `use_vllm=False`, or a GPU of compute capability 9.0."
         )
-    if dtype != "bfloat16":
+    if has_w4a8 and dtype != "bfloat16":
         raise ValueError(
             f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`)."
         )
-
-
-def kernel_arguments(quantization_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """
-    Return arguments of an engine on a GPU that choose its kernels: for MXFP4 weights the one that leaves activations alone. vLLM does
-    not look at what a checkpoint says of them, and its first choice on Blackwell GPUs rounds them to 4 bits.
-    """
-    schemes = itertools.starmap(scheme_of_group, (quantization_config or {}).get("config_groups", {}).items())
-    has_mxfp4 = any(scheme is not None and scheme.container == MXFP4 for scheme in schemes)
-    return {"kernel_config": {"linear_backend_per_quant": {"mxfp4": "marlin"}}} if has_mxfp4 else {}
+    gpu = None if on_cpu else gpu or Gpu.here()
+    if gpu is not None and (reasons := [reason for scheme in schemes if (reason := reason_against(scheme, gpu))]):
+        raise ValueError("\n".join(reasons))
 
 
 def build_server_command(
@@ -156,6 +150,7 @@ def build_server_command(
     max_lora_rank: int | None = None,
     lora_modules: Sequence[str] = (),
     numerics: str = "fast",
+    gpu: Gpu | None = None,
     vllm_args: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """
@@ -185,6 +180,8 @@ def build_server_command(
         numerics (`str`, *optional*, defaults to `"fast"`):
             The learner's. On a GPU `"engine"` gives a slower engine, whose arithmetic the learner can repeat
             ([`trl_qarl.numerics.cuda`]); on a CPU every engine is one.
+        gpu ([`Gpu`], *optional*):
+            The GPU that the engine runs on. Defaults to the one that is here.
         vllm_args (`Sequence[str]`, *optional*):
             Further arguments of `vllm serve`.
 
@@ -194,7 +191,7 @@ def build_server_command(
     Raises:
         ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run here.
     """
-    check_engine_runs(quantization_config, dtype, on_cpu)
+    check_engine_runs(quantization_config, dtype, on_cpu, gpu)
     transport = transport or ("file" if on_cpu else "nccl")
     if transport not in ("file", "nccl"):
         raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")
@@ -224,7 +221,7 @@ def build_server_command(
         argv += ["--enforce-eager"]
         environment |= cpu_environment()
     else:
-        for name, value in kernel_arguments(quantization_config).items():
+        for name, value in kernel_arguments(quantization_config, gpu).items():
             argv += [f"--{name.replace('_', '-')}", json.dumps(value)]
         if numerics == "engine":
             from ..numerics import cuda

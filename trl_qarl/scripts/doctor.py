@@ -97,12 +97,13 @@ def _hardware(chosen):
 
     from ..doctor import checks as doctor
     from ..quantization.gemm import has_fast_bf16
+    from ..rollout.gpu_kernels import Gpu
     from .env import kernel_table
 
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            capability = torch.cuda.get_device_capability(index)
-            yield from doctor.check_gpu(torch.cuda.get_device_name(index), capability, chosen)
+            gpu = Gpu(torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index))
+            yield from doctor.check_gpu(gpu, chosen)
     else:
         amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
         bf16 = "with" if has_fast_bf16() else "without"

@@ -17,11 +17,17 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         description="Add up what training a model takes of each GPU, from its configuration alone, for DDP and FSDP2.",
-        epilog="Exit code: 0 if a launch fits, 1 if none does, 2 for options that make no sense.",
+        epilog="Exit code: 0 if a launch fits, 1 if none does or vLLM cannot run the scheme there, 2 for options that make no sense.",
     )
     parser.add_argument("model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of the learner")
     parser.add_argument("--gpu_memory", type=float, required=True, metavar="GB", help="memory of each, in GB")
+    parser.add_argument(
+        "--gpu_capability",
+        type=_capability,
+        metavar="X.Y",
+        help="their compute capability, such as 9.0: say which kernel of vLLM runs each scheme there, or why none does",
+    )
     add_plan_options(parser, default="w4a16")
     parser.add_argument("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
     parser.add_argument("--use_peft", action="store_true", help="LoRA on all linear layers, beside a frozen base")
@@ -43,8 +49,13 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     return parser
 
 
+def _capability(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
 def main(args: Namespace) -> int:
-    """Print the parts by launch. Return 0 if one of them fits, else 1."""
+    """Print the parts by launch. Return 0 if one of them fits and vLLM runs every scheme, else 1."""
     with configuration_errors():
         positive = min(args.gpus, args.gpu_memory, args.tokens, args.lora_r, args.gradient_accumulation_steps) > 0
         if not positive or not 0 <= args.vllm_gpu_memory_utilization < 1:
@@ -60,6 +71,8 @@ def main(args: Namespace) -> int:
         run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates)
         plan, model = plan_of(vars(args)), shapes_of(args, f"MODEL {args.model}")
         found = parts_of_memory(model, plan, run, args.exclude_modules)
+    if args.gpu_capability is not None and not _runs_in_vllm(plan, args.gpu_capability):
+        return 1
     totals = {launch: sum(parts.values()) / _GB for launch, parts in found.items()}
     fitting = next((launch for launch, total in totals.items() if total <= args.gpu_memory), None)
     each = f"each of {args.gpus} GPUs" if args.gpus > 1 else "one GPU"
@@ -96,3 +109,17 @@ def main(args: Namespace) -> int:
             yaml.safe_dump(dict(launch_configuration(fitting, args.gpus, args.use_peft)), file, sort_keys=False)
         print(f"Wrote {args.write}: accelerate launch --config_file {args.write} train.py")
     return 0
+
+
+def _runs_in_vllm(plan, capability: tuple[int, int]) -> bool:
+    """Print which kernel runs each scheme of a plan, or why none does; return whether all of them run."""
+    from ..rollout.gpu_kernels import Gpu, choose_kernels, reason_against
+
+    gpu = Gpu(capability)
+    reasons = [reason for scheme in plan.schemes if (reason := reason_against(scheme, gpu))]
+    for reason in reasons:
+        print(reason)
+    for scheme in plan.schemes:
+        if linear := choose_kernels(scheme, gpu).linear:
+            print(f"vLLM {gpu.vllm} runs {scheme.name} by {' or '.join(linear)}.")
+    return not reasons

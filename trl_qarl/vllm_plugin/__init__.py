@@ -29,7 +29,6 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from ..numerics.cuda import is_known_release
     from .replicas import hear_every_replica
 
     # Before vLLM starts its engine's process, which would inherit the secret.
@@ -52,7 +51,7 @@ def register() -> None:
         register_kernels()
         register_experts()
         register_attention()
-    elif current_platform.is_cuda() and is_known_release():
+    elif current_platform.is_cuda():
         from .cuda_kernels import register_kernels
 
         register_kernels()

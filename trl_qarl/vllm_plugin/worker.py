@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import vllm
+from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from ..numerics import cpu as kernels
@@ -31,6 +33,7 @@ class WorkerExtension:
             "logprobs_mode": config.model_config.logprobs_mode,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "device": str(self.device),
+            "gpu": self._describe_gpu(),
             "backend": config.weight_transfer_config.backend,
             "published": len(self.weight_transfer_engine.published),
             "kernels": kernels_in_use(self.model_runner.model),
@@ -48,10 +51,21 @@ class WorkerExtension:
             "use_w4a8": any(getattr(layer, "use_w4a8", False) for layer in self.model_runner.model.modules()),
         }
 
-    def _describe_arithmetic(self) -> dict[str, Any] | None:
+    def _describe_gpu(self) -> dict[str, Any] | None:
+        """Arguments of [`~trl_qarl.rollout.gpu_kernels.Gpu`]; `None` on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        capability = current_platform.get_device_capability()
+        return {
+            "capability": [capability.major, capability.minor],
+            "name": current_platform.get_device_name(),
+            "vllm": vllm.__version__,
+        }
+
+    def _describe_arithmetic(self) -> dict[str, Any]:
         if self.device.type == "cpu":
             return kernels.describe_arithmetic() | {"attention": self._describe_attention()}
-        return cuda.describe_arithmetic(self.vllm_config) if cuda.is_known_release() else None
+        return cuda.describe_arithmetic(self.vllm_config)
 
     def _describe_attention(self) -> str | None:
         # vLLM's module for CPUs; there is none elsewhere.

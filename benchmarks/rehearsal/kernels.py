@@ -41,6 +41,7 @@ def one_capability(text: str) -> dict[str, dict[str, str]]:
     from testing_utils import make_tiny_mixture, make_tiny_model
     from trl_qarl import prepare_model
     from trl_qarl.checkpoint.layout import quantization_config
+    from trl_qarl.quantization.inventory import Inventory
     from trl_qarl.quantization.schemes import get_scheme
     from trl_qarl.rollout.gpu_kernels import Gpu, kernel_arguments, reason_against, unexpected_kernels
     from trl_qarl.vllm_plugin import register
@@ -83,7 +84,7 @@ def one_capability(text: str) -> dict[str, dict[str, str]]:
             if scheme.is_quantized:
                 learner = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32)
                 prepare_model(learner, scheme, scale_dtype=torch.bfloat16)
-                quantization = quantization_config(learner)
+                quantization = quantization_config(Inventory.of(learner))
             default = kernels(models[kind], quantization, {})
             if reason_against(scheme, gpu):
                 asked = [REFUSED]

@@ -91,14 +91,14 @@ def test_fp4_weights_ask_for_marlin_which_leaves_activations_alone(scheme, backe
 )
 def test_experts_in_int4_ask_for_marlin_where_vllm_would_take_humming(release, capability, backend):
     prepare_model(mixture := make_mixture(), "w4a16", scale_dtype=torch.bfloat16)
-    arguments = kernel_arguments(quantization_config(mixture), gpu_of(capability, release))
+    arguments = kernel_arguments(quantization_config(Inventory.of(mixture)), gpu_of(capability, release))
     assert arguments == ({"kernel_config": {"moe_backend": backend}} if backend else {})
 
 
 def test_experts_that_are_not_quantized_are_left_to_vllm():
     """vLLM refuses to start with Marlin for them."""
     prepare_model(mixture := make_mixture(), {"re:.*[qkv]_proj": "w4a16", "re:.*o_proj": "fp8"})
-    config = quantization_config(mixture)
+    config = quantization_config(Inventory.of(mixture))
     assert len(config["config_groups"]) == 2 and kernel_arguments(config, gpu_of((9, 0))) == {}
 
 

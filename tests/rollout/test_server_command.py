@@ -109,4 +109,4 @@ def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, messa
         build_server_command("m", config, dtype=dtype, on_cpu=on_cpu)
     assert build_server_command("m", config)  # bfloat16 on a GPU
     prepare_model(other := nn.Sequential(nn.Linear(128, 128)), "w4a16")
-    assert build_server_command("m", quantization_config(other), dtype=dtype, on_cpu=on_cpu)
+    assert build_server_command("m", quantization_config(Inventory.of(other)), dtype=dtype, on_cpu=on_cpu)

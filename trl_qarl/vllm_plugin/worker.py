@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.model_executor.model_loader.reload import meta
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from ..numerics import cpu as kernels
@@ -12,6 +13,10 @@ from .engine_tensors import kernels_in_use
 
 
 __all__ = ["WorkerExtension"]
+
+# vLLM notes how a checkpoint has the tensors of a layer, and loads into the like of that, but of a bias into what runs. Marlin permutes
+# and pads it, in new memory. Here, as vLLM imports this in each worker before there is a model.
+meta.SKIP_TENSORS.discard("bias")
 
 
 class WorkerExtension:

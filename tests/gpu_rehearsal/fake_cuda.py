@@ -1,8 +1,10 @@
 """
-vLLM's platform for CUDA on a machine without a GPU: all its Python code with a compute capability of choice, over tensors on the CPU.
+vLLM's platform for CUDA on a machine without a GPU: all its Python code with a compute capability of choice, over
+tensors on the CPU.
 
-The extensions' repacking functions are replaced by permutations of the same shape, dtype and strides, so that what was repacked can be
-told from what was not. Nothing is multiplied. For a process of its own: [`install`] changes torch and vLLM for good.
+The extensions' repacking functions are replaced by permutations of the same shape, dtype and strides, so that what was
+repacked can be told from what was not. Nothing is multiplied. For a process of its own: [`install`] changes torch and
+vLLM for good.
 """
 
 import contextlib
@@ -77,7 +79,7 @@ def _answer_for_torch() -> None:
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, lambda *args, answer=answer, **kwargs: answer)
-    torch.cuda.Stream = lambda *args, **kwargs: contextlib.nullcontext()
+    torch.cuda.Stream = contextlib.nullcontext
     torch.cuda.get_device_capability = lambda *args, **kwargs: capability
     torch.cuda.get_device_name = lambda *args, **kwargs: properties.name
 

@@ -1,6 +1,6 @@
 """
-A publication to vLLM's CUDA code on a machine without a GPU ([`fake_cuda`]): its model loader, its worker's weight updates, our transport,
-transfer engine and publisher are the real ones. For a process of its own.
+A publication to vLLM's CUDA code on a machine without a GPU ([`fake_cuda`]): its model loader, its worker's weight
+updates, our transport, transfer engine and publisher are the real ones. For a process of its own.
 """
 
 import contextlib
@@ -29,13 +29,15 @@ def start(dtype_name: str = "bfloat16") -> None:
 
 def rehearse(arch: str, scheme: str, capability: tuple[int, int], nccl: bool = False, **overrides) -> dict:
     """
-    Publish four times to an engine with dummy weights, the last time a single layer, and load an export of the same learner afresh.
+    Publish four times to an engine with dummy weights, the last time a single layer, and load an export of the same
+    learner afresh.
 
     Returns:
-        `kernels` by their numbers of layers; `sent`, how many tensors of each publication; `num_tensors` reachable from a layer;
-        `different` and `one_sided`, names of those that a fresh load has otherwise or does not have; `numbers` of layers likewise, with
-        both values; `moved`, names of tensors that do not lie where a CUDA graph would have captured them, and `stale` of those
-        where something else lies; `unnamed`, how many tensors the garbage collector finds that have no name.
+        `kernels` by their numbers of layers; `sent`, how many tensors of each publication; `num_tensors` reachable
+        from a layer; `different` and `one_sided`, names of those that a fresh load has otherwise or does not have;
+        `numbers` of layers likewise, with both values; `moved`, names of tensors that do not lie where a CUDA graph
+        would have captured them, and `stale` of those where something else lies; `unnamed`, how many tensors the
+        garbage collector finds that have no name.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -236,7 +238,10 @@ def _numbers(model) -> set:
 
 
 def _found_by_collector(model):
-    """Tensors that the garbage collector reaches from a layer's attributes, through whatever is neither shared nor a module."""
+    """
+    Tensors that the garbage collector reaches from a layer's attributes, through whatever is neither shared nor a
+    module.
+    """
     import torch
 
     skipped = (torch.nn.Module, type, type(torch), type(_tensors))

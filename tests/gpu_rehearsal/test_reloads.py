@@ -1,6 +1,6 @@
 """
-Weights published to the layouts of vLLM's kernels for GPUs, without a GPU: what a CUDA graph would read at the addresses that it has
-captured is what an engine holds that loads the export.
+Weights published to the layouts of vLLM's kernels for GPUs, without a GPU: what a CUDA graph would read at the
+addresses that it has captured is what an engine holds that loads the export.
 """
 
 import multiprocessing
@@ -29,7 +29,8 @@ def rehearse():
 MARLIN, MACHETE = "MarlinLinearKernel", "MacheteLinearKernel"
 INT8, FP8 = "CutlassInt8ScaledMMLinearKernel", "CutlassFP8ScaledMMLinearKernel"
 
-# Qwen2 has biases, and so does Qwen2-MoE; Qwen3 has norms of queries and keys. Where a capability is left out, the choice is the same.
+# Qwen2 has biases, and so does Qwen2-MoE; Qwen3 has norms of queries and keys. Where a capability is left out, the
+# choice is the same.
 CASES = [
     ("qwen2", "w4a16", (8, 0), {}, MARLIN),
     # Marlin pads what 64 does not divide, and a bias with it.

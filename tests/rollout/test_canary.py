@@ -1,4 +1,7 @@
-"""What the log-probs of a fixed text show of an engine's weights, with one learner's log-probs in place of an engine's, and in engines."""
+"""
+What the log-probs of a fixed text show of an engine's weights, with one learner's log-probs in place of an engine's,
+and in engines.
+"""
 
 import pytest
 import torch
@@ -57,7 +60,7 @@ def test_without_a_tokenizer_nothing_is_compared():
     assert canary.score() is None and canary.compare(None, None) == {}
 
 
-def widen(model, size=0.5):
+def widen(model, size=2.0):
     """Weights of the size that training gives: outputs that depend on all inputs, and biases that count."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -107,7 +110,6 @@ def move_masters(model, seed):
     ("arch", "scheme", "dtype"),
     [
         ("qwen2", "w4a16", torch.bfloat16),
-        ("qwen2", "w8a8", torch.bfloat16),
         ("qwen2", "w4a16", torch.float32),
         ("qwen2_moe", "w4a16", torch.bfloat16),
         ("qwen2_moe", "w4a16", torch.float32),
@@ -135,7 +137,7 @@ def test_a_bias_that_is_stale_or_not_permuted_is_seen_and_rounding_is_not(engine
         size = layer.self_attn.q_size, layer.self_attn.kv_size, layer.self_attn.kv_size
         for part in range(3):
             wrong = [marlin_permute_bias(piece.clone()) for piece in right.split(size)]
-            stale = [0.5 * torch.randn(piece.shape, generator=unlike).to(piece) for piece in right.split(size)]
+            stale = [2.0 * torch.randn(piece.shape, generator=unlike).to(piece) for piece in right.split(size)]
             for pieces in (wrong, stale):
                 bias.copy_(
                     torch.cat([pieces[part] if i == part else piece for i, piece in enumerate(right.split(size))])

@@ -1,4 +1,7 @@
-"""Weights over NCCL to a server that dies, refuses or falls silent while the trainer waits in a broadcast, which NCCL never ends."""
+"""
+Weights over NCCL to a server that dies, refuses or falls silent while the trainer waits in a broadcast, which NCCL
+never ends.
+"""
 
 import subprocess
 import sys

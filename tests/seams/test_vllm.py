@@ -56,7 +56,10 @@ def test_what_we_register_is_looked_up():
 
 
 def test_a_reload_leaves_tensors_out_by_a_set_from_which_one_can_be_taken():
-    """The plugin takes `bias` out, so that a bias is loaded as the checkpoint has it and copied to where the engine's lies."""
+    """
+    The plugin takes `bias` out, so that a bias is loaded as the checkpoint has it and copied to where the engine's
+    lies.
+    """
     from vllm.model_executor.model_loader.reload import meta
 
     import trl_qarl.vllm_plugin.worker  # noqa: F401
@@ -151,8 +154,14 @@ def test_the_weight_transfer_has_the_steps_that_we_check():
 
     assert not FileEngine.__abstractmethods__ and not NCCLEngine.__abstractmethods__
     source = inspect.getsource(WeightTransferEngine.__init__)
-    for name in ("self.model ", "self.model_config", "self.parallel_config", "self.device"):
+    for name in ("self.model ", "self.model_config", "self.parallel_config", "self.device", "self.vllm_config"):
         assert name in source, name
+
+
+def test_a_communicator_can_be_told_to_give_up():
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    assert "ncclCommAbort" in inspect.getsource(PyNcclCommunicator.destroy)
 
 
 def test_the_worker_has_what_the_extension_reads_and_calls():

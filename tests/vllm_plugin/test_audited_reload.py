@@ -1,4 +1,6 @@
-"""An engine in this process that is taken for one with CUDA graphs, and a kernel in it whose tensors a reload makes anew."""
+"""
+An engine in this process that is taken for one with CUDA graphs, and a kernel in it whose tensors a reload makes anew.
+"""
 
 import pytest
 import torch
@@ -89,7 +91,10 @@ def test_a_tensor_of_another_shape_refuses_the_publication_and_says_what_to_do(p
 
 
 def test_an_engine_with_dummy_weights_has_scales_of_attention_that_scale_nothing(publisher):
-    """vLLM fills buffers with dummy weights too, and with keys and values in 16 or 32 bits no weight that is published sets them."""
+    """
+    vLLM fills buffers with dummy weights too, and with keys and values in 16 or 32 bits no weight that is published
+    sets them.
+    """
     for layer in publisher.transport._worker.weight_transfer_engine.model.model.layers:
         attention = layer.self_attn.attn
         for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):

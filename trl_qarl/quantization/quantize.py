@@ -267,8 +267,8 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
             A scheme with low-bit activations.
 
     Returns:
-        Codes `(M, K)` in int8 or float8_e4m3fn, contiguous also where `x` is a transposed view, and float32 scales `(M, 1)`. A token
-        of zeros or denormal numbers gets zero codes.
+        Codes `(M, K)` in int8 or float8_e4m3fn, contiguous also where `x` is a transposed view, and float32 scales
+        `(M, 1)`. A token of zeros or denormal numbers gets zero codes.
     """
     assert scheme.activation is not None
     amax = x.abs().amax(dim=-1, keepdim=True).float()

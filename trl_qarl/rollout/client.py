@@ -341,7 +341,10 @@ class QaRLClient(VLLMClient):
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Have a request that the server refuses raise [`PublishError`]; one that it does not answer, or has not let in, is lost."""
+    """
+    Have a request that the server refuses raise [`PublishError`]; one that it does not answer, or has not let in, is
+    lost.
+    """
     try:
         yield
     except ServerLost as error:

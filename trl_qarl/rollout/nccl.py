@@ -1,9 +1,9 @@
 """
 Calls that join NCCL's group of trainer and workers, and end when the server has gone.
 
-NCCL waits for all of a group without a time-out, and a worker joins while it answers a request. TRL's client posts that request in a
-thread and joins in the caller, which would wait for ever for a server that has died or refused. Here both are in threads, and the caller
-waits for the first of them that fails.
+NCCL waits for all of a group without a time-out, and a worker joins while it answers a request. TRL's client posts
+that request in a thread and joins in the caller, which would wait for ever for a server that has died or refused. Here
+both are in threads, and the caller waits for the first of them that fails.
 """
 
 import threading
@@ -25,8 +25,8 @@ GRACE_SECONDS = 30.0
 
 def join_group(outcome: Future, function: Callable[[], None], request_timeout: float) -> None:
     """
-    Call `function`, which posts a request and joins NCCL's group, and return when it has ended. Where it never does, it is left behind in
-    a thread that does not keep the process from ending.
+    Call `function`, which posts a request and joins NCCL's group, and return when it has ended. Where it never does,
+    it is left behind in a thread that does not keep the process from ending.
 
     Args:
         outcome (`Future`):

@@ -178,7 +178,8 @@ def build_server_command(
         on_cpu (`bool`, *optional*, defaults to `False`):
             Whether the engine runs on a CPU.
         transport (`str`, *optional*):
-            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and where only this host can reach the server; to `"nccl"` else.
+            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and where only this host can reach the server; to
+            `"nccl"` else.
         transfer_dir (`str` or `Path`, *optional*):
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
         max_lora_rank (`int`, *optional*):

@@ -1,6 +1,6 @@
 """
-Where the tensors of an engine lie. A captured CUDA graph goes on reading the addresses that it was captured with, whatever a reload
-has put elsewhere.
+Where the tensors of an engine lie. A captured CUDA graph goes on reading the addresses that it was captured with,
+whatever a reload has put elsewhere.
 """
 
 import sys
@@ -30,8 +30,8 @@ _FOREIGN = {*sys.stdlib_module_names, "torch", "transformers"} - {"builtins", "t
 
 def reachable_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    Yield the tensors that the layers of a model refer to, with a name for each: parameters, buffers, and what is in the objects that
-    vLLM keeps for a layer, such as its kernel.
+    Yield the tensors that the layers of a model refer to, with a name for each: parameters, buffers, and what is in
+    the objects that vLLM keeps for a layer, such as its kernel.
     """
     for prefix, layer in model.named_modules():
         seen: set[int] = {id(layer)}
@@ -81,8 +81,8 @@ class Addresses:
     """
     Keeps every tensor that the layers of a model refer to where it lay before the first reload.
 
-    vLLM copies what it has loaded into the memory of a layer's parameters and buffers. What a kernel holds besides, such as strides, is
-    made anew by a reload, and so is a parameter whose `data` is assigned.
+    vLLM copies what it has loaded into the memory of a layer's parameters and buffers. What a kernel holds besides,
+    such as strides, is made anew by a reload, and so is a parameter whose `data` is assigned.
 
     Args:
         model (`nn.Module`):
@@ -98,8 +98,8 @@ class Addresses:
     @torch.inference_mode()
     def restore(self) -> list[str]:
         """
-        Copy what has moved to where it lay, and let it lie there. Returns what cannot be copied, in words: its shape or dtype has
-        changed, or nothing refers to it any more.
+        Copy what has moved to where it lay, and let it lie there. Returns what cannot be copied, in words: its shape
+        or dtype has changed, or nothing refers to it any more.
         """
         now = {name: tensor for name, tensor in reachable_tensors(self._model) if tensor.numel()}
         held = {tensor.untyped_storage().data_ptr() for tensor in now.values()}

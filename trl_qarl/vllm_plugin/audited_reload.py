@@ -1,23 +1,26 @@
 """
 Reloads of a model that runs in vLLM: load a learner's tensors, and check what arrived and where it lies.
 
-One publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_expect` with the fingerprints
-of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer in
-checkpoint format, repacks it for its kernel and copies the result into the tensors that the engine runs with.
+One publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_expect` with the
+fingerprints of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer
+in checkpoint format, repacks it for its kernel and copies the result into the tensors that the engine runs with.
 
 `finish_weight_update` raises, and the server's gate stays closed, unless
 
 - every name the engine owns was received, now or in an earlier publication that is still valid, and no other;
 - what arrived has the learner's fingerprint;
-- so has what each engine parameter holds after loading and before repacking (`tensor_parallel_size=1`; a shard of a tensor has
+- so has what each engine parameter holds after loading and before repacking (`tensor_parallel_size=1`; a shard of a
+  tensor has
   no fingerprint of its own);
-- the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is repacked, and
+- the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is
+  repacked, and
   what they held before where nothing was sent. Each rank compares its own;
 - in an engine with CUDA graphs, every tensor that a layer refers to lies where it lay ([`Addresses`]).
 
-The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next publication and names
-what has changed meanwhile, which the learner then sends again. Operands that a kernel keeps outside of parameters and buffers have no
-fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares log-probs.
+The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next
+publication and names what has changed meanwhile, which the learner then sends again. Operands that a kernel keeps
+outside of parameters and buffers have no fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares
+log-probs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,7 +58,8 @@ from .engine_tensors import (
 
 __all__ = ["AuditedReload"]
 
-# The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others. Experts have `w13_weight_shape`.
+# The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others. Experts have
+# `w13_weight_shape`.
 _SHARED_BY_SHARDS = "weight_shape"
 
 
@@ -89,7 +93,8 @@ class AuditedReload:
 
     @torch.no_grad()
     def _set_scales(self) -> None:
-        # Dummy loading fills the scales of attention, too, and with keys and values in 16 bits nothing is published that sets them.
+        # Dummy loading fills the scales of attention, too, and with keys and values in 16 bits nothing is published
+        # that sets them.
         for layer in self.model.modules():
             if is_deferred_attention_layer(layer) and hasattr(layer, "_k_scale"):
                 set_default_quant_scales(layer)
@@ -248,7 +253,9 @@ class AuditedReload:
         return problems
 
     def _live_problems(self, live: Mapping[str, str]) -> list[str]:
-        """Return what the engine does not run with although it was loaded, or has lost although nothing was sent for it."""
+        """
+        Return what the engine does not run with although it was loaded, or has lost although nothing was sent for it.
+        """
         assert self._expected is not None
         learner = {self._engine_name(name): value for name, value in self._expected.items()}
         arrived = {self._engine_name(name) for name in self._arrived}
@@ -309,8 +316,8 @@ class AuditedReload:
             yield name, tensor
 
     def _load_tied(self, kept: Mapping[str, torch.Tensor]) -> None:
-        # vLLM reloads a tied output head through the embedding alone. Where the head is repacked for its kernel, as on a CPU,
-        # it would go on with the old weights.
+        # vLLM reloads a tied output head through the embedding alone. Where the head is repacked for its kernel, as on
+        # a CPU, it would go on with the old weights.
         for path, source in self._tied.items():
             if source in kept:
                 parameter = self.model.get_parameter(path)

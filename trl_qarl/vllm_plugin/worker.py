@@ -14,8 +14,8 @@ from .engine_tensors import kernels_in_use
 
 __all__ = ["WorkerExtension"]
 
-# vLLM notes how a checkpoint has the tensors of a layer, and loads into the like of that, but of a bias into what runs. Marlin permutes
-# and pads it, in new memory. Here, as vLLM imports this in each worker before there is a model.
+# vLLM notes how a checkpoint has the tensors of a layer, and loads into the like of that, but of a bias into what
+# runs. Marlin permutes and pads it, in new memory. Here, as vLLM imports this in each worker before there is a model.
 meta.SKIP_TENSORS.discard("bias")
 
 

@@ -79,7 +79,7 @@ def _answer_for_torch() -> None:
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, lambda *args, answer=answer, **kwargs: answer)
-    torch.cuda.Stream = contextlib.nullcontext
+    torch.cuda.Stream = torch.cuda.Event = contextlib.nullcontext
     torch.cuda.get_device_capability = lambda *args, **kwargs: capability
     torch.cuda.get_device_name = lambda *args, **kwargs: properties.name
 
@@ -121,3 +121,22 @@ def _replace_operations() -> None:
     for name, function in replaced.items():
         assert hasattr(ops, name), f"vLLM's operation {name} has gone or has another name"
         setattr(ops, name, function)
+    # Scales of CUTLASS' INT4 weights: rounded to FP8 by an operation, of which vLLM has the same in torch.
+    from vllm.model_executor.kernels.linear.mixed_precision import cutlass
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+
+    QuantFP8.forward_cuda = QuantFP8.forward_native
+    cutlass.convert_bf16_scales_to_fp8 = _as_on_a_gpu(cutlass.convert_bf16_scales_to_fp8)
+
+
+def _as_on_a_gpu(function):
+    """`function`, to which all tensors say that they are on a GPU."""
+
+    def call(*args):
+        torch.Tensor.is_cuda = property(lambda tensor: True)
+        try:
+            return function(*args)
+        finally:
+            del torch.Tensor.is_cuda
+
+    return call

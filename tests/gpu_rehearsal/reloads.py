@@ -233,7 +233,7 @@ def _numbers(model) -> set:
         (f"{prefix}.{name}", value)
         for prefix, layer in model.named_modules()
         for name, value in vars(layer).items()
-        if isinstance(value, (int, float))
+        if isinstance(value, float)
     }
 
 

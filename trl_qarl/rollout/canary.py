@@ -120,7 +120,7 @@ class Canary:
     def _otherwise_rounded(self) -> Iterator[None]:
         embedding = self.model.get_input_embeddings()
         step = torch.finfo(self.dtype).eps
-        if self.dtype is torch.float32 and embedding.weight.device.type != "cpu":
+        if self.dtype is torch.float32 and next(self.model.parameters()).device.type != "cpu":
             # Attention in Triton rounds float32 to TF32.
             step = 2.0**-10
 

@@ -5,6 +5,7 @@ whatever a reload has put elsewhere.
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import vllm
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .engine_tensors import kernels_in_use
@@ -48,7 +50,7 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, to
         if is_traceable_wrapper_subclass(value):
             for name in value.__tensor_flatten__()[0]:
                 yield from _tensors_in(getattr(value, name), f"{path}.{name}", seen)
-        else:
+        elif not (value.is_meta or isinstance(value, FakeTensor)):
             yield path, value
         return
     if id(value) in seen or isinstance(value, (nn.Module, type, str, int, float)):
@@ -63,14 +65,20 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, to
     elif isinstance(value, MethodType):
         parts = [(f"{path}.__self__", value.__self__)]
     elif isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        parts = [(f"{path}.{name}", cell.cell_contents) for name, cell in cells]
+        parts = [(f"{path}.{name}", item) for name, item in _closed_over(value)]
     elif isinstance(value, SimpleNamespace) or _is_followed(type(value)):
         parts = [(f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
     else:
         return
     for name, item in parts:
         yield from _tensors_in(item, name, seen)
+
+
+def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # One may be empty still.
+        with suppress(ValueError):
+            yield name, cell.cell_contents
 
 
 def _is_followed(kind: type) -> bool:

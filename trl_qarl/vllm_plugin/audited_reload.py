@@ -10,11 +10,9 @@ in checkpoint format, repacks it for its kernel and copies the result into the t
 - every name the engine owns was received, now or in an earlier publication that is still valid, and no other;
 - what arrived has the learner's fingerprint;
 - so has what each engine parameter holds after loading and before repacking (`tensor_parallel_size=1`; a shard of a
-  tensor has
-  no fingerprint of its own);
+  tensor has no fingerprint of its own);
 - the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is
-  repacked, and
-  what they held before where nothing was sent. Each rank compares its own;
+  repacked, and what they held before where nothing was sent. Each rank compares its own;
 - in an engine with CUDA graphs, every tensor that a layer refers to lies where it lay ([`Addresses`]).
 
 The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next

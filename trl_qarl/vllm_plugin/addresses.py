@@ -50,7 +50,7 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, to
         if is_traceable_wrapper_subclass(value):
             for name in value.__tensor_flatten__()[0]:
                 yield from _tensors_in(getattr(value, name), f"{path}.{name}", seen)
-        elif not (value.is_meta or isinstance(value, FakeTensor)):
+        elif value.layout is torch.strided and not (value.is_meta or isinstance(value, FakeTensor)):
             yield path, value
         return
     if id(value) in seen or isinstance(value, (nn.Module, type, str, int, float)):

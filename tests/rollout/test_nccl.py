@@ -85,7 +85,7 @@ def broadcast(address, monkeypatch):
     """Send two tensors to a server of that behaviour through a communicator."""
     from vllm.distributed.weight_transfer import packed_tensor
 
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 3.0)
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, count: (stream,) * count)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -120,7 +120,7 @@ def test_a_broadcast_that_ends_has_sent_what_was_announced(broadcast):
         ("dies", ServerLost, "/update_weights"),
         ("refuses", PublishError, "/update_weights failed with status 500: no"),
         ("is silent", ServerLost, "did not answer .*/update_weights within 1 s.*vllm_request_timeout"),
-        ("receives", ServerLost, "NCCL did not end within 1.5 s"),
+        ("receives", ServerLost, "NCCL did not end within 4 s"),
     ],
 )
 @pytest.mark.timeout(30)
@@ -128,7 +128,7 @@ def test_a_broadcast_that_never_ends_is_a_lost_server(broadcast, behaviour, erro
     communicator, start = Communicator(), time.monotonic()
     with pytest.raises(error, match=message):
         broadcast(behaviour, communicator)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20
     # It has waited for the others, and was told to stop.
     assert communicator.entered.is_set() and communicator.aborted.is_set()
 
@@ -142,7 +142,7 @@ def test_an_error_of_nccl_is_a_lost_server(broadcast):
 def test_a_group_that_is_never_formed_is_a_lost_server_and_is_formed_again(address, monkeypatch):
     from trl.generation import vllm_client
 
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 3.0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     released = threading.Event()
     monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: released.wait())

@@ -126,7 +126,8 @@ def _replace_operations() -> None:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
     QuantFP8.forward_cuda = QuantFP8.forward_native
-    cutlass.convert_bf16_scales_to_fp8 = _as_on_a_gpu(cutlass.convert_bf16_scales_to_fp8)
+    for name in ("convert_bf16_scales_to_fp8", "convert_packed_uint4b8_to_signed_int4_inplace"):
+        setattr(cutlass, name, _as_on_a_gpu(getattr(cutlass, name)))
 
 
 def _as_on_a_gpu(function):

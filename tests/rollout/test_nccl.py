@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
         failure = self.path.split("/")[1]
         if failure == "dies":
             os._exit(9)
-        if failure == "is silent":
+        if failure == "hangs":
             time.sleep(60)
         status, answer = (500, {"error": "no"}) if failure == "refuses" else (200, body)
         answer = json.dumps(answer).encode()
@@ -119,7 +119,7 @@ def test_a_broadcast_that_ends_has_sent_what_was_announced(broadcast):
     [
         ("dies", ServerLost, "/update_weights"),
         ("refuses", PublishError, "/update_weights failed with status 500: no"),
-        ("is silent", ServerLost, "did not answer .*/update_weights within 1 s.*vllm_request_timeout"),
+        ("hangs", ServerLost, "did not answer .*/update_weights within 1 s.*vllm_request_timeout"),
         ("receives", ServerLost, "NCCL did not end within 4 s"),
     ],
 )

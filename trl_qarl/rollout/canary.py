@@ -7,7 +7,7 @@ a nat, another does not notice it. So the learner scores the text twice. The sec
 the last bit of the engine's dtype, each element up or down, and what leaves a decoder layer is rounded to that dtype,
 as in the engine. From there on every sum is rounded otherwise, with all that follows: other codes of low-bit
 activations, other experts of a token. What is left between the two, the *rounding*, is about what the engine is away
-by: 0.6 to 1.6 times as much in the publications on which [`LIMIT`] was settled.
+by: 0.5 to 1.6 times as much in the publications on which [`LIMIT`] was settled.
 
 It sees what is wrong by more than a few roundings in the tokens of this text. It does not see one expert of many, a
 bias of one update ago, one query or key bias among many layers in bfloat16, nor anything in a model whose outputs

@@ -168,9 +168,11 @@ class TrainerProcess:
             atexit._run_exitfuncs()
 
     def _prepare(self) -> None:
-        from trl_qarl.rollout import client, http_transport, publisher
+        from trl_qarl.rollout import canary, client, http_transport, publisher
         from trl_qarl.wire import transfer_dir
 
+        # The stand-in has log-probs of the fixed text that no weights have.
+        canary.SMALLEST = canary.LARGEST
         # Several chunks to a publication.
         publisher.CHUNK_BYTES = 100_000
         # And several pieces to a chunk.

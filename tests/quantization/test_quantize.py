@@ -394,6 +394,16 @@ def test_w8a16_that_does_not_fill_words_is_refused_and_schemes_that_do_not_pack_
         )
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_codes_of_a_transposed_input_are_row_major(scheme):
+    """ATen's product of FP8 codes on a GPU takes no others."""
+    x = torch.randn(24, 16).t()
+    codes, scale = quantize_activation(x, get_scheme(scheme))
+    again, scale_again = quantize_activation(x.contiguous(), get_scheme(scheme))
+    assert codes.is_contiguous() and torch.equal(codes.view(torch.uint8), again.view(torch.uint8))
+    assert torch.equal(scale, scale_again)
+
+
 def test_int8_activations_follow_the_engines_rule():
     x = torch.randn(5, 64)
     x[2] = 0

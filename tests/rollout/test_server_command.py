@@ -16,10 +16,12 @@ def option(argv, name):
 
 def test_the_command_holds_everything_a_trainer_needs():
     scheme = {"quant_method": "compressed-tensors"}
-    argv, environment = build_server_command("some/model", scheme, port=8001, vllm_args=["--max-model-len", "4096"])
+    argv, environment = build_server_command(
+        "some/model", scheme, host="10.0.0.7", port=8001, vllm_args=["--max-model-len", "4096"]
+    )
     assert argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert option(argv, "--model") == "some/model"
-    assert option(argv, "--host") == "127.0.0.1" and option(argv, "--port") == "8001"
+    assert option(argv, "--host") == "10.0.0.7" and option(argv, "--port") == "8001"
     assert option(argv, "--load-format") == "dummy"
     assert json.loads(option(argv, "--hf-overrides")) == {"quantization_config": scheme}
     assert option(argv, "--logprobs-mode") == "processed_logprobs"
@@ -40,6 +42,15 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
     for name in ("VLLM_CPU_INT4_W4A8", "VLLM_CPU_ATTN_SPLIT_KV"):
         monkeypatch.setenv(name, "1")
         assert build_server_command("m", None, on_cpu=True)[1][name] == "0"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_on_one_host_weights_go_through_files_unless_asked_for(host):
+    """A trainer that waits for a server in NCCL waits without a time-out."""
+    for transport, backend in ((None, "qarl"), ("nccl", "qarl_nccl")):
+        argv, environment = build_server_command("m", None, host=host, transport=transport)
+        assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": backend}
+        assert (TRANSFER_DIR_VARIABLE in environment) == (backend == "qarl")
 
 
 def test_options_that_only_look_like_forbidden_ones_pass():

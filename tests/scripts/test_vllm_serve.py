@@ -96,7 +96,7 @@ def test_the_secret_is_in_a_file_and_in_no_command(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(vllm_serve, "default_transfer_dir", lambda *arguments: directory)
     arguments = ["vllm-serve", "--model", make_tiny_model(tmp_path), "--scheme", "bf16"]
     arguments += ["--token_file", str(token_file)] if named else []
-    arguments += ["--transfer_dir", str(directory)] if transport == "file" else []
+    arguments += ["--transfer_dir", str(directory)] if transport == "file" else ["--transport", "nccl"]
     for _ in range(2):
         main(arguments)
     (_, argv, environment), (_, _, again) = started

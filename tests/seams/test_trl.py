@@ -104,6 +104,9 @@ def test_the_client_has_what_the_transports_call():
     for name in ("init_communicator", "close_communicator", "update_named_params", "generate", "image_features"):
         assert hasattr(VLLMClient, name), name
     assert "_updating_weights" in inspect.getsource(VLLMClient.update_named_params)
+    # Where a refusal is heard while NCCL still waits.
+    for function in (VLLMClient.update_named_params, VLLMClient.init_communicator):
+        assert "executor.submit(" in inspect.getsource(function) and "self._post" in inspect.getsource(function)
     assert takes(VLLMClient.__init__, "base_url", "group_port", "connection_timeout") == []
     assert "self.check_server(" in inspect.getsource(VLLMClient.__init__)
 

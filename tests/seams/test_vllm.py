@@ -62,6 +62,20 @@ def test_what_we_register_is_looked_up():
     assert all(isinstance(kernels, list) for kernels in _POSSIBLE_KERNELS.values())
 
 
+def test_a_reload_leaves_tensors_out_by_a_set_from_which_one_can_be_taken():
+    """
+    The plugin takes `bias` out, so that a bias is loaded as the checkpoint has it and copied to where the engine's
+    lies.
+    """
+    from vllm.model_executor.model_loader.reload import meta
+
+    import trl_qarl.vllm_plugin.worker  # noqa: F401
+
+    assert isinstance(meta.SKIP_TENSORS, set) and "bias" not in meta.SKIP_TENSORS
+    for function in (meta.capture_layer_to_meta, meta.restore_layer_on_meta, meta.materialize_layer):
+        assert "not in SKIP_TENSORS" in inspect.getsource(function)
+
+
 def test_unquantized_layers_look_their_product_up_each_time():
     """`use_in_engine` puts a function into the module that they import it from."""
     from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
@@ -147,8 +161,14 @@ def test_the_weight_transfer_has_the_steps_that_we_check():
 
     assert not FileEngine.__abstractmethods__ and not NCCLEngine.__abstractmethods__
     source = inspect.getsource(WeightTransferEngine.__init__)
-    for name in ("self.model ", "self.model_config", "self.parallel_config", "self.device"):
+    for name in ("self.model ", "self.model_config", "self.parallel_config", "self.device", "self.vllm_config"):
         assert name in source, name
+
+
+def test_a_communicator_can_be_told_to_give_up():
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    assert "ncclCommAbort" in inspect.getsource(PyNcclCommunicator.destroy)
 
 
 def test_the_worker_has_what_the_extension_reads_and_calls():

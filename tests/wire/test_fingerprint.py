@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trl_qarl.wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
+from trl_qarl.wire.fingerprint import differing_entries, fingerprint, fingerprint_differences, fingerprints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int8, torch.float8_e4m3fn])
@@ -48,6 +48,20 @@ def test_entries_of_a_stack_are_told_apart():
         assert (first, second) == ("gate_up_proj[1]", "gate_up_proj[2]") and ours != theirs
     assert list(differing_entries("a", before, before)) == []
     assert list(differing_entries("a", before, fingerprint(stack[0]))) == [("a", before, fingerprint(stack[0]))]
+
+
+def test_several_tensors_have_the_fingerprints_of_each_and_are_waited_for_once(monkeypatch):
+    tensors = {
+        "a": torch.arange(12.0),
+        "experts": torch.arange(24, dtype=torch.int32).view(2, 3, 4),
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(1.0, dtype=torch.bfloat16),
+    }
+    expected = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    waited, to_list = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (waited.append(tensor), to_list(tensor))[1])
+    assert fingerprints(tensors.items()) == expected and list(fingerprints([])) == []
+    assert len(waited) == 1
 
 
 def test_a_known_value_pins_the_definition():

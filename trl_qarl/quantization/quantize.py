@@ -267,19 +267,20 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
             A scheme with low-bit activations.
 
     Returns:
-        Codes `(M, K)` in int8 or float8_e4m3fn and float32 scales `(M, 1)`. A token of zeros or denormal numbers gets zero
-        codes.
+        Codes `(M, K)` in int8 or float8_e4m3fn, contiguous also where `x` is a transposed view, and float32 scales
+        `(M, 1)`. A token of zeros or denormal numbers gets zero codes.
     """
     assert scheme.activation is not None
     amax = x.abs().amax(dim=-1, keepdim=True).float()
     if scheme.activation.type == "float":
         scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
         scaled = x.float() / scale if x.is_cuda else x.float() * scale.reciprocal()
-        return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+        return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).contiguous(), scale
     # Below the smallest normal number the reciprocal would overflow.
     amax = torch.where(amax / 127.0 < torch.finfo(torch.float32).tiny, 127.0, amax)
     scale = amax / 127.0
-    return (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8), scale
+    codes = (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8)
+    return codes.contiguous(), scale
 
 
 def count_code_flips(before: torch.Tensor, after: torch.Tensor, container: Container) -> torch.Tensor:

@@ -9,12 +9,16 @@ import socket
 import ssl
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+import torch
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from typing_extensions import override
@@ -22,6 +26,7 @@ from typing_extensions import override
 from ..wire.handshake import is_proof, proof, read_token_file
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
 from .http_session import CheckedSession, ServerLost, error_text
+from .nccl import fail, join_group
 
 
 __all__ = ["QaRLClient"]
@@ -71,6 +76,11 @@ class QaRLClient(VLLMClient):
     """
 
     session: CheckedSession
+    communicator: Any = None
+    _has_group = False
+    """Whether weights go over NCCL."""
+    _joining: Future | None = None
+    """Outcome of what joins NCCL's group; a request that fails meanwhile decides it."""
 
     def __init__(
         self,
@@ -203,11 +213,54 @@ class QaRLClient(VLLMClient):
             self._held.close()
             self._held = self._lines = None
 
+    def form_communicator(self, device: Any) -> None:
+        """
+        Form NCCL's group with the server's workers.
+
+        Raises:
+            ServerLost, PublishError: as [`~QaRLClient.broadcast`].
+        """
+        self._has_group = True
+        self._join_nccl(partial(self.init_communicator, device=device))
+
     def renew_communicator(self, device: Any) -> None:
-        """Form NCCL's group again, where there is one: a broadcast that failed has left the two sides out of step."""
-        if self.communicator is not None:
+        """Form NCCL's group again, where there was one: a broadcast that failed has left the two sides out of step."""
+        if self._has_group:
             self.close_communicator()
-            self.init_communicator(device=device)
+            self.form_communicator(device)
+
+    def broadcast(self, metadata: list[tuple[str, str, list[int]]], tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """
+        Send tensors on this process' accelerator over NCCL's group, within an update that has been started.
+
+        Args:
+            metadata (`list[tuple[str, str, list[int]]]`):
+                Name, dtype and shape of each, as TRL's client announces them.
+            tensors (`list[tuple[str, torch.Tensor]]`):
+                Names and values, in the same order.
+
+        Raises:
+            ServerLost: if the server has gone, or does not answer in time.
+            PublishError: if it refuses.
+        """
+        # TRL's client then sends tensors and nothing else.
+        self._updating_weights = True
+        try:
+            self._join_nccl(partial(self.update_named_params, metadata, iter(tensors)))
+        finally:
+            self._updating_weights = False
+
+    def _join_nccl(self, function: Callable[[], None]) -> None:
+        self._joining = Future()
+        try:
+            with _refusals():
+                join_group(self._joining, function, self.session.request_timeout)
+        except (ServerLost, PublishError):
+            # vLLM's gives up what it waits for.
+            getattr(self.communicator, "destroy", lambda: None)()
+            raise
+        finally:
+            self._joining = None
 
     def reconnect(self, timeout: float) -> bool:
         """
@@ -256,12 +309,8 @@ class QaRLClient(VLLMClient):
             ServerLost: if the server does not answer or gave the session away.
             PublishError: if the server refuses.
         """
-        try:
+        with _refusals():
             return self.session.post(f"{self.base_url}{path}", json=body or {}, headers=headers)
-        except ServerLost as error:
-            if error.status in (None, 409):
-                raise
-            raise PublishError(str(error)) from error
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of [`~trl_qarl.vllm_plugin.worker.WorkerExtension`] on every worker and return the results."""
@@ -282,7 +331,26 @@ class QaRLClient(VLLMClient):
     @override
     def _post(self, url: str, **kwargs) -> dict:
         # 503: nothing is published; 500: the engine behind the server has died.
-        return _json(self.session.post(url, **kwargs))
+        try:
+            return _json(self.session.post(url, **kwargs))
+        except ServerLost as error:
+            if self._joining is not None:
+                fail(self._joining, error)
+            raise
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """
+    Have a request that the server refuses raise [`PublishError`]; one that it does not answer, or has not let in, is
+    lost.
+    """
+    try:
+        yield
+    except ServerLost as error:
+        if error.status in (None, 409):
+            raise
+        raise PublishError(str(error)) from error
 
 
 def _json(response: requests.Response) -> dict:

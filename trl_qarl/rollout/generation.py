@@ -139,7 +139,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
         self.delta_sync = sends_changes(transport, self.delta_sync)
         if isinstance(transport, NCCLTransport):
-            self.vllm_client.init_communicator(device=self.accelerator.device)
+            self.vllm_client.form_communicator(self.accelerator.device)
         self._set_publisher(transport)
         self._keep_trying()
 

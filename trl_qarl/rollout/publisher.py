@@ -17,22 +17,19 @@ from torch import nn
 
 from ..adapters.engine import adapter_problems, iter_adapter_tensors
 from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quantization_config
-from ..forward import learner_log_probs
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.sharded import is_sharded
-from ..quantization.swap import quantized_forward
 from ..wire.describe import (
-    CANARY_TOKENS,
     config_differences,
     describe_model,
     describe_tokenizer,
     model_differences,
-    sample_token_ids,
 )
-from ..wire.fingerprint import fingerprint
-from ..wire.protocol import PublishError, is_adapter_tensor, load_order
+from ..wire.fingerprint import fingerprints as fingerprints_of
+from ..wire.protocol import is_adapter_tensor, load_order
+from .canary import Canary
 from .deltas import Deltas
 from .gpu_kernels import Gpu, reason_against, unexpected_kernels
 from .transports import Tensors, Transport, num_bytes_of
@@ -42,12 +39,6 @@ __all__ = ["Publisher", "largest_chunk"]
 
 CHUNK_BYTES = 256 * 2**20
 """A chunk is sent when it holds this much; it is larger only when one decoder layer is."""
-
-CANARY_LIMIT = 2.5
-"""
-Mean difference of the canary's log-probs, in nats, from which on the engine is taken to be broken: ten times the largest that
-docs/alignment.md has for an aligned learner, 0.23 (`w8a8` in bf16).
-"""
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +72,7 @@ class Publisher:
         self.dtype = dtype
         self.transport = transport
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        self._canary = [] if self.tokenizer is None else sample_token_ids(self.tokenizer)[:CANARY_TOKENS]
+        self.canary = Canary(model, dtype, self.tokenizer)
         self._published: dict[str, str] = {}
         self._deltas = Deltas(transport) if delta else None
 
@@ -139,7 +130,7 @@ class Publisher:
             `publish/seconds`; `publish/audit_seconds`, the learner's share of it spent on fingerprints;
             `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with `delta`
             `publish/delta_seconds`, those spent on finding and compressing changes; with a tokenizer
-            `publish/canary_abs_logp`, the mean difference, in nats, between the engine's and the learner's log-probs of a fixed text.
+            what [`Canary`] compares.
 
         Raises:
             PublishError: if it did not land. The next call sends everything.
@@ -147,7 +138,7 @@ class Publisher:
         start, self._audit_seconds, self._delta_seconds = time.perf_counter(), 0.0, 0.0
         fingerprints: dict[str, str] = {}
         # First, as other processes may have a part in it, which must not wait for one that has failed since.
-        learner = self._canary_log_probs()
+        learner = self.canary.score()
         layers = chain(
             iter_checkpoint_layers(self.model, self.dtype, stacks_experts=True),
             # When its turn comes, as in `join`.
@@ -159,7 +150,7 @@ class Publisher:
             # What is left is gathered with processes that do not know of a failure.
             for _ in layers if is_sharded(self.model) else ():
                 pass
-        canary = self._score_canary(learner)
+        canary = self.canary.compare(learner, self.transport)
         self._published = fingerprints
         return {
             "publish/seconds": time.perf_counter() - start,
@@ -173,7 +164,7 @@ class Publisher:
 
     def join(self) -> None:
         """Take part in what a publication of another process gathers."""
-        self._canary_log_probs()
+        self.canary.score()
         for _ in chain(iter_checkpoint_layers(self.model, self.dtype), iter_adapter_tensors(self.model, self.dtype)):
             pass
 
@@ -215,48 +206,13 @@ class Publisher:
         self._delta_seconds += time.perf_counter() - start
         return packed
 
-    def _score_canary(self, learner: torch.Tensor | None) -> dict[str, float]:
-        """
-        Compare log-probs of a fixed text: fingerprints do not reach the operands that kernels keep for themselves.
-
-        Raises:
-            PublishError: if engine and learner have nothing to do with each other.
-        """
-        if learner is None:
-            return {}
-        replicas = torch.tensor(self.transport.score(self._canary)).view(-1, len(learner))
-        differences = (replicas - learner).abs().mean(1)
-        # The first that is not a number, if there is one.
-        worst = int(differences.argmax())
-        engine, difference = replicas[worst], differences[worst].item()
-        # Also where it is not a number.
-        if not difference <= CANARY_LIMIT:
-            self.transport.clear_cache()
-            name = "the engine" if len(replicas) == 1 else f"replica {worst}"
-            raise PublishError(
-                f"After publication {name}'s log-probs of {len(learner)} fixed tokens are {difference:.3g} nats from the "
-                f"learner's on average, more than {CANARY_LIMIT}, although it holds the learner's tensors: one of the two computes "
-                f"nonsense, or a kernel works with a copy of other weights. Engine: {_rounded(engine)}; learner: {_rounded(learner)}."
-            )
-        return {"publish/canary_abs_logp": difference}
-
-    def _canary_log_probs(self) -> torch.Tensor | None:
-        if len(self._canary) < 2:
-            return None
-        ids = torch.tensor(self._canary, device=next(self.model.parameters()).device)
-        # The engine runs low-bit weights also where the learner does not.
-        autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
-        with quantized_forward(self.model), autocast:
-            log_probs = learner_log_probs(self.model, ids, len(ids) - 1)
-        return log_probs.gather(1, ids[1:, None])[:, 0].cpu()
-
     def _changed_layers(
         self, layers: Iterator[Tensors], published: dict[str, str], fingerprints: dict[str, str]
     ) -> Iterator[Tensors]:
         for layer in layers:
             layer.sort(key=lambda item: load_order(item[0]))
             start = time.perf_counter()
-            current = {name: fingerprint(tensor) for name, tensor in layer}
+            current = fingerprints_of(layer)
             self._audit_seconds += time.perf_counter() - start
             fingerprints.update(current)
             # An engine fuses matrices of a layer, so a layer is sent whole or not at all.
@@ -318,10 +274,6 @@ def _kernel_problems(inventory: Inventory, engine: Mapping[str, Any]) -> Iterato
     linear = [layer.scheme for layer in layers if not isinstance(layer, QuantizedExperts)]
     refused = [reason for scheme in dict.fromkeys(linear + experts) if (reason := reason_against(scheme, gpu))]
     yield from refused or unexpected_kernels(kernels, linear, experts, gpu)
-
-
-def _rounded(values: torch.Tensor) -> list[float]:
-    return [round(value, 3) for value in values.tolist()]
 
 
 def _layer_of(name: str) -> str:

@@ -12,7 +12,10 @@ from ..wire.transfer_dir import default_transfer_dir
 from .gpu_kernels import Gpu, kernel_arguments, reason_against, schemes_of
 
 
-__all__ = ["build_server_command", "check_engine_runs", "cpu_environment"]
+__all__ = ["LOCAL_HOSTS", "build_server_command", "check_engine_runs", "cpu_environment"]
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""Addresses at which a server listens for its own host alone."""
 
 _NO_DRAFT = "no weights are published to a draft model"
 
@@ -170,7 +173,8 @@ def build_server_command(
         on_cpu (`bool`, *optional*, defaults to `False`):
             Whether the engine runs on a CPU.
         transport (`str`, *optional*):
-            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, to `"nccl"` else.
+            `"file"` or `"nccl"`. Defaults to `"file"` on a CPU, and where only this host can reach the server; to
+            `"nccl"` else.
         transfer_dir (`str` or `Path`, *optional*):
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
         max_lora_rank (`int`, *optional*):
@@ -192,7 +196,7 @@ def build_server_command(
         ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run here.
     """
     check_engine_runs(quantization_config, dtype, on_cpu, gpu)
-    transport = transport or ("file" if on_cpu else "nccl")
+    transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")
     if transport not in ("file", "nccl"):
         raise ValueError(f"transport={transport!r} is unknown. Choose 'file' or 'nccl'.")
     if transport == "nccl" and on_cpu:

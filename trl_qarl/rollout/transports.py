@@ -279,17 +279,14 @@ class FileTransport(ServerTransport):
 
 
 class NCCLTransport(ServerTransport):
-    """Broadcasts each chunk over the group that `client.init_communicator` has formed."""
+    """Broadcasts each chunk over the group that `client.form_communicator` has formed."""
 
     def send(self, tensors: Tensors) -> None:
         tensors = [(name, tensor.to(torch.accelerator.current_accelerator())) for name, tensor in tensors]
         metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors]
-        # Within an update that has been started, TRL's client sends tensors and nothing else.
-        self.client._updating_weights = True
-        try:
-            self.client.update_named_params(metadata, iter(tensors))
-        finally:
-            self.client._updating_weights = False
+        # They are read in other streams, which do not wait for what makes them.
+        torch.accelerator.synchronize()
+        self.client.broadcast(metadata, tensors)
 
 
 def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:

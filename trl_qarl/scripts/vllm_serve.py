@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
 from ..quantization.plan import plan_of
-from ..rollout.server_command import build_server_command
+from ..rollout.server_command import LOCAL_HOSTS, build_server_command
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
@@ -55,7 +55,9 @@ def make_parser(prog: str) -> ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
-        "--transport", choices=["file", "nccl"], help="how weights arrive (default: nccl on GPUs, else file)"
+        "--transport",
+        choices=["file", "nccl"],
+        help="how weights arrive (default: nccl on a GPU that other hosts can reach by --host, else file)",
     )
     parser.add_argument(
         "--transfer_dir",
@@ -98,7 +100,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     print(command if args.print_command else f"Equivalent command:\n{command}", flush=True)
     if args.print_command:
         return 0
-    if args.host not in ("127.0.0.1", "localhost", "::1"):
+    if args.host not in LOCAL_HOSTS:
         print(
             f"trl-qarl: warning: --host {args.host} lets other machines reach this server. Only who knows the secret "
             f"in {token_file} can change its weights, but everybody there can generate"

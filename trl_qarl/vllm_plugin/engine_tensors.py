@@ -7,7 +7,7 @@ from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
-from ..wire.fingerprint import fingerprint
+from ..wire.fingerprint import fingerprints
 
 
 __all__ = [
@@ -24,15 +24,16 @@ __all__ = [
 
 def live_fingerprints(model: nn.Module) -> dict[str, str]:
     """Fingerprints of all parameters and buffers of a model in its kernels' format, by their names in it."""
-    values: dict[int, str] = {}
-    fingerprints = {}
-    for prefix, layer in model.named_modules():
-        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-            if tensor is not None:
-                if id(tensor) not in values:
-                    values[id(tensor)] = fingerprint(tensor)
-                fingerprints[f"{prefix}.{leaf}" if prefix else leaf] = values[id(tensor)]
-    return fingerprints
+    tensors = {
+        f"{prefix}.{leaf}" if prefix else leaf: tensor
+        for prefix, layer in model.named_modules()
+        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items())
+        if tensor is not None
+    }
+    # Some have several names.
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    values = fingerprints((name, tensors[name]) for name in first.values())
+    return {name: values[first[id(tensor)]] for name, tensor in tensors.items()}
 
 
 def dtype_and_shape(value: str) -> str:

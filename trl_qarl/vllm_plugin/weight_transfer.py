@@ -1,349 +1,31 @@
 """
-vLLM's side of publication: receive a learner's tensors, reload the model with them, and check what arrived.
-
-One publication is `start_weight_update`, one `update_weights` per chunk, `WorkerExtension.qarl_expect` with the fingerprints
-of every tensor, `finish_weight_update`. Tensors go through vLLM's layer-wise reload, which loads a layer in
-checkpoint format, repacks it for its kernel and copies the result into the tensors that the engine runs with.
-
-`finish_weight_update` raises, and the server's gate stays closed, unless
-
-- every name the engine owns was received, now or in an earlier publication that is still valid, and no other;
-- what arrived has the learner's fingerprint;
-- so has what each engine parameter holds after loading and before repacking (`tensor_parallel_size=1`; a shard of a tensor has
-  no fingerprint of its own);
-- the tensors that the engine runs with, buffers too, hold what repacking left, what was loaded where nothing is repacked, and
-  what they held before where nothing was sent. Each rank compares its own.
-
-The fingerprints of the running tensors are kept. `WorkerExtension.qarl_begin` compares them before the next publication and names
-what has changed meanwhile, which the learner then sends again. Operands that a kernel keeps outside of parameters and buffers have no
-fingerprint; for them [`~trl_qarl.rollout.publisher.Publisher`] compares log-probs.
+vLLM's side of publication: the transfer engines that receive a learner's tensors and reload the model with them.
 
 The file transport takes the name of a safetensors file in the one directory the server was started with. A request is input
 from outside: names with any separator, links and other formats are refused, and nothing is unpickled.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
-from vllm import envs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..numerics import cuda
-from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
-from ..wire.protocol import TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order
+from ..wire.protocol import TRANSFER_DIR_VARIABLE, load_order
 from ..wire.transfer_dir import confined_path
-from .adapters import PublishedAdapter, on_bare_model
-from .checkpoint_copy import CheckpointCopy
-from .engine_tensors import (
-    dtype_and_shape,
-    engine_name,
-    half_loaded_modules,
-    live_fingerprints,
-    owned_names,
-    sources_of_modules,
-    tied_names,
-)
+from .adapters import on_bare_model
+from .audited_reload import AuditedReload
 
 
 __all__ = ["FileEngine", "NCCLEngine"]
-
-# The last shard loaded wins in a fused layer, so what the parameter holds says nothing about the others. Experts have `w13_weight_shape`.
-_SHARED_BY_SHARDS = "weight_shape"
-
-
-class _AuditedReload:
-    """Layer-wise reload with the checks of the module's docstring; mixed into a `WeightTransferEngine`."""
-
-    model: nn.Module
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        # Fingerprints by checkpoint name of the last publication that was complete.
-        self.published: dict[str, str] = {}
-        # Fingerprints of the tensors that the engine runs with, as the last publication left them.
-        self._live: dict[str, str] = {}
-        # Names in a checkpoint of what fills each module.
-        self._sources: dict[str, list[str]] = {}
-        self._is_loading = False
-        self._expected: dict[str, str] | None = None
-        self._engine_name = partial(engine_name, self.model)
-        # A shard of a tensor has no fingerprint of its own.
-        self._is_whole = self.parallel_config.tensor_parallel_size == 1
-        self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
-        self.copy = CheckpointCopy(self.device)
-        if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
-            cuda.use_one_tiling()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._expected = None
-        self._arrived: dict[str, str] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        self._held: list[tuple[str, str]] = []
-        self._processed: dict[str, str] = {}
-        self._before: dict[str, str] = {}
-        self._owned: dict[str, list[str]] = {}
-        self._tied: dict[str, str] = {}
-        self.adapter.forget_arrived()
-
-    @on_bare_model
-    def changed(self) -> list[str]:
-        """
-        Names in a checkpoint of the tensors that do not run as the last publication left them.
-
-        Raises:
-            RuntimeError: for a tensor that no publication fills.
-        """
-        self._before = live_fingerprints(self.model)
-        names: set[str] = set()
-        for path, value in self._live.items():
-            now = self._before.get(path, "gone")
-            if now == value:
-                continue
-            sources = self._sources.get(path.rpartition(".")[0], [])
-            # The cache of a rotary embedding takes the dtype of the first queries.
-            if not sources and dtype_and_shape(now) == dtype_and_shape(value):
-                raise RuntimeError(
-                    f"The engine's {path} has changed since the last publication ({value} then, {now} now), and no weight that is "
-                    "published restores it. Something else writes into the engine's memory; start the engine again."
-                )
-            names.update(sources)
-        return sorted(names) + self.adapter.changed()
-
-    @on_bare_model
-    def start_weight_update(self) -> None:
-        before = self._before or live_fingerprints(self.model)
-        self.abandon()
-        self._before = before
-        # With LoRA most updates are an adapter alone, for which nothing is reloaded.
-        if not hasattr(self.model, "lora_manager"):
-            self._start_reload()
-
-    def _start_reload(self) -> None:
-        # Reloading unties tensors for its duration.
-        self._tied = dict(tied_names(self.model))
-        with set_default_torch_dtype(self.model_config.dtype):
-            initialize_layerwise_reload(self.model)
-        self._is_loading = True
-        self._owned = dict(owned_names(self.model))
-        for path, source in self._tied.items():
-            self._owned[path] = self._owned[source]
-        self._watch_layers()
-
-    @on_bare_model
-    def abandon(self) -> None:
-        """Give up an update that was not finished. The model holds garbage until the next one is."""
-        if self._is_loading:
-            self._finalize()
-            self._distrust()
-        self._forget()
-
-    def _distrust(self) -> None:
-        # What no publication fills has to stay as it was all the same.
-        self._live = {
-            path: value for path, value in self._live.items() if not self._sources.get(path.rpartition(".")[0])
-        }
-        self.published = {}
-
-    @on_bare_model
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors under their checkpoint names, taking the fingerprint of each."""
-        with set_default_torch_dtype(self.model_config.dtype), self._watched_loading():
-            self.model.load_weights(tensors)
-
-    def expect(self, fingerprints: Mapping[str, str]) -> None:
-        """Say what a complete publication consists of; `finish_weight_update` compares."""
-        self._expected = dict(fingerprints)
-
-    @on_bare_model
-    def finish_weight_update(self) -> None:
-        if self._expected is None:
-            raise RuntimeError("The learner has not said which tensors to expect, so the update cannot be checked.")
-        if self._is_loading:
-            self._finalize()
-            live = live_fingerprints(self.model)
-            problems = self._problems() + self._live_problems(live)
-        else:
-            # An adapter alone. What it stands on was looked at when the update began.
-            live = self._before
-            problems = fingerprint_differences(self._expected, self._kept() | self._arrived)
-        if problems:
-            self._distrust()
-            size = self.parallel_config.tensor_parallel_size
-            rank = "" if self._is_whole else f" on rank {self.parallel_config.rank} of {size}"
-            raise RuntimeError(f"The published weights are not the learner's{rank}:\n" + "\n".join(problems))
-        if self._owned:
-            self._remember_sources()
-        self.published, self._live = self._expected, live
-        self.adapter.accept(filter(is_adapter_tensor, self._expected))
-        self._forget()
-
-    def activate_adapter(self) -> None:
-        """
-        Have the engine compute with the adapter that was published, if one was.
-
-        Raises:
-            RuntimeError: if it does not hold it afterwards.
-        """
-        try:
-            self.adapter.activate()
-        except RuntimeError:
-            self._distrust()
-            raise
-
-    def _kept(self) -> dict[str, str]:
-        """Return what earlier publications have left; of the adapter nothing where a new one has arrived."""
-        is_new = any(map(is_adapter_tensor, self._arrived))
-        return {name: value for name, value in self.published.items() if not (is_new and is_adapter_tensor(name))}
-
-    def _remember_sources(self) -> None:
-        assert self._expected is not None
-        self._sources = sources_of_modules(self._owned, {self._engine_name(name): name for name in self._expected})
-
-    def _finalize(self) -> None:
-        with set_default_torch_dtype(self.model_config.dtype):
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._is_loading = False
-
-    def _problems(self) -> list[str]:
-        assert self._expected is not None
-        received = self._kept() | self._arrived
-        received = {name: value for name, value in received.items() if name in self._arrived or name in self._expected}
-        problems = fingerprint_differences(self._expected, received)
-        owned = {name for names in self._owned.values() for name in names}
-        mapped = {self._engine_name(name): name for name in self._expected if not is_adapter_tensor(name)}
-        problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
-        problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
-        problems += half_loaded_modules(self._owned, {self._engine_name(name) for name in self._arrived})
-        if self._is_whole:
-            problems += [
-                f"{entry}: learner {ours}, engine's parameter {theirs}"
-                for name, held in self._held
-                if name in mapped
-                for entry, ours, theirs in differing_entries(mapped[name], self._expected[mapped[name]], held)
-            ]
-        return problems
-
-    def _live_problems(self, live: Mapping[str, str]) -> list[str]:
-        """Return what the engine does not run with although it was loaded, or has lost although nothing was sent for it."""
-        assert self._expected is not None
-        learner = {self._engine_name(name): value for name, value in self._expected.items()}
-        arrived = {self._engine_name(name) for name in self._arrived}
-        loaded = {path.rpartition(".")[0] for path, parts in self._owned.items() if arrived.intersection(parts)}
-        modules = dict(self.model.named_modules())
-        problems = []
-        for path, value in live.items():
-            prefix, _, leaf = path.rpartition(".")
-            if path in self._processed:
-                wanted = self._processed[path]
-            elif prefix not in loaded or leaf in modules[prefix]._non_persistent_buffers_set:
-                # Attention layers compute their scales again at the end of every reload.
-                wanted = value if is_deferred_attention_layer(modules[prefix]) else self._before.get(path, value)
-            elif hasattr(getattr(modules[prefix], leaf), "weight_loader"):
-                # Its loader may compute something from what is in the checkpoint, or take a shard of it.
-                wanted = value
-            else:
-                wanted = learner.get(*self._owned.get(path, [path])[:1], value)
-            if dtype_and_shape(wanted) == dtype_and_shape(value):
-                problems += [
-                    f"{entry}: {loaded} was loaded, but the engine runs with {now}"
-                    for entry, loaded, now in differing_entries(path, wanted, value)
-                ]
-        return problems[:5]
-
-    @contextmanager
-    def _watched_loading(self) -> Iterator[None]:
-        load_weights = self.model.load_weights
-
-        def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            weights = self.adapter.take(self.copy.take(tensors, self.published, self._arrived), self._arrived)
-            first = next(weights, None)
-            if first is None:
-                return set()
-            if not self._is_loading:
-                self._start_reload()
-            kept: dict[str, torch.Tensor] = {}
-            loaded = load_weights(self._take_fingerprints(chain([first], weights), kept))
-            self._load_tied(kept)
-            return loaded
-
-        self.model.load_weights = load_and_watch
-        try:
-            yield
-        finally:
-            del self.model.load_weights
-
-    def _take_fingerprints(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        sources = set(self._tied.values())
-        for name, tensor in tensors:
-            own_name = self._engine_name(name)
-            self._arrived[name] = fingerprint(tensor)
-            self._shapes[own_name] = tensor.shape
-            if own_name in sources:
-                kept[own_name] = tensor
-            yield name, tensor
-
-    def _load_tied(self, kept: Mapping[str, torch.Tensor]) -> None:
-        # vLLM reloads a tied output head through the embedding alone. Where the head is repacked for its kernel, as on a CPU,
-        # it would go on with the old weights.
-        for path, source in self._tied.items():
-            if source in kept:
-                parameter = self.model.get_parameter(path)
-                parameter.weight_loader(parameter, kept[source])
-
-    def _watch_layers(self) -> None:
-        """Have each layer tell what its parameters hold when they are loaded and not yet repacked."""
-        for prefix, layer in self.model.named_modules():
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase) and not hasattr(method, "_qarl_process"):
-                process = method._qarl_process = method.process_weights_after_loading
-                method.process_weights_after_loading = self._record_then(prefix, process)
-
-    def _record_then(self, prefix: str, process):
-        def record_then_process(layer: nn.Module) -> None:
-            if not self._is_loading:
-                return process(layer)
-            self._record(prefix, layer)
-            process(layer)
-            for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-                if tensor is not None and leaf not in layer._non_persistent_buffers_set:
-                    self._processed[f"{prefix}.{leaf}" if prefix else leaf] = fingerprint(tensor)
-
-        return record_then_process
-
-    def _record(self, prefix: str, layer: nn.Module) -> None:
-        for leaf, parameter in layer._parameters.items():
-            parts = self._owned.get(f"{prefix}.{leaf}" if prefix else leaf, [])
-            if (
-                parameter is None
-                or leaf.endswith(_SHARED_BY_SHARDS)
-                or not all(part in self._shapes for part in parts)
-            ):
-                continue
-            offset = 0
-            for part in parts:
-                rows = self._shapes[part][0]
-                self._held.append((part, fingerprint(parameter.data[offset : offset + rows])))
-                offset += rows
 
 
 @dataclass
@@ -362,7 +44,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     file: str
 
 
-class FileEngine(_AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+class FileEngine(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     """Takes weights from safetensors files in one directory, shared memory or a shared filesystem."""
 
     init_info_cls = FileInitInfo
@@ -392,7 +74,7 @@ class FileEngine(_AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateIn
         """Nothing to close."""
 
 
-class NCCLEngine(_AuditedReload, NCCLWeightTransferEngine):
+class NCCLEngine(AuditedReload, NCCLWeightTransferEngine):
     """vLLM's NCCL transfer with the same checks."""
 
     @on_bare_model

@@ -3,6 +3,7 @@
 from typing import Any
 
 import vllm
+from vllm.model_executor.model_loader.reload import meta
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -14,6 +15,10 @@ from .engine_tensors import kernels_in_use
 
 
 __all__ = ["WorkerExtension"]
+
+# vLLM notes how a checkpoint has the tensors of a layer, and loads into the like of that, but of a bias into what
+# runs. Marlin permutes and pads it, in new memory. Here, as vLLM imports this in each worker before there is a model.
+meta.SKIP_TENSORS.discard("bias")
 
 
 class WorkerExtension:

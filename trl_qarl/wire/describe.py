@@ -92,7 +92,7 @@ def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
     return None
 
 
-CANARY_TOKENS = 16
+CANARY_TOKENS = 48
 """Tokens that learner and engine score after each publication."""
 
 # Words, digits, spaces, punctuation and scripts that tokenizers take apart in different ways.

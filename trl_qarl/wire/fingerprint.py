@@ -12,14 +12,14 @@ a chance of about 2**-60. The order of summation does not matter and everything 
 transport and layout errors; it is no defence against a forger.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 
-__all__ = ["differing_entries", "fingerprint", "fingerprint_differences"]
+__all__ = ["differing_entries", "fingerprint", "fingerprint_differences", "fingerprints"]
 
 # 256 KiB, which stays in a core's cache while it is mixed.
 _BLOCK = 1 << 15
@@ -38,9 +38,32 @@ def fingerprint(tensor: torch.Tensor) -> str:
         tensor (`torch.Tensor`):
             Any dtype, shape and device.
     """
-    sums = _sums(_words(tensor.detach() if tensor.ndim == 3 else tensor.detach()[None])).tolist()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} {'-'.join(f'{total % 2**64:016x}' for total in sums)}"
+    return fingerprints([("", tensor)])[""]
+
+
+@torch.no_grad()
+def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """
+    Return the [`fingerprint`] of each tensor by its name, and wait for each of their devices once.
+
+    Args:
+        tensors (`Iterable[tuple[str, torch.Tensor]]`):
+            Names and tensors of any dtype, shape and device.
+    """
+    described, sums = {}, {}
+    for name, tensor in tensors:
+        described[name] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        sums[name] = _sums(_words(tensor.detach() if tensor.ndim == 3 else tensor.detach()[None]))
+    values: dict[str, list[int]] = {}
+    for device in {total.device for total in sums.values()}:
+        names = [name for name, total in sums.items() if total.device == device]
+        rest = torch.cat([sums[name] for name in names]).tolist()
+        for name in names:
+            values[name], rest = rest[: len(sums[name])], rest[len(sums[name]) :]
+    return {
+        name: f"{kind} {'-'.join(f'{total % 2**64:016x}' for total in values[name])}"
+        for name, kind in described.items()
+    }
 
 
 def _words(entries: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""
+What the log-probs of a fixed text show of an engine's weights, with one learner's log-probs in place of an engine's,
+and in engines.
+"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing_utils import make_tiny_mixture, make_tiny_model, start_engines_quickly
+from trl_qarl import prepare_model
+from trl_qarl.rollout import canary as canary_module
+from trl_qarl.rollout.canary import Canary
+from trl_qarl.wire.protocol import PublishError
+
+
+class Engine:
+    """A transport that says what it is told to."""
+
+    num_cleared = 0
+
+    def __init__(self, *replicas):
+        self.replicas = replicas
+
+    def score(self, token_ids):
+        return [value for replica in self.replicas for value in replica.tolist()]
+
+    def clear_cache(self):
+        self.num_cleared += 1
+
+
+def compare(difference, rounding):
+    """What a canary makes of an engine at this distance, in nats."""
+    canary = Canary(None, torch.float32, None)
+    engine = Engine(torch.zeros(4), torch.full((4,), difference))
+    return canary.compare((torch.zeros(4), rounding), engine)
+
+
+@pytest.mark.parametrize(
+    ("rounding", "limit"),
+    [(0.01, 0.01 * canary_module.LIMIT), (1e-7, canary_module.SMALLEST), (9.0, canary_module.LARGEST)],
+)
+def test_the_limit_follows_from_rounding_within_bounds(rounding, limit):
+    assert compare(0.99 * limit, rounding)["publish/canary_abs_logp"] == pytest.approx(0.99 * limit)
+    with pytest.raises(
+        PublishError, match=rf"replica 1's log-probs of 4 fixed tokens are .*Rounding explains {limit:.3g}"
+    ):
+        compare(1.01 * limit, rounding)
+
+
+def test_what_is_no_number_is_refused_and_goes_from_the_cache():
+    engine = Engine(torch.full((4,), float("nan")))
+    with pytest.raises(PublishError, match="the engine's log-probs of 4 fixed tokens are nan"):
+        Canary(None, torch.float32, None).compare((torch.zeros(4), 0.1), engine)
+    assert engine.num_cleared == 1
+
+
+def test_without_a_tokenizer_nothing_is_compared():
+    canary = Canary(None, torch.float32, None)
+    assert canary.score() is None and canary.compare(None, None) == {}
+
+
+def widen(model, size=2.0):
+    """Weights of the size that training gives: outputs that depend on all inputs, and biases that count."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("bias"):
+                parameter.copy_(noise * size)
+            elif parameter.ndim > 1:
+                gain = 2.0 if name.endswith(("gate.weight", "lm_head.weight")) else 1.0
+                parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    pytest.importorskip("vllm")
+    with pytest.MonkeyPatch.context() as patch:
+        start_engines_quickly(patch)
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        yield
+
+
+def make_publisher(folder, arch, scheme, dtype):
+    """A publisher to an engine in this process."""
+    from trl_qarl.rollout.engines import make_engine
+    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.transports import DirectTransport
+
+    path = (make_tiny_mixture if arch.endswith("moe") else make_tiny_model)(folder, arch)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    widen(model)
+    if scheme != "bf16":
+        prepare_model(model, scheme, scale_dtype=dtype)
+    llm = make_engine(model, dtype, on_cpu=True, max_model_len=128, max_num_seqs=8)
+    return Publisher(model, dtype, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+
+
+def move_masters(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "scheme", "dtype"),
+    [
+        ("qwen2", "w4a16", torch.bfloat16),
+        ("qwen2", "w4a16", torch.float32),
+        ("qwen2_moe", "w4a16", torch.bfloat16),
+        ("qwen2_moe", "w4a16", torch.float32),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_a_bias_that_is_stale_or_not_permuted_is_seen_and_rounding_is_not(engines, tmp_path, arch, scheme, dtype):
+    """As a CUDA graph reads it that has captured another address: no tensor that vLLM knows of is wrong."""
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_bias
+
+    publisher = make_publisher(tmp_path, arch, scheme, dtype)
+    ratios = []
+    for number in range(10):
+        metrics = publisher.publish(str(number))
+        ratios.append(metrics["publish/canary_abs_logp"] / metrics["publish/canary_rounding"])
+        move_masters(publisher.model, number)
+    assert max(ratios) < canary_module.LIMIT
+    publisher.publish("right")
+    learner, transport = publisher.canary.score(), publisher.transport
+    layers = transport._worker.model_runner.model.model.layers
+    unlike = torch.Generator().manual_seed(1)
+    for layer in layers:
+        bias = layer.self_attn.qkv_proj.bias.data
+        right = bias.clone()
+        size = layer.self_attn.q_size, layer.self_attn.kv_size, layer.self_attn.kv_size
+        for part in range(3):
+            wrong = [marlin_permute_bias(piece.clone()) for piece in right.split(size)]
+            stale = [2.0 * torch.randn(piece.shape, generator=unlike).to(piece) for piece in right.split(size)]
+            for pieces in (wrong, stale):
+                bias.copy_(
+                    torch.cat([pieces[part] if i == part else piece for i, piece in enumerate(right.split(size))])
+                )
+                transport.llm.reset_prefix_cache()
+                with pytest.raises(PublishError, match="a kernel works with a copy of other weights"):
+                    publisher.canary.compare(learner, transport)
+        bias.copy_(right)
+        transport.llm.reset_prefix_cache()
+        publisher.canary.compare(learner, transport)

@@ -1,0 +1,165 @@
+"""
+Weights over NCCL to a server that dies, refuses or falls silent while the trainer waits in a broadcast, which NCCL
+never ends.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_qarl.rollout import nccl
+from trl_qarl.rollout.client import QaRLClient
+from trl_qarl.rollout.http_session import CheckedSession, ServerLost
+from trl_qarl.rollout.transports import NCCLTransport
+from trl_qarl.wire.protocol import PublishError
+
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+# A server in a process of its own, which ends as the path says.
+SERVER = """
+import json, os, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        failure = self.path.split("/")[1]
+        if failure == "dies":
+            os._exit(9)
+        if failure == "hangs":
+            time.sleep(60)
+        status, answer = (500, {"error": "no"}) if failure == "refuses" else (200, body)
+        answer = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+    do_GET = do_POST
+    def log_message(self, *args):
+        pass
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.fixture
+def address():
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+class Communicator:
+    """In NCCL's place, whose broadcast ends when all have received, or with `error`, or never."""
+
+    def __init__(self, ends=False, error=None):
+        self.ends, self.error = ends, error
+        self.entered, self.aborted = threading.Event(), threading.Event()
+        self.sent = []
+        self.group = SimpleNamespace()
+
+    def broadcast(self, tensor, src, stream=None):
+        self.entered.set()
+        if self.error is not None:
+            raise self.error
+        if not self.ends:
+            self.aborted.wait()
+        self.sent.append(tensor.clone())
+
+    def destroy(self):
+        self.aborted.set()
+
+
+@pytest.fixture
+def broadcast(address, monkeypatch):
+    """Send two tensors to a server of that behaviour through a communicator."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 3.0)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, count: (stream,) * count)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for name, value in {
+        "current_device_index": 0,
+        "current_accelerator": torch.device("cpu"),
+        "synchronize": None,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+
+    def send(behaviour, communicator):
+        client = QaRLClient.__new__(QaRLClient)
+        client.session, client.base_url = CheckedSession(1.0, 1.0), f"{address}/{behaviour}"
+        client.communicator = communicator
+        send.client = client
+        NCCLTransport(client).send([("a", torch.ones(3)), ("b", torch.arange(4, dtype=torch.bfloat16))])
+
+    return send
+
+
+def test_a_broadcast_that_ends_has_sent_what_was_announced(broadcast):
+    communicator = Communicator(ends=True)
+    broadcast("receives", communicator)
+    assert [len(sent) for sent in communicator.sent] == [3 * 4 + 4 * 2] and not communicator.aborted.is_set()
+    assert broadcast.client._updating_weights is False
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "message"),
+    [
+        ("dies", ServerLost, "/update_weights"),
+        ("refuses", PublishError, "/update_weights failed with status 500: no"),
+        ("hangs", ServerLost, "did not answer .*/update_weights within 1 s.*vllm_request_timeout"),
+        ("receives", ServerLost, "NCCL did not end within 4 s"),
+    ],
+)
+@pytest.mark.timeout(30)
+def test_a_broadcast_that_never_ends_is_a_lost_server(broadcast, behaviour, error, message):
+    communicator, start = Communicator(), time.monotonic()
+    with pytest.raises(error, match=message):
+        broadcast(behaviour, communicator)
+    assert time.monotonic() - start < 20
+    # It has waited for the others, and was told to stop.
+    assert communicator.entered.is_set() and communicator.aborted.is_set()
+
+
+def test_an_error_of_nccl_is_a_lost_server(broadcast):
+    with pytest.raises(ServerLost, match="NCCL failed: unhandled system error"):
+        broadcast("receives", Communicator(error=RuntimeError("unhandled system error")))
+
+
+@pytest.mark.timeout(30)
+def test_a_group_that_is_never_formed_is_a_lost_server_and_is_formed_again(address, monkeypatch):
+    from trl.generation import vllm_client
+
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 3.0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    released = threading.Event()
+    monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: released.wait())
+    client = QaRLClient.__new__(QaRLClient)
+    client.session, client.base_url = CheckedSession(1.0, 1.0), f"{address}/refuses"
+    client.group_port, client.communicator = 51216, None
+    monkeypatch.setattr(client, "get_server_info", lambda: {"weight_transfer_config": {}}, raising=False)
+    monkeypatch.setattr(client, "get_world_size", lambda: 1, raising=False)
+    with pytest.raises(PublishError, match="/init_weight_transfer_engine failed with status 500: no"):
+        client.form_communicator("cuda:0")
+    released.set()
+    client.base_url = f"{address}/joins"
+    formed = Communicator()
+    monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: formed)
+    client.renew_communicator("cuda:0")
+    assert client.communicator is formed
+    # Without NCCL there is none to form.
+    other = QaRLClient.__new__(QaRLClient)
+    other.renew_communicator("cuda:0")
+    assert other.communicator is None

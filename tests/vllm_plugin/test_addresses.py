@@ -1,0 +1,133 @@
+"""Tensors that a reload has put elsewhere, in a model that a CUDA graph would have captured."""
+
+import functools
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+
+@dataclass(frozen=True)
+class Strides:
+    """What a kernel keeps beside a layer's parameters."""
+
+    values: tuple[torch.Tensor, ...]
+
+
+class Kernel:
+    def __init__(self, factor):
+        self.strides = Strides((torch.arange(4) * factor, torch.full((1,), factor).expand(3)))
+        scale = torch.ones(2) * factor
+        self.multiply = lambda x: x * scale
+        self.named = {"offset": functools.partial(torch.add, torch.zeros(2) + factor)}
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.register_buffer("table", torch.zeros(2))
+        self.kv_cache = torch.zeros(7)
+        self.reload(1)
+
+    def reload(self, factor):
+        self.quant_method = SimpleNamespace(kernel=Kernel(factor), weights=[self.weight])
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(Layer(), nn.Linear(2, 2))
+
+
+def tensors(model):
+    from trl_qarl.vllm_plugin.addresses import reachable_tensors
+
+    return dict(reachable_tensors(model))
+
+
+def test_whatever_a_layer_refers_to_is_found_under_one_name(model):
+    assert sorted(tensors(model)) == [
+        "0.quant_method.kernel.multiply.scale",
+        "0.quant_method.kernel.named['offset'].args[0]",
+        "0.quant_method.kernel.strides.values[0]",
+        "0.quant_method.kernel.strides.values[1]",
+        "0.quant_method.weights[0]",
+        "0.table",
+        "0.weight",
+        "1.bias",
+        "1.weight",
+    ]
+
+
+def test_what_has_moved_lies_where_it_lay_and_holds_what_is_new(model):
+    from trl_qarl.vllm_plugin.addresses import Addresses
+
+    captured = {name: (tensor.data_ptr(), tensor.detach()) for name, tensor in tensors(model).items()}
+    addresses = Addresses(model)
+    for factor in (2, 3):
+        model[0].reload(factor)
+        model[0].weight.data = torch.full((3,), float(factor))
+        moved = {name for name, tensor in tensors(model).items() if tensor.data_ptr() != captured[name][0]}
+        assert len(moved) == 6
+        assert addresses.restore() == []
+        for name, tensor in tensors(model).items():
+            address, seen = captured[name]
+            assert tensor.data_ptr() == address, name
+            assert torch.equal(seen, tensor), name
+        assert captured["0.quant_method.kernel.strides.values[0]"][1].tolist() == [0, factor, 2 * factor, 3 * factor]
+        assert captured["0.quant_method.kernel.strides.values[1]"][1].tolist() == [factor] * 3
+        assert captured["0.weight"][1].tolist() == [factor] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda layer: setattr(layer, "table", torch.zeros(3)),
+            r"0\.table: float32\[2\] on cpu before, float32\[3\] on cpu now",
+        ),
+        (lambda layer: setattr(layer, "table", torch.zeros(2).double()), r"float32\[2\] on cpu before, float64\[2\]"),
+        (lambda layer: vars(layer).pop("quant_method"), r"0\.quant_method\.kernel\..*: nothing refers to it any more"),
+    ],
+    ids=["shape", "dtype", "gone"],
+)
+def test_what_cannot_be_copied_names_layer_tensor_kernel_and_release(model, change, message):
+    import vllm
+
+    from trl_qarl.vllm_plugin.addresses import Addresses
+
+    addresses = Addresses(model)
+    change(model[0])
+    problems = addresses.restore()
+    assert problems
+    pattern = rf"{message}.*CUDA graphs go on reading.*layer Layer, vLLM {vllm.__version__}.*enforce_eager=True"
+    assert re.search(pattern, problems[0]), problems
+
+
+def test_a_view_that_is_made_anew_when_it_is_needed_is_not_missed(model):
+    from trl_qarl.vllm_plugin.addresses import Addresses
+
+    model[0].rows = model[0].weight[1:]
+    addresses = Addresses(model)
+    del model[0].rows
+    assert addresses.restore() == []
+
+
+def test_a_tensor_that_took_the_place_of_two_is_copied_to_both(model):
+    from trl_qarl.vllm_plugin.addresses import Addresses
+
+    layer = model[0]
+    layer.first, layer.second = torch.zeros(2), torch.zeros(2)
+    captured = [layer.first.detach(), layer.second.detach()]
+    addresses = Addresses(model)
+    layer.first = layer.second = torch.ones(2)
+    assert addresses.restore() == []
+    assert [seen.tolist() for seen in captured] == [[1, 1], [1, 1]]
+    assert layer.second.data_ptr() in [seen.data_ptr() for seen in captured]

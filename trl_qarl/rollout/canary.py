@@ -1,0 +1,150 @@
+"""
+Log-probs of a fixed text, which engine and learner compare after each publication: fingerprints do not reach what
+kernels keep for themselves, nor what a CUDA graph reads.
+
+How much the two may differ depends on the weights: one model turns a rounding error of its first layer into a tenth of
+a nat, another does not notice it. So the learner scores the text twice. The second time its embeddings are moved by
+the last bit of the engine's dtype, each element up or down, and what leaves a decoder layer is rounded to that dtype,
+as in the engine. From there on every sum is rounded otherwise, with all that follows: other codes of low-bit
+activations, other experts of a token. What is left between the two, the *rounding*, is about what the engine is away
+by: 0.5 to 1.6 times as much in the publications on which [`LIMIT`] was settled.
+
+It sees what is wrong by more than a few roundings in the tokens of this text. It does not see one expert of many, a
+bias of one update ago, one query or key bias among many layers in bfloat16, nor anything in a model whose outputs
+hardly depend on its inputs, as those with random weights of a small scale.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..forward import learner_log_probs
+from ..quantization.names import layer_of
+from ..quantization.swap import quantized_forward
+from ..wire.describe import CANARY_TOKENS, sample_token_ids
+from ..wire.protocol import PublishError
+from .transports import Transport
+
+
+__all__ = ["Canary"]
+
+LIMIT = 3.0
+"""Mean difference from which on the engine is taken to be broken, in units of the learner's rounding."""
+
+SMALLEST, LARGEST = 0.01, 2.5
+"""
+Bounds of that, in nats: the first as a single code of an activation can be rounded otherwise, which in float32 is
+rare.
+"""
+
+
+class Canary:
+    """
+    The fixed text of one learner.
+
+    Args:
+        model (`nn.Module`):
+            The learner.
+        dtype (`torch.dtype`):
+            Dtype in which the engine runs the model.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The learner's; without it nothing is compared.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, tokenizer: Any):
+        self.model, self.dtype = model, dtype
+        self.token_ids = [] if tokenizer is None else sample_token_ids(tokenizer)[:CANARY_TOKENS]
+
+    def score(self) -> tuple[torch.Tensor, float] | None:
+        """
+        Return the learner's log-probs of the text's tokens from the second on, `(T,)` in nats on the CPU, and how much
+        they change, on average, when everything is rounded otherwise; nothing without a text. Where masters are
+        sharded, every process calls it.
+        """
+        if len(self.token_ids) < 2:
+            return None
+        log_probs = self._log_probs()
+        with self._otherwise_rounded():
+            return log_probs, (self._log_probs() - log_probs).abs().mean().item()
+
+    def compare(self, learner: tuple[torch.Tensor, float] | None, transport: Transport) -> dict[str, float]:
+        """
+        Compare what the engine, or each replica of a server, says of the text.
+
+        Args:
+            learner:
+                What [`~Canary.score`] has returned.
+            transport ([`Transport`]):
+                The way to the engine.
+
+        Returns:
+            `publish/canary_abs_logp`, the mean difference in nats, of the replica that is furthest away, and
+            `publish/canary_rounding`, the learner's own.
+
+        Raises:
+            PublishError: if the difference is no rounding.
+        """
+        if learner is None:
+            return {}
+        log_probs, rounding = learner
+        replicas = torch.tensor(transport.score(self.token_ids)).view(-1, len(log_probs))
+        differences = (replicas - log_probs).abs().mean(1)
+        # The first that is not a number, if there is one.
+        worst = int(differences.argmax())
+        engine, difference = replicas[worst], differences[worst].item()
+        limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
+        # Also where it is not a number.
+        if not difference <= limit:
+            transport.clear_cache()
+            name = "the engine" if len(replicas) == 1 else f"replica {worst}"
+            raise PublishError(
+                f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens are {difference:.3g} nats from the "
+                f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
+                f"changes in the learner, so one of the two computes nonsense, or a kernel works with a copy of other weights. "
+                f"Engine: {_rounded(engine)}; learner: {_rounded(log_probs)}."
+            )
+        return {"publish/canary_abs_logp": difference, "publish/canary_rounding": rounding}
+
+    def _log_probs(self) -> torch.Tensor:
+        ids = torch.tensor(self.token_ids, device=next(self.model.parameters()).device)
+        # The engine runs low-bit weights also where the learner does not.
+        autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+        with quantized_forward(self.model), autocast:
+            log_probs = learner_log_probs(self.model, ids, len(ids) - 1)
+        return log_probs.gather(1, ids[1:, None])[:, 0].cpu()
+
+    @contextmanager
+    def _otherwise_rounded(self) -> Iterator[None]:
+        embedding = self.model.get_input_embeddings()
+        step = torch.finfo(self.dtype).eps
+        if self.dtype is torch.float32 and next(self.model.parameters()).device.type != "cpu":
+            # Attention in Triton rounds float32 to TF32.
+            step = 2.0**-10
+
+        def move(module, arguments, output):
+            generator = torch.Generator().manual_seed(0)
+            up = torch.rand(output.shape, generator=generator) < 0.5
+            return output * torch.where(up, 1 + step, 1 - step).to(output)
+
+        def round_output(module, arguments, output):
+            if isinstance(output, tuple):
+                return (output[0].to(self.dtype).to(output[0]), *output[1:])
+            return output.to(self.dtype).to(output)
+
+        layers = {layer_of(name) for name, _ in self.model.named_parameters()}
+        handles = [embedding.register_forward_hook(move)]
+        for name in layers:
+            if name.rpartition(".")[2].isdigit():
+                handles.append(self.model.get_submodule(name).register_forward_hook(round_output))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]

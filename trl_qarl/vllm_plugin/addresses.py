@@ -1,0 +1,162 @@
+"""
+Where the tensors of an engine lie. A captured CUDA graph goes on reading the addresses that it was captured with,
+whatever a reload has put elsewhere.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+import vllm
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .engine_tensors import kernels_in_use
+
+
+__all__ = ["Addresses", "reachable_tensors"]
+
+_LEFT_OUT = ("_modules", "kv_cache", "vllm_config")
+"""Attributes of a layer that hold no weights of its own; what runs the engine is reached through the last."""
+
+_NOT_OF_A_LAYER = ("vllm.config", "vllm.compilation", "trl_qarl.vllm_plugin.weight_transfer")
+"""Where the classes are of what a layer's objects may refer to, but what belongs to the whole engine."""
+
+_FOREIGN = {*sys.stdlib_module_names, "torch", "transformers"} - {"builtins", "types"}
+
+
+def reachable_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    Yield the tensors that the layers of a model refer to, with a name for each: parameters, buffers, and what is in
+    the objects that vLLM keeps for a layer, such as its kernel.
+    """
+    for prefix, layer in model.named_modules():
+        seen: set[int] = {id(layer)}
+        for attribute, value in vars(layer).items():
+            if attribute in ("_parameters", "_buffers"):
+                for leaf, tensor in value.items():
+                    yield from _tensors_in(tensor, f"{prefix}.{leaf}" if prefix else leaf, seen)
+            elif attribute not in _LEFT_OUT:
+                yield from _tensors_in(value, f"{prefix}.{attribute}" if prefix else attribute, seen)
+
+
+def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for name in value.__tensor_flatten__()[0]:
+                yield from _tensors_in(getattr(value, name), f"{path}.{name}", seen)
+        elif value.layout is torch.strided and not (value.is_meta or isinstance(value, FakeTensor)):
+            yield path, value
+        return
+    if id(value) in seen or isinstance(value, (nn.Module, type, str, int, float)):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        parts = [(f"{path}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    elif isinstance(value, partial):
+        parts = [(path, value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords)]
+    elif isinstance(value, MethodType):
+        parts = [(f"{path}.__self__", value.__self__)]
+    elif isinstance(value, FunctionType):
+        parts = [(f"{path}.{name}", item) for name, item in _closed_over(value)]
+    elif isinstance(value, SimpleNamespace) or _is_followed(type(value)):
+        parts = [(f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+    else:
+        return
+    for name, item in parts:
+        yield from _tensors_in(item, name, seen)
+
+
+def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # One may be empty still.
+        with suppress(ValueError):
+            yield name, cell.cell_contents
+
+
+def _is_followed(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _FOREIGN and not kind.__module__.startswith(_NOT_OF_A_LAYER)
+
+
+class Addresses:
+    """
+    Keeps every tensor that the layers of a model refer to where it lay before the first reload.
+
+    vLLM copies what it has loaded into the memory of a layer's parameters and buffers. What a kernel holds besides,
+    such as strides, is made anew by a reload, and so is a parameter whose `data` is assigned.
+
+    Args:
+        model (`nn.Module`):
+            With the tensors that a CUDA graph has captured.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        # Views, which keep the memory: what nothing refers to any more could be given away.
+        self._first = {name: tensor.detach() for name, tensor in reachable_tensors(model) if tensor.numel()}
+
+    # What was made in a forward pass can be written to in this mode alone.
+    @torch.inference_mode()
+    def restore(self) -> list[str]:
+        """
+        Copy what has moved to where it lay, and let it lie there. Returns what cannot be copied, in words: its shape
+        or dtype has changed, or nothing refers to it any more.
+        """
+        now = {name: tensor for name, tensor in reachable_tensors(self._model) if tensor.numel()}
+        held = {tensor.untyped_storage().data_ptr() for tensor in now.values()}
+        problems, placed = [], set()
+        for name, first in self._first.items():
+            tensor = now.get(name)
+            if tensor is None:
+                # Of a view that is gone the memory may still be a parameter's.
+                if first.untyped_storage().data_ptr() in held:
+                    continue
+                problems.append(f"{name}: nothing refers to it any more")
+            elif tensor.data_ptr() == first.data_ptr():
+                continue
+            elif _kind(tensor) != _kind(first):
+                problems.append(f"{name}: {_described(first)} before, {_described(tensor)} now")
+            else:
+                _copy(tensor, first)
+                # One tensor of several names can lie in one place alone.
+                if id(tensor) not in placed:
+                    tensor.data = first
+                placed.add(id(tensor))
+        return [self._in_words(problem) for problem in problems[:5]]
+
+    def _in_words(self, problem: str) -> str:
+        kernel = _kernel_of(self._model, problem.partition(":")[0])
+        return (
+            f"{problem}. Reloading the weights has moved it in memory, where the engine's CUDA graphs go on reading the old address "
+            f"({kernel}, vLLM {vllm.__version__}). Start the engine with enforce_eager=True (`--enforce-eager`)."
+        )
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    is_expanded = [stride == 0 for stride in tensor.stride()]
+    return tensor.shape, tensor.dtype, tensor.device, is_expanded
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    # An expanded tensor has one element in memory where it counts several.
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+    target[once].copy_(source[once])
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def _kernel_of(model: nn.Module, name: str) -> str:
+    """Return what runs the layer that a tensor belongs to, in words."""
+    prefix = max((path for path, _ in model.named_modules() if name.startswith(f"{path}.")), key=len, default="")
+    layer = model.get_submodule(prefix)
+    kernels = kernels_in_use(layer)
+    return f"kernel {', '.join(kernels)}" if kernels else f"layer {type(layer).__name__}"

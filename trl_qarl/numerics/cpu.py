@@ -9,14 +9,13 @@ log-probs need kernels whose result for a row does not depend on the number of r
 |---|---|
 | oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; yes with AVX512 alone |
 | `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
-| `cpu_gemm_wna16` (INT4 weights) | yes |
+| oneDNN float32 (`onednn_mm`) | yes with AVX512 alone |
 | `F.linear` in float32 | no: another kernel below 16 rows |
 | `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
-| FP8 product in float64 ([`~trl_qarl.quantization.gemm.fp8_product`]) | yes: every sum is exact |
 | attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
 
 [`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
-[`use_in_engine`].
+[`use_in_engine`]. Products of low-bit weights, which are made of it or of others, are [`trl_qarl.numerics.low_bit`].
 
 Where vLLM's kernels cannot be called there is no engine to agree with, but the learner's own decoding still has to agree with its
 scoring. Then products run in blocks of as many rows ([`~trl_qarl.quantization.gemm.linear_in_blocks`]), and the rest
@@ -31,33 +30,15 @@ import torch
 import torch.nn.functional as F
 
 from ..packages import installed
-from ..quantization.formats import int4_packed, int4_zero_points
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
-from ..quantization.schemes import (
-    E4M3,
-    E4M3_CODES,
-    INT4_PACKED,
-    INT4_ZERO_POINTS,
-    INT8,
-    INT8_CODES,
-    MXFP4,
-    NVFP4,
-    SCHEMES,
-    QuantScheme,
-)
-from ..quantization.tensors import LowBitTensor
 from . import cuda, portable
 from .compare import first_difference
 from .cpu_attention import IN_ONE_PASS, KV_BLOCK_SIZE, attend_with_vllm
 
 
 __all__ = [
-    "INT4_CONTAINERS",
-    "PackedInt4Linear",
     "PackedLinear",
     "attention",
-    "covered_schemes",
-    "covers",
     "describe_arithmetic",
     "dispatch_row_invariant",
     "has_engine_kernels",
@@ -73,28 +54,8 @@ __all__ = [
 ]
 
 
-INT4_CONTAINERS = (INT4_PACKED, INT4_ZERO_POINTS)
-"""What [`PackedInt4Linear`] multiplies by."""
-
 MIN_ROWS = 5
 """Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
-
-
-def covers(scheme: QuantScheme) -> bool:
-    """Return whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
-    covered = (
-        *((container, None) for container in INT4_CONTAINERS),
-        (MXFP4, None),
-        (NVFP4, None),
-        (INT8_CODES, INT8),
-        (E4M3_CODES, E4M3),
-    )
-    return (scheme.container, scheme.activation) in covered
-
-
-def covered_schemes() -> list[str]:
-    """Names of the schemes that [`covers`] knows."""
-    return [name for name, scheme in SCHEMES.items() if covers(scheme)]
 
 
 def has_engine_kernels() -> bool:
@@ -115,7 +76,6 @@ def reason_against() -> str | None:
         dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, remove_weight)
 
     difference = first_difference(
-        PackedInt4Linear,
         lambda weight: PackedLinear(weight, is_compared=True),
         dispatch,
         attend_with_vllm,
@@ -179,7 +139,7 @@ class PackedLinear:
 
     Args:
         weight (`torch.Tensor`):
-            `(N, K)` bfloat16. It is copied: later changes have no effect.
+            `(N, K)` bfloat16, or float32 without AMX. It is copied: later changes have no effect.
         is_compared (`bool`, *optional*, defaults to `False`):
             Whether to call vLLM's kernel for it to be compared, when it is not known yet whether the learner will.
     """
@@ -203,7 +163,7 @@ class PackedLinear:
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` `(..., K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
+        """`x` `(..., K)` in the dtype of the weight, `bias` `(N,)` in any dtype, or `None`."""
         rows = x.reshape(-1, x.shape[-1])
         if self._on_gpu is not None:
             return cuda.linear(rows, self._on_gpu, bias).view(*x.shape[:-1], self.num_outputs)
@@ -222,44 +182,6 @@ class PackedLinear:
             bias = F.pad(bias.to(x.dtype).float(), (0, pad_outputs))
         y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
         return y[:num_rows, : self.num_outputs].reshape(*x.shape[:-1], self.num_outputs)
-
-
-class PackedInt4Linear:
-    """
-    `y = x @ w'.T + bias` for INT4 weights and bfloat16 activations, with the same bits for any number of rows.
-
-    Args:
-        low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
-            Weight `(N, K)` in one of `INT4_CONTAINERS`, both multiples of 32.
-    """
-
-    name = "vllm::cpu_gemm_wna16"
-
-    def __init__(self, low_bit: LowBitTensor):
-        codes = int4_packed.unsigned_codes(low_bit.qdata).t()
-        num_inputs = codes.shape[0]
-        # Blocks of 16 output channels with 8 codes per int32.
-        shifts = 4 * torch.arange(8, dtype=torch.int32)
-        packed = (codes.reshape(num_inputs, -1, 8) << shifts).sum(-1, dtype=torch.int32)
-        self._packed = packed.view(num_inputs, -1, 2).permute(1, 0, 2).reshape(-1, num_inputs * 2).contiguous()
-        self._scale = low_bit.scale.t().contiguous()
-        zero_point = low_bit.zero_point
-        self._zeros = None if zero_point is None else int4_zero_points.packed_zero_points(zero_point)
-        self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` `(M, K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
-        import vllm._custom_ops as ops
-
-        return ops.cpu_gemm_wna16(
-            input=x.contiguous(),
-            q_weight=self._packed,
-            scales=self._scale.to(x.dtype),
-            zeros=self._zeros,
-            bias=None if bias is None else bias.to(x.dtype),
-            pack_factor=8,
-            isa_hint=self._isa,
-        )
 
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from ..quantization.names import base_model
 from ..quantization.sharded import is_sharded
 from . import cpu as kernels
 from . import cuda
+from .low_bit import describe_products
 from .modules import Router, operation_of
 from .ops import token_log_probs
 
@@ -101,7 +102,11 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
         ValueError: naming both values of everything that differs.
     """
     # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
-    ours = cuda.describe_arithmetic() if on_gpu else kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    ours = (
+        cuda.describe_arithmetic()
+        if on_gpu
+        else kernels.describe_arithmetic() | describe_products() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    )
     theirs = engine.get("arithmetic") or {}
     if adapter_rank is not None:
         ours, theirs = ours | {"max_lora_rank": adapter_rank}, theirs | {"max_lora_rank": engine["lora"]["max_rank"]}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..quantization.schemes import MXFP4
+from ..quantization.schemes import INT4_PACKED, INT8, MXFP4
 from ..wire.describe import scheme_of_group
 from ..wire.protocol import FILE_BACKEND, GATE, NCCL_BACKEND, TRANSFER_DIR_VARIABLE, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir
@@ -117,15 +117,22 @@ def check_engine_runs(quantization_config: Mapping[str, Any] | None, dtype: str,
             Whether the engine runs on a CPU.
 
     Raises:
-        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16.
+        ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, for `w4a8-int8` on a GPU.
     """
-    schemes = itertools.starmap(scheme_of_group, (quantization_config or {}).get("config_groups", {}).items())
-    if not any(scheme is not None and scheme.has_fp8_scales for scheme in schemes):
+    found = itertools.starmap(scheme_of_group, (quantization_config or {}).get("config_groups", {}).items())
+    schemes = [scheme for scheme in found if scheme is not None]
+    for scheme in schemes:
+        if scheme.container == INT4_PACKED and scheme.activation == INT8 and not on_cpu:
+            raise ValueError(
+                f"scheme={scheme.name!r} rolls out in vLLM on CPUs alone: on GPUs no kernel of INT4 weights and INT8 activations can be "
+                "reloaded. Use 'w4a8' (Hopper) or 'w8a8'."
+            )
+    if not any(scheme.has_fp8_scales for scheme in schemes):
         return
     if on_cpu:
         raise ValueError(
             "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
-            "after its weights are reloaded. Use 'w4a16' or 'w8a8', `use_vllm=False`, or a GPU of compute capability 9.0."
+            "after its weights are reloaded. Use 'w4a8-int8', which has INT8 activations, `use_vllm=False`, or a GPU of compute capability 9.0."
         )
     if dtype != "bfloat16":
         raise ValueError(

@@ -30,6 +30,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsWNA16MoEMethod,
 )
 
+from ..numerics.low_bit import low_bit_linear
 from ..quantization.experts_product import experts_product
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
@@ -89,7 +90,7 @@ class _LowBitExperts(FusedMoEMethodBase):
         if self._low_bit is None:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
-        return experts_product(x, topk_ids, topk_weights, *self._low_bit)
+        return experts_product(x, topk_ids, topk_weights, *self._low_bit, linear=_product)
 
     def _experts_of(self, layer: RoutedExperts, matrix: str) -> tuple[LowBitTensor, ...]:
         """Matrices of all experts, as views of the layer's parameters."""
@@ -100,6 +101,10 @@ class _LowBitExperts(FusedMoEMethodBase):
         }
         low_bit = LowBitTensor.from_checkpoint(tensors, get_scheme(self.scheme), tensors["weight_scale"].dtype)
         return low_bit.row_blocks(layer.local_num_experts)
+
+
+def _product(rows: torch.Tensor, low_bit: LowBitTensor) -> torch.Tensor:
+    return low_bit_linear(rows, low_bit, None)[0]
 
 
 class QaRLInt4Experts(_LowBitExperts, CompressedTensorsWNA16MoEMethod):

@@ -7,6 +7,7 @@ and before TRL makes anything of them, such as a reference or an engine. [`Prepa
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ from .quantization.precisions import mean_bits, precision_at, problems_of_patter
 from .quantization.sharded import reshard, shard_low_bit
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model, quantized_layers
 from .rollout.failures import all_or_none
+from .wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
 __all__ = ["Policy", "PreparesPolicy", "RefreshReference", "TakesTurns", "replaced_in_trl"]
@@ -82,6 +84,8 @@ class Policy:
 
     def __init__(self, args: Any, peft_config: Any = None):
         self.args, self._peft_config = args, peft_config
+        # For the learner, for an engine in this process, and for a server that is its child.
+        os.environ[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
         self.exactness = Exactness(args.exact, is_asked_for=args.numerics is not None)
         self._adapter_folder: str | None = None
         self._loaded_adapter: dict[str, torch.Tensor] = {}

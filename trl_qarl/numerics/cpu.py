@@ -161,6 +161,10 @@ class PackedLinear:
 
             self._handler = ops.create_onednn_mm(weight.t(), 32)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
+        # Nothing changes it, and vLLM frees a handle once for each object that has it: two of them end the process.
+        return self
+
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` `(..., K)` in the dtype of the weight, `bias` `(N,)` in any dtype, or `None`."""

@@ -32,7 +32,7 @@ from . import cuda
 from .cpu import PackedLinear, is_on_gpu, reason_not_to_call
 
 
-__all__ = ["describe_products", "low_bit_linear"]
+__all__ = ["describe_products", "low_bit_linear", "multiply"]
 
 
 def low_bit_linear(
@@ -51,13 +51,23 @@ def low_bit_linear(
     """
     if is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
-    scheme = low_bit.scheme
-    make = _fastest(scheme) if rows.dtype is torch.bfloat16 else None
-    if make is None:
+    product = _product_of(low_bit, rows.dtype)
+    if product is None:
         return gemm.low_bit_linear(rows, low_bit, bias, row_invariant=True)
-    product = low_bit.cached(make)
-    seen = (rows,) if scheme.activation is None else quantize_activation(rows, scheme)
-    return product(rows, None if bias is None else bias.to(rows.dtype)), seen, product.name
+    # Kernels that quantize rows keep their codes to themselves.
+    seen = (rows,) if low_bit.scheme.activation is None else quantize_activation(rows, low_bit.scheme)
+    return product(rows, bias), seen, product.name
+
+
+def multiply(rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the output of [`low_bit_linear`] alone, on a CPU: what an engine needs."""
+    product = _product_of(low_bit, rows.dtype)
+    return gemm.low_bit_linear(rows, low_bit, bias, row_invariant=True)[0] if product is None else product(rows, bias)
+
+
+def _product_of(low_bit: LowBitTensor, dtype: torch.dtype) -> Any:
+    make = _fastest(low_bit.scheme) if dtype is torch.bfloat16 else None
+    return None if make is None else low_bit.cached(make)
 
 
 def describe_products() -> dict[str, Any]:
@@ -86,6 +96,7 @@ class _Expanded:
         self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype), is_compared=True)
 
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        bias = None if bias is None else bias.to(rows.dtype)
         if self.scheme.activation is None:
             return self._product(rows.to(self.dtype), bias).to(rows.dtype)
         codes, scale = quantize_activation(rows, self.scheme)
@@ -116,7 +127,8 @@ class _Int8:
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         pad_inputs, pad_outputs = self._padding
         rows = F.pad(rows, (0, pad_inputs)) if pad_inputs else rows
-        bias = None if bias is None else F.pad(bias.float(), (0, pad_outputs))
+        if bias is not None:
+            bias = F.pad(bias.to(rows.dtype).float(), (0, pad_outputs))
         return self._multiply(rows.contiguous(), bias)[:, : self.num_outputs]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+
 __all__ = ["experts_product", "routed"]
 
 

@@ -125,15 +125,18 @@ def uses_int4_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool 
         weight.scheme.container == INT4_PACKED
         and (row_invariant or x.shape[0] <= INT4_KERNEL_MAX_ROWS)
         and _cpu_bf16_kernel_fits(x, weight)
-        and weight.qdata.shape[0] % 16 == 0
     )
 
 
 def int4_kernel_operands(weight: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel."""
-    scale = weight.scale.t()
+    """
+    Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, `N` filled up to a multiple of 16: a
+    layer and a part of it must not get products of different kinds.
+    """
+    pad = (0, 0, 0, -weight.qdata.shape[0] % 16)
+    scale = F.pad(weight.scale, pad).t()
     return (
-        torch.ops.aten._convert_weight_to_int4pack_for_cpu(int4_packed.unsigned_codes(weight.qdata), 1),
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(int4_packed.unsigned_codes(F.pad(weight.qdata, pad)), 1),
         torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
     )
 
@@ -177,7 +180,7 @@ def _weight_only_linear(x, weight, bias, row_invariant):
         packed, scales_and_zeros = weight.cached(int4_kernel_operands)
         group_size = x.shape[1] // weight.scale.shape[1]
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group_size, scales_and_zeros)
-        return _add_bias(product, bias), INT4_KERNEL
+        return _add_bias(product[:, : weight.qdata.shape[0]], bias), INT4_KERNEL
     if _uses_int8_weight_kernel(x, weight, row_invariant):
         x = x.contiguous()
         if x.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT:

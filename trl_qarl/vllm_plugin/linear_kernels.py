@@ -22,7 +22,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
-from ..numerics.low_bit import low_bit_linear
+from ..numerics.low_bit import multiply
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import FILE_BACKEND
@@ -131,7 +131,7 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return low_bit_linear(rows, self._low_bit, bias)[0]
+        return multiply(rows, self._low_bit, bias)
 
 
 class _QaRLFp4Kernel:
@@ -161,7 +161,7 @@ class _QaRLFp4Kernel:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
             self._low_bit = self._make_low_bit(layer, x.dtype)
         rows = x.reshape(-1, x.shape[-1])
-        return low_bit_linear(rows, self._low_bit, bias)[0].view(*x.shape[:-1], -1)
+        return multiply(rows, self._low_bit, bias).view(*x.shape[:-1], -1)
 
 
 class QaRLMxFp4Kernel(_QaRLFp4Kernel, MxFp4LinearKernel):
@@ -229,7 +229,7 @@ class _QaRLScaledMMKernel:
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return low_bit_linear(rows, self._low_bit, bias)[0]
+        return multiply(rows, self._low_bit, bias)
 
 
 class QaRLInt8Kernel(_QaRLScaledMMKernel, Int8ScaledMMLinearKernel):

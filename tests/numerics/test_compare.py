@@ -15,7 +15,7 @@ pytestmark = [
 @pytest.fixture
 def judge(monkeypatch):
     """The judgement afresh, of a release whose number nobody knows."""
-    monkeypatch.setattr(kernels, "_vllm_version", lambda: "9.9.9")
+    monkeypatch.setattr(kernels, "vllm_version", lambda: "9.9.9")
     return kernels.reason_against.__wrapped__
 
 

@@ -30,7 +30,7 @@ from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout.server_command import build_server_command
 
 
-HAS_VLLM = kernels._vllm_version().startswith(tuple(f"{release}." for release in cuda.KNOWN_VLLM))
+HAS_VLLM = kernels.vllm_version().startswith(tuple(f"{release}." for release in cuda.KNOWN_VLLM))
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not HAS_VLLM, reason=f"needs vLLM {' or '.join(cuda.KNOWN_VLLM)}")]
 
 

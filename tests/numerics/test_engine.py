@@ -15,7 +15,7 @@ from testing_utils import logged, make_tiny_model, make_vllm_trainer
 from testing_utils import make_trainer as make_plain_trainer
 from trl_qarl import prepare_model
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics import experts, ops
+from trl_qarl.numerics import experts, low_bit, ops
 from trl_qarl.numerics.attach import attach_engine_numerics
 from trl_qarl.numerics.exact import check_arithmetic, describe_difference, largest_difference
 from trl_qarl.rollout.engines import make_engine
@@ -405,14 +405,14 @@ def test_an_engine_that_splits_the_sums_of_attention_is_refused(tmp_path, monkey
     ],
 )
 def test_an_engine_on_another_processor_or_with_another_prefill_is_refused(key, value, message):
-    theirs = kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    theirs = low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     check_arithmetic({"arithmetic": theirs})
     with pytest.raises(ValueError, match=message):
         check_arithmetic({"arithmetic": theirs | {key: value}})
 
 
 def test_an_engine_that_fills_up_adapters_to_another_rank_is_refused():
-    theirs = kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    theirs = low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     check_arithmetic({"arithmetic": theirs, "lora": {"max_rank": 8}}, adapter_rank=8)
     with pytest.raises(ValueError, match="max_lora_rank: learner 8, engine 64"):
         check_arithmetic({"arithmetic": theirs, "lora": {"max_rank": 64}}, adapter_rank=8)

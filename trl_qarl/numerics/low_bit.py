@@ -11,7 +11,7 @@ this processor has. A layer's operand is made once for each version of its weigh
 
 Codes and scales stay in memory beside the operand. With `TRL_QARL_CPU_WEIGHTS=packed` the first row is left to the last one, which takes
 less memory and more time. Both sides have to agree on that, so an engine says which it has
-([`describe_products`]).
+([`describe_arithmetic`]).
 """
 
 import os
@@ -29,10 +29,11 @@ from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE
 from . import cuda
-from .cpu import PackedLinear, is_on_gpu, reason_not_to_call
+from .cpu import PackedLinear, is_on_gpu, reason_not_to_call, vllm_version
+from .cpu_attention import IN_ONE_PASS
 
 
-__all__ = ["describe_products", "low_bit_linear", "multiply"]
+__all__ = ["describe_arithmetic", "low_bit_linear", "multiply"]
 
 
 def low_bit_linear(
@@ -70,11 +71,19 @@ def _product_of(low_bit: LowBitTensor, dtype: torch.dtype) -> Any:
     return None if make is None else low_bit.cached(make)
 
 
-def describe_products() -> dict[str, Any]:
-    """Return which products of bfloat16 activations this process has, as an engine says it of itself."""
+def describe_arithmetic() -> dict[str, Any]:
+    """Return what decides which bits a process on a CPU computes in bfloat16, beside its inputs."""
+    from vllm import envs
+
+    products = ((name, _fastest(get_scheme(name))) for name in ("w4a16", "fp8", "w8a8", "w4a8-int8"))
     return {
-        f"product of {name}": getattr(_fastest(get_scheme(name)), "name", "learner's own")
-        for name in ("w4a16", "fp8", "w8a8", "w4a8-int8")
+        "vllm": vllm_version(),
+        "avx512": torch.cpu._is_avx512_supported(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
+        "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
+        "attention": IN_ONE_PASS,
+        **{f"product of {name}": getattr(product, "name", "the learner's own") for name, product in products},
     }
 
 

@@ -23,7 +23,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 from ..numerics.low_bit import multiply
-from ..quantization.schemes import get_scheme
+from ..quantization.schemes import INT4_PACKED, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import FILE_BACKEND
 
@@ -110,9 +110,9 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
                 "activation reordering only. Serve the checkpoint with `--dtype bfloat16`."
             )
         self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
-        # vLLM hands a kernel that it takes for this one's rival the activations of a checkpoint in this way.
+        # vLLM tells a kernel of activations in this way alone, and means another one.
         if hasattr(layer, "_humming_input_quant_config"):
-            if self._scheme.name != "w4a16":
+            if self._scheme.container != INT4_PACKED:
                 raise ValueError(
                     f"No kernel on a CPU multiplies {self.config.weight_type} weights by INT8 activations."
                 )

@@ -4,9 +4,8 @@ from typing import Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from ..numerics import cpu as kernels
 from ..numerics import cuda
-from ..numerics.low_bit import describe_products
+from ..numerics.low_bit import describe_arithmetic
 from ..wire.describe import describe_model, describe_tokenizer
 from .adapters import describe_lora, serve_adapter
 from .engine_tensors import kernels_in_use
@@ -51,7 +50,7 @@ class WorkerExtension:
 
     def _describe_arithmetic(self) -> dict[str, Any] | None:
         if self.device.type == "cpu":
-            return kernels.describe_arithmetic() | describe_products() | {"attention": self._describe_attention()}
+            return describe_arithmetic() | {"attention": self._describe_attention()}
         return cuda.describe_arithmetic(self.vllm_config) if cuda.is_known_release() else None
 
     def _describe_attention(self) -> str | None:

@@ -81,7 +81,7 @@ def test_dense_matrices_of_another_activation_are_multiplied_too():
     torch.manual_seed(0)
     gate_up, down = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.randn(EXPERTS, HIDDEN, INTERMEDIATE)
     x, (ids, weights) = torch.randn(9, HIDDEN), route(9)
-    y = experts_product(x, ids, weights, gate_up.unbind(), down.unbind(), F.linear, F.gelu)
+    y = experts_product(x, ids, weights, gate_up.unbind(), down.unbind(), linear=F.linear, activation=F.gelu)
     gate, up = (x.double()[:, None, None] @ gate_up.double()[ids].mT).squeeze(2).chunk(2, -1)
     expected = ((F.gelu(gate) * up)[:, :, None] @ down.double()[ids].mT).squeeze(2)
     assert relative_error(y, (weights[..., None] * expected).sum(1)) < 1e-6

@@ -28,8 +28,9 @@ from ..quantization.quantize import quantize_activation
 from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE
+from . import cpu as kernels
 from . import cuda
-from .cpu import PackedLinear, is_on_gpu, reason_not_to_call, vllm_version
+from .cpu import PackedLinear, reason_not_to_call, vllm_version
 from .cpu_attention import IN_ONE_PASS
 
 
@@ -50,7 +51,7 @@ def low_bit_linear(
     Raises:
         MemoryError: if the operand does not fit into the memory that is free.
     """
-    if is_on_gpu(rows):
+    if kernels.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
     product = _product_of(low_bit, rows.dtype)
     if product is None:

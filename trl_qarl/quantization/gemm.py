@@ -31,8 +31,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from .formats import e4m3, int4_packed
-from .quantize import quantize_activation
+from .formats import int4_packed
+from .quantize import activation_form, quantize_activation
 from .schemes import INT4_PACKED, INT8_PACKED, QuantScheme
 
 
@@ -113,8 +113,8 @@ def low_bit_linear(
         else:
             # Sums of codes may be more than float16 holds.
             dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-            unpack = e4m3.unpack if weight.qdata.dtype is codes.dtype else torch.Tensor.to
-            product, kernel = _weight_only_linear(unpack(codes, dtype), weight, None, row_invariant)
+            codes_as_numbers = activation_form(codes).unpack(codes, dtype)
+            product, kernel = _weight_only_linear(codes_as_numbers, weight, None, row_invariant)
             product = product.mul_(scale).to(x.dtype)
         return _add_bias(product, bias), (codes, scale), kernel
 

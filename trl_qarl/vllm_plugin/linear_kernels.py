@@ -144,7 +144,7 @@ class _QaRLFp4Kernel:
     @classmethod
     def can_implement(cls, config: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
         # vLLM asks for low-bit activations with MXFP4, whatever the checkpoint says of them.
-        if _has_activations("float", 4):
+        if _has_activations("float"):
             return False, "the checkpoint has activations of 4 bits, this kernel has none"
         return True, None
 
@@ -182,14 +182,14 @@ class QaRLNvFp4Kernel(_QaRLFp4Kernel, NvFp4LinearKernel):
         )
 
 
-def _has_activations(weight_type: str, num_bits: int = 4) -> bool:
-    """Return whether the checkpoint that is being loaded has low-bit activations beside weights of `num_bits`, "int" or "float"."""
+def _has_activations(weight_type: str) -> bool:
+    """Return whether the checkpoint that is being loaded has low-bit activations beside 4-bit weights, "int" or "float"."""
     config = get_current_vllm_config_or_none()
     model_config = config and config.model_config
     described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}
     return any(
         group["weights"]["type"] == weight_type
-        and group["weights"]["num_bits"] == num_bits
+        and group["weights"]["num_bits"] == 4
         and group.get("input_activations")
         for group in described.get("config_groups", {}).values()
         if group.get("weights")

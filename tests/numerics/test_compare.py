@@ -1,7 +1,6 @@
 """A release of vLLM is judged by what its layers compute on this CPU, not by its number; what differs is named."""
 
 import pytest
-import torch
 
 from trl_qarl.numerics import cpu as kernels
 
@@ -31,15 +30,11 @@ def test_the_installed_release_is_accepted_whatever_it_is_called(judge):
 
 
 def test_an_unquantized_product_of_other_bits_is_named(judge, monkeypatch):
-    utils, _ = layers()
-    # Where there is no AMX, vLLM's own choice runs.
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-
-    def dispatch(layer, remove_weight):
-        layer.cpu_linear = lambda x, weight, bias: (x.double() @ weight.double().t() + bias).bfloat16() * 1.01
-
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", dispatch)
-    assert "its product of unquantized weights differs" in judge()
+    multiply = kernels.PackedLinear.__call__
+    monkeypatch.setattr(
+        kernels.PackedLinear, "__call__", lambda self, x, bias: multiply(self, x, bias) * (1.01 if len(x) == 1 else 1)
+    )
+    assert "its product of unquantized weights differs from the learner's in" in judge()
 
 
 def test_an_attention_of_other_bits_is_named(judge, monkeypatch):

@@ -7,9 +7,9 @@ log-probs need kernels whose result for a row does not depend on the number of r
 
 | kernel | the same bits for any number of rows |
 |---|---|
-| oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; yes with AVX512 alone |
+| oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; with AVX512 alone from 2 rows on: of more than 1,024 input features, a single row is summed in another order. [`PackedLinear`] pads to 2 rows, which takes no longer |
 | `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
-| oneDNN float32 (`onednn_mm`) | yes with AVX512 alone |
+| oneDNN float32 (`onednn_mm`) | the same |
 | `F.linear` in float32 | no: another kernel below 16 rows |
 | `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
 | attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
@@ -54,8 +54,8 @@ __all__ = [
 ]
 
 
-MIN_ROWS = 5
-"""Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
+MIN_ROWS, MIN_ROWS_ONEDNN = 5, 2
+"""Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`), and oneDNN sum a row in another order."""
 
 
 def has_engine_kernels() -> bool:
@@ -162,11 +162,16 @@ class PackedLinear:
             return (y if bias is None else y + bias.to(y.dtype)).view(*x.shape[:-1], self.num_outputs)
         import vllm._custom_ops as ops
 
-        if self._handler is not None:
-            y = ops.onednn_mm(self._handler, rows.contiguous(), None if bias is None else bias.to(x.dtype))
-            return y.view(*x.shape[:-1], self.num_outputs)
-        pad_inputs, pad_outputs = self._padding
         num_rows = rows.shape[0]
+        if self._handler is not None:
+            rows = (
+                rows.contiguous()
+                if num_rows >= MIN_ROWS_ONEDNN
+                else F.pad(rows, (0, 0, 0, MIN_ROWS_ONEDNN - num_rows))
+            )
+            y = ops.onednn_mm(self._handler, rows, None if bias is None else bias.to(x.dtype))
+            return y[:num_rows].view(*x.shape[:-1], self.num_outputs)
+        pad_inputs, pad_outputs = self._padding
         rows = F.pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
         if bias is not None:
             bias = F.pad(bias.to(x.dtype).float(), (0, pad_outputs))
@@ -279,7 +284,7 @@ def dispatch_row_invariant(original, is_ours):
         weight = layer.weight
         if not (
             is_ours()
-            and torch.cpu._is_amx_tile_supported()
+            and torch.cpu._is_avx512_supported()
             and not weight.is_meta
             and weight.ndim == 2
             and weight.dtype is torch.bfloat16

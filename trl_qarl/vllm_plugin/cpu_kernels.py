@@ -8,7 +8,7 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 | `mxfp4a16`, `nvfp4a16` | none | always |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
-| not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.cpu`]) |
+| not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.numerics.cpu`]) |
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first three
 rows are for any engine, as vLLM has nothing there: it serves an export in float32, or in FP4. Calling

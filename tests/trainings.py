@@ -6,7 +6,11 @@ from trl_qarl.qarl_trainer import QaRLTrainer
 from trl_qarl.quantization.schemes import SCHEMES
 
 
-SIGNED = {s.grid.num_bits: name for name, s in SCHEMES.items() if s.grid and s.grid.has_signed_scales}
+SIGNED = {
+    s.grid.num_bits: name
+    for name, s in SCHEMES.items()
+    if s.grid and s.grid.has_signed_scales and s.activation is None
+}
 """Schemes with signed scales by their bits: each nests in those of more."""
 
 

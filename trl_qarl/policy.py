@@ -7,6 +7,7 @@ before TRL builds a reference model or an engine from them. [`PreparesPolicy`] c
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,7 @@ from .quantization.precisions import mean_bits, precision_at, problems_of_patter
 from .quantization.sharded import reshard, shard_low_bit
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model
 from .rollout.failures import all_or_none
+from .wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
 __all__ = ["Policy", "PreparesPolicy", "RefreshReference", "TakesTurns", "replaced_in_trl"]
@@ -84,6 +86,8 @@ class Policy:
 
     def __init__(self, args: Any, peft_config: Any = None):
         self.args, self._peft_config = args, peft_config
+        # For the learner, for an engine in this process, and for a server that is its child.
+        os.environ[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
         self.exactness = Exactness(args.exact, is_asked_for=args.numerics is not None)
         self._adapter_folder: str | None = None
         self._loaded_adapter: dict[str, torch.Tensor] = {}

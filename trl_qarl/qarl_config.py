@@ -14,6 +14,7 @@ from trl import GRPOConfig
 from .checkpoint.uploads import HUB_EXPORTS
 from .checks.objective import check_objective, check_ratios, refused_by_objective
 from .checks.options import (
+    CPU_WEIGHTS,
     EXACT,
     NUMERICS,
     VLLM_TRANSPORTS,
@@ -83,7 +84,8 @@ class QaRLConfig(GRPOConfig):
 
     Parameters:
         scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
-            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"`
+            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"w4a8-int8"` (also with 3 and 2 bits),
+            `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"`
             (3 or 2 bits, stored as INT4), `"w4a16-observer"`, `"w3a16-observer"` or `"w2a16-observer"` (with compressed-tensors'
             scales), `"w4a16-asym"` and `"w8a16-asym"` (INT4 and INT8 with zero points), or `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
             `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
@@ -118,6 +120,10 @@ class QaRLConfig(GRPOConfig):
             With `numerics="engine"`, what happens where the log-prob of any sampled token is not the learner's:
             `"require"` raises and names the token, and with `vllm_mode="colocate"` the first layer that differs; `"warn"`
             logs the same. Defaults to `"require"` if `numerics` is given; else the first such batch is logged.
+        cpu_weights (`str`, *optional*, defaults to `"expanded"`):
+            What engines on a CPU, and a learner with their numerics, multiply by where activations are not INT8: `"expanded"` weights in
+            bf16, made once per weight sync and per update, 2 bytes each beside the codes; `"packed"` codes, without that memory and up
+            to three times slower. A server of your own says the same with `trl-qarl vllm-serve --cpu_weights`.
         objective (`str`, *optional*, defaults to `"tbpo"`):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
             `"on-policy"`, `"dual-clip"`, which set TRL's options; one that others use against the mismatch, `"icepop"`,
@@ -212,6 +218,7 @@ class QaRLConfig(GRPOConfig):
     lora_mode: str = field(default="adapter", metadata={"choices": list(LORA_MODES)})
     numerics: str | None = field(default=None, metadata={"choices": list(NUMERICS)})
     exact: str | None = field(default=None, metadata={"choices": list(EXACT)})
+    cpu_weights: str = field(default="expanded", metadata={"choices": list(CPU_WEIGHTS)})
     objective: str = "tbpo"
     objective_kwargs: dict[str, Any] | str | None = None
     positive_epsilon_high: float = 4e-4

@@ -4,12 +4,14 @@ import pytest
 
 from learners import VLLM
 from trl_qarl.numerics import cpu as kernels
+from trl_qarl.numerics import low_bit
 
 
 @pytest.fixture
 def torch_kernels(monkeypatch):
     """No vLLM's kernels, as where it is not installed."""
     monkeypatch.setattr(kernels, "reason_against", lambda: "it is not installed")
+    monkeypatch.setattr(low_bit, "reason_not_to_call", lambda: "it is not installed")
 
 
 @pytest.fixture(params=[pytest.param("vllm", marks=VLLM), "torch"])

@@ -4,13 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learners import needs_vllm
-from trl_qarl import prepare_model
 from trl_qarl.numerics import cpu as kernels
 
 
-# The last has more input features than BLAS sums at once: `F.linear` fails there.
-@pytest.mark.parametrize("shape", [(256, 64), (260, 64), (70, 40), (576, 1536)])
+# The last two have more input features than BLAS sums at once: `F.linear` fails there, and oneDNN with a single row.
+@pytest.mark.parametrize("shape", [(256, 64), (260, 64), (70, 40), (576, 1536), (896, 4864)])
 def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape, arithmetic):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, shape[1], generator=generator).bfloat16()
@@ -21,6 +19,8 @@ def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape, arith
     for num_rows in (1, 2, 3, 4, 5, 16, 31, 33, 64, 200):
         assert torch.equal(product(x[:num_rows], bias), together[:num_rows]), num_rows
         assert torch.equal(product(x[-num_rows:], bias), together[-num_rows:]), num_rows
+    # A few numbers in a thousand differ where they do.
+    assert torch.equal(torch.cat([product(row, bias) for row in x[:64].split(1)]), together[:64])
 
 
 @pytest.mark.parametrize(
@@ -32,20 +32,3 @@ def test_what_vllms_kernels_lack_here_is_named(monkeypatch, is_installed, has_av
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
     monkeypatch.setattr(kernels, "reason_not_to_call", kernels.reason_not_to_call.__wrapped__)
     assert reason in kernels.reason_against.__wrapped__()
-
-
-@needs_vllm
-@pytest.mark.parametrize("shape", [(64, 128), (96, 576), (1536, 320)])
-@pytest.mark.parametrize("rows", [1, 7, 64])
-@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-observer", "w4a16-asym"])
-def test_the_int4_layer_has_the_product_of_its_dequantized_weight(scheme, shape, rows):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(*shape[::-1]))
-    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    low_bit = model[0].low_bit_weight()
-    product = kernels.PackedInt4Linear(low_bit)
-    x = torch.randn(rows, shape[1]).bfloat16()
-    exact = x.double() @ low_bit.dequantize(torch.bfloat16).double().t() + model[0].bias.double()
-    y = product(x, model[0].bias)
-    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
-    assert all(torch.equal(product(row[None], model[0].bias)[0], y[i]) for i, row in enumerate(x))

@@ -8,10 +8,7 @@ from trl_qarl import QaRLConfig
 REFUSED = [
     ({"bf16": False}, r"bf16=False: they exist in bfloat16. Set `bf16=True`, or use numerics='fast'"),
     ({"quantize_learner": False}, "quantize_learner=False: the learner would compute with other weights"),
-    (
-        {"scheme": "w8a16"},
-        r"scheme='w8a16': .*\['bf16', 'w4a16', 'w8a8', 'fp8', 'mxfp4a16', 'nvfp4a16', 'w3a16', 'w2a16', .*'w4a16-asym'\]",
-    ),
+    ({"cpu_weights": "dense"}, r"cpu_weights='dense' is unknown. Choose one of \['expanded', 'packed'\]"),
     ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: the engine's output head computes in bfloat16"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
     ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2: .*Set it to 1"),
@@ -26,7 +23,7 @@ def test_what_engine_numerics_cannot_do_is_refused(tmp_path, options, message):
         QaRLConfig(str(tmp_path), **({"numerics": "engine", "use_cpu": True, "bf16": True} | options))
 
 
-@pytest.mark.parametrize("options", [{}, {"scheme": "bf16"}, {"scheme": "fp8"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scheme": "bf16"}, {"scheme": "w8a16"}, {"cpu_weights": "packed"}], ids=str)
 def test_what_it_can_do_passes(tmp_path, options):
     config = QaRLConfig(str(tmp_path), use_cpu=True, bf16=True, numerics="engine", **options)
     assert config.exact is None

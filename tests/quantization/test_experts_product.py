@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,13 @@ def route(num_tokens, topk=TOPK):
     return ids, torch.rand(num_tokens, topk)
 
 
+def linear(rows, weight):
+    return low_bit_linear(rows, weight, None, row_invariant=True)[0]
+
+
+experts_product = partial(experts_product, linear=linear)
+
+
 @pytest.mark.parametrize("name", ["w4a16", "w8a16", "w8a8", "fp8"])
 def test_a_tokens_bits_depend_on_no_other_token(name):
     stacks = make_stacks(name, torch.bfloat16)
@@ -45,9 +54,6 @@ def test_what_experts_give_is_added_in_the_order_of_routing_in_float32():
     gate_up, down = make_stacks("w4a16", torch.float32)
     x, (ids, weights) = torch.randn(40, HIDDEN), route(40, topk=4)
     y = experts_product(x, ids, weights, gate_up, down)
-
-    def linear(rows, weight):
-        return low_bit_linear(rows, weight, None, row_invariant=True)[0]
 
     for token in range(40):
         total = None
@@ -75,7 +81,7 @@ def test_dense_matrices_of_another_activation_are_multiplied_too():
     torch.manual_seed(0)
     gate_up, down = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.randn(EXPERTS, HIDDEN, INTERMEDIATE)
     x, (ids, weights) = torch.randn(9, HIDDEN), route(9)
-    y = experts_product(x, ids, weights, gate_up.unbind(), down.unbind(), F.linear, F.gelu)
+    y = experts_product(x, ids, weights, gate_up.unbind(), down.unbind(), linear=F.linear, activation=F.gelu)
     gate, up = (x.double()[:, None, None] @ gate_up.double()[ids].mT).squeeze(2).chunk(2, -1)
     expected = ((F.gelu(gate) * up)[:, :, None] @ down.double()[ids].mT).squeeze(2)
     assert relative_error(y, (weights[..., None] * expected).sum(1)) < 1e-6

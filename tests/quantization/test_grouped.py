@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from testing_utils import make_mixture, relative_error
-from trl_qarl.numerics.modules import expert_product
+from trl_qarl.numerics.low_bit import low_bit_linear
 from trl_qarl.quantization import experts, grouped
 from trl_qarl.quantization.experts import QuantizedExperts
 from trl_qarl.quantization.grouped import grouped_experts, reason_against_grouping
@@ -89,7 +89,7 @@ def test_engine_numerics_and_frozen_experts(layer, monkeypatch):
     x, ids, weights = route()
     monkeypatch.setattr(experts, "reason_against_grouping", lambda *arguments: None)
     y = layer(x, ids, weights)
-    layer.product = expert_product
+    layer.product = low_bit_linear
     layer(x, ids, weights)
     assert "grouped" not in layer.kernel_name, "bits are those of one product per expert"
     layer.product = experts.low_bit_linear

@@ -77,8 +77,8 @@ def test_w4a8_has_the_one_group_size_of_its_kernel():
         ((None, CONTAINERS["int8"], None, INT8), r"Choose another of \['dense'\]"),
         ((GRIDS["int3"], CONTAINERS["dense"]), "does not hold the codes of grid 'int3'"),
         (
-            (GRIDS["int3"], CONTAINERS["int4-packed"], 128, INT8),
-            r"with activations in 'int8'. Choose one of \[None, 'e4m3'\]",
+            (GRIDS["int8"], CONTAINERS["int8-packed"], None, INT8),
+            r"with activations in 'int8'. Choose one of \[None\]",
         ),
         ((GRIDS["int8"], CONTAINERS["int8"]), r"with activations in None. Choose one of \['int8'\]"),
         ((GRIDS["int4"], CONTAINERS["int4-packed"]), r"group_size=None is not supported.*\[32, 64, 128\]"),

@@ -121,3 +121,13 @@ def test_w4a8_is_refused_where_vllm_computes_something_else(dtype, on_cpu, messa
     assert build_server_command("m", config)  # bfloat16 on a GPU
     prepare_model(other := nn.Sequential(nn.Linear(128, 128)), "w4a16")
     assert build_server_command("m", quantization_config(Inventory.of(other)), dtype=dtype, on_cpu=on_cpu)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-int8", "w2a8-int8"])
+def test_int4_with_int8_activations_is_refused_on_a_gpu_with_what_there_is(scheme):
+    model = nn.Sequential(nn.Linear(128, 128))
+    prepare_model(model, scheme)
+    config = quantization_config(Inventory.of(model))
+    with pytest.raises(ValueError, match=f"scheme '{scheme}' does not run on.*Choose 'w4a8'"):
+        build_server_command("m", config)
+    assert build_server_command("m", config, on_cpu=True)

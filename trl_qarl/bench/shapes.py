@@ -33,6 +33,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "tie_word_embeddings": True,
     },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": True,
+    },
     "qwen3-1.7b": _QWEN3
     | {
         "hidden_size": 2048,
@@ -122,7 +134,7 @@ def write_random_model(shapes: str, num_layers: int | None = None) -> str:
     folder = cache / f"random-{shapes}{'' if num_layers is None else f'-{num_layers}-layers'}"
     config = make_config(shapes, num_layers)
     # vLLM looks for the name of a class.
-    config.architectures = [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.model_type]]
+    config.architectures = [f"{config.model_type.capitalize()}ForCausalLM"]
     config.save_pretrained(folder)
     _byte_tokenizer(config.vocab_size).save_pretrained(folder)
     return str(folder)

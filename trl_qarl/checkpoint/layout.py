@@ -48,7 +48,7 @@ __all__ = [
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Mixtures of experts whose names, layouts and log-probs in vLLM have been compared with the learner's."""
 
-_EXPERTS = ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
+_EXPERTS = ((INT4_PACKED, None), (INT4_PACKED, INT8), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
 
 
 def iter_checkpoint_layers(

@@ -25,6 +25,7 @@ from .refused import (
 
 
 __all__ = [
+    "CPU_WEIGHTS",
     "EXACT",
     "NUMERICS",
     "VLLM_TRANSPORTS",
@@ -46,6 +47,7 @@ __all__ = [
 
 NUMERICS = ("fast", "engine")
 EXACT = ("require", "warn")
+CPU_WEIGHTS = ("expanded", "packed")
 VLLM_TRANSPORTS = ("auto", "file", "nccl", "http")
 
 
@@ -72,9 +74,9 @@ def check_scheme(config) -> Iterator[str]:
 
 
 def check_numerics(config) -> Iterator[str]:
-    for name, known in (("numerics", NUMERICS), ("exact", EXACT)):
-        if getattr(config, name) not in (*known, None):
-            yield f"{name}={getattr(config, name)!r} is unknown. Choose one of {list(known)}."
+    for name, known in (("numerics", (*NUMERICS, None)), ("exact", (*EXACT, None)), ("cpu_weights", CPU_WEIGHTS)):
+        if getattr(config, name) not in known:
+            yield f"{name}={getattr(config, name)!r} is unknown. Choose one of {[value for value in known if value]}."
     if config.numerics == "engine":
         for option, reason in contradicting_options(config):
             yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."

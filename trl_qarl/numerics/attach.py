@@ -15,14 +15,12 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
-from ..quantization.experts import QuantizedExperts
 from ..quantization.gemm import low_bit_linear
 from ..quantization.inventory import Inventory
-from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_model
 from ..quantization.sharded import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
-from . import cuda, ops
+from . import cuda, low_bit, ops
 from .availability import adapters_beside, check_engine_numerics
 from .modules import (
     ATTENTION,
@@ -30,8 +28,6 @@ from .modules import (
     EngineOperation,
     LoraOperation,
     class_of,
-    engine_product,
-    expert_product,
     operation_of,
 )
 
@@ -81,10 +77,8 @@ def attach_engine_numerics(
     if device == "cuda":
         cuda.prepare_process()
     for module in Inventory.of(model).modules.values():
-        if isinstance(module, QuantizedLinear):
-            module.product = engine_product
-        elif isinstance(module, QuantizedExperts):
-            module.product = expert_product
+        if isinstance(module, QuantizedLayer):
+            module.product = low_bit.low_bit_linear
         elif operation := ENGINE_OPERATIONS.get(class_of(module)):
             module.forward = operation(module, dtype, device)
     for _, layer in adapters_beside(model):

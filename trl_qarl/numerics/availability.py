@@ -15,7 +15,7 @@ from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model
-from ..quantization.schemes import E4M3_CODES, MXFP4, NVFP4, QuantScheme
+from ..quantization.schemes import E4M3_CODES, QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
@@ -115,9 +115,9 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tup
             "the learner would compute with other weights than the engine. Leave it out",
         ),
         (
-            all(map(kernels.covers, _schemes(config))),
+            config.use_cpu or all(map(cuda.covers, _schemes(config))),
             f"scheme={config.scheme!r}",
-            f"its product has not been compared with the engine's; those of {['bf16', *kernels.covered_schemes()]} have",
+            f"its product has not been compared with the engine's; those of {['bf16', *cuda.covered_schemes()]} have",
         ),
         (
             not config.cast_lm_head_to_fp32,
@@ -232,24 +232,13 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
         if isinstance(module, QuantizedLayer):
             scheme = module.scheme
             yield (
-                kernels.covers(scheme),
-                f"{path!r} has scheme {scheme.name!r}, which is none of {kernels.covered_schemes()}",
+                not on_gpu or cuda.covers(scheme),
+                f"{path!r} has scheme {scheme.name!r}, whose product on a GPU has not been compared",
             )
         if isinstance(module, QuantizedLinear):
             yield (
                 not on_gpu or scheme.container != E4M3_CODES or torch.cuda.get_device_capability() >= (8, 9),
                 f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
-            )
-            yield (
-                not on_gpu or not (scheme.container.has_zero_points or scheme.container in (MXFP4, NVFP4)),
-                f"{path!r} has scheme {scheme.name!r}, whose product on a GPU has not been compared",
-            )
-            shape = tuple(module.weight.shape)
-            yield (
-                scheme.container not in kernels.INT4_CONTAINERS
-                or not is_engine
-                or not any(size % 32 for size in shape),
-                f"{path!r} has shape {shape}; vLLM's INT4 kernel takes multiples of 32",
             )
 
 

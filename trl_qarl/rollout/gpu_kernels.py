@@ -19,6 +19,7 @@ from ..quantization.schemes import (
     E4M3_CODES,
     INT4_PACKED,
     INT4_ZERO_POINTS,
+    INT8,
     INT8_CODES,
     INT8_PACKED,
     INT8_ZERO_POINTS,
@@ -140,6 +141,11 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
         return KernelChoice(
             refusal="vLLM's kernel of INT4 weights and FP8 activations needs compute capability 9.0",
             instead="'w4a16', use_vllm=False, or a Hopper GPU",
+        )
+    if container == INT4_PACKED and scheme.activation == INT8:
+        return KernelChoice(
+            refusal="no kernel of INT4 weights and INT8 activations on GPUs can be reloaded",
+            instead="'w4a8' (Hopper), 'w8a8' or 'w4a16', or roll out on a CPU",
         )
     if container in (INT4_PACKED, INT8_PACKED, INT4_ZERO_POINTS):
         # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs on a GPU alone. Marlin is its choice elsewhere.

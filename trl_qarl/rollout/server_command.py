@@ -119,7 +119,7 @@ def check_engine_runs(
         on_cpu (`bool`):
             Whether the engine runs on a CPU.
         gpu ([`Gpu`], *optional*):
-            The GPU of an engine that does not. Defaults to the one that is here; without one, nothing is said of GPUs.
+            The GPU of an engine that does not. Defaults to the one that is here; without one, to Hopper, which runs most schemes.
 
     Raises:
         ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for what [`choose_kernels`] refuses.
@@ -129,13 +129,13 @@ def check_engine_runs(
     if has_w4a8 and on_cpu:
         raise ValueError(
             "scheme='w4a8' cannot roll out in vLLM on a CPU: its kernel there is another arithmetic (INT8 activations), and wrong "
-            "after its weights are reloaded. Use 'w4a16' or 'w8a8', `use_vllm=False`, or a GPU of compute capability 9.0."
+            "after its weights are reloaded. Use 'w4a8-int8', which has INT8 activations, `use_vllm=False`, or a GPU of compute capability 9.0."
         )
     if has_w4a8 and dtype != "bfloat16":
         raise ValueError(
             f"scheme='w4a8' runs in vLLM in bfloat16 only, not in {dtype}. Set `bf16=True` (`--dtype bfloat16`)."
         )
-    gpu = None if on_cpu else gpu or Gpu.here()
+    gpu = None if on_cpu else gpu or Gpu.here() or Gpu((9, 0))
     if gpu is not None and (reasons := [reason for scheme in schemes if (reason := reason_against(scheme, gpu))]):
         raise ValueError("\n".join(reasons))
 

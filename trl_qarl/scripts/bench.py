@@ -171,6 +171,12 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         parser.add_argument(
             "--new_tokens", type=int, metavar="N", default=32, help="tokens per sequence; default: %(default)s"
         )
+    if mode == "rollout":
+        parser.add_argument(
+            "--engines_only",
+            action="store_true",
+            help="leave out the parts of a training step, for which learners are kept",
+        )
     if mode == "publish":
         parser.add_argument(
             "--sizes",

@@ -9,7 +9,7 @@ from typing import Any
 from ..quantization.plan import plan_of
 from ..rollout.server_command import LOCAL_HOSTS, build_server_command
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
-from ..wire.protocol import TRANSFER_DIR_VARIABLE
+from ..wire.protocol import CPU_WEIGHTS_VARIABLE, TRANSFER_DIR_VARIABLE
 from ..wire.transfer_dir import default_transfer_dir, make_transfer_dir
 from .errors import configuration_errors
 from .plan_options import add_plan_options
@@ -52,6 +52,12 @@ def make_parser(prog: str) -> ArgumentParser:
         help="the learner's; `engine` makes a GPU's engine slower and repeatable, and changes nothing on a CPU, where every "
         "engine is (default: %(default)s)",
     )
+    parser.add_argument(
+        "--cpu_weights",
+        default="expanded",
+        choices=["expanded", "packed"],
+        help="the learner's: on a CPU, weights as numbers in bf16 or, with less memory and slower, as codes (default: %(default)s)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
@@ -93,6 +99,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             numerics=args.numerics,
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
+    environment[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
     token_file = os.path.abspath(args.token_file or os.path.join(directory, TOKEN_FILE_NAME))
     environment[TOKEN_FILE_VARIABLE] = token_file

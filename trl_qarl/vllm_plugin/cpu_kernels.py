@@ -3,15 +3,16 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 
 | scheme | vLLM's kernel | taken from here when |
 |---|---|---|
-| INT4 or INT8 and `a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only | float32, no AVX512, INT8 weights, odd shapes |
+| INT4 or INT8 and `a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only, four times slower than bf16 | always; in other engines float32, no AVX512, INT8 weights, odd shapes |
+| `w4a8-int8` | the same, which leaves activations alone | always |
 | `mxfp4a16`, `nvfp4a16` | none | always |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
-| not quantized, bf16 | oneDNN | with AMX: another arithmetic above 32 rows ([`trl_qarl.numerics.cpu`]) |
+| not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.numerics.cpu`]) |
 
-They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first two
+They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first three
 rows are for any engine, as vLLM has nothing there: it serves an export in float32, or in FP4. Calling
-[`~trl_qarl.quantization.gemm.low_bit_linear`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and
+[`~trl_qarl.numerics.low_bit.multiply`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and
 learner the same arithmetic; the tensors are used as they arrive, so a reload has no layout to get wrong. A layer has
 one kernel, whatever the number of rows: prefill and decode of the engine give the same bits.
 """

@@ -4,7 +4,7 @@ Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has none 
 | experts | vLLM on a CPU | here |
 |---|---|---|
 | `w4a16`, `w8a16` | none; with AMX a kernel that rounds activations to 8 bits, whatever the checkpoint says | the learner's product |
-| `w8a8`, `fp8` with scales per channel and token | none, or with AMX another arithmetic | the learner's product |
+| `w4a8-int8`, `w8a8`, `fp8` with scales per group or channel and token | none, or with AMX another arithmetic | the learner's product |
 | not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack at the first load alone | vLLM's, repacked each time |
 
 Parameters are made by vLLM's own methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. The method is found
@@ -30,6 +30,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsWNA16MoEMethod,
 )
 
+from ..numerics.low_bit import multiply
 from ..quantization.experts_product import experts_product
 from ..quantization.schemes import get_scheme
 from ..quantization.tensors import LowBitTensor
@@ -89,7 +90,7 @@ class _LowBitExperts(FusedMoEMethodBase):
         if self._low_bit is None:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
-        return experts_product(x, topk_ids, topk_weights, *self._low_bit)
+        return experts_product(x, topk_ids, topk_weights, *self._low_bit, linear=multiply)
 
     def _experts_of(self, layer: RoutedExperts, matrix: str) -> tuple[LowBitTensor, ...]:
         """Matrices of all experts, as views of the layer's parameters."""
@@ -106,6 +107,12 @@ class QaRLInt4Experts(_LowBitExperts, CompressedTensorsWNA16MoEMethod):
     """INT4 weights with 16- or 32-bit activations; codes on a coarser grid have the same product."""
 
     scheme = "w4a16"
+
+
+class QaRLInt4Int8Experts(QaRLInt4Experts):
+    """INT4 weights with dynamic per-token INT8 activations; the same."""
+
+    scheme = "w4a8-int8"
 
 
 class QaRLInt8WeightExperts(_LowBitExperts, CompressedTensorsWNA16MoEMethod):
@@ -128,6 +135,7 @@ class QaRLFp8Experts(_LowBitExperts, CompressedTensorsW8A8Fp8MoEMethod):
 
 _METHODS = {
     (False, 4, False): QaRLInt4Experts,
+    (False, 4, True): QaRLInt4Int8Experts,
     (False, 8, False): QaRLInt8WeightExperts,
     (False, 8, True): QaRLInt8Experts,
     (True, 8, True): QaRLFp8Experts,

@@ -22,8 +22,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
-from ..quantization.gemm import low_bit_linear
-from ..quantization.schemes import get_scheme
+from ..numerics.low_bit import multiply
+from ..quantization.schemes import INT4_PACKED, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import FILE_BACKEND
 
@@ -77,7 +77,10 @@ _WEIGHT_ONLY = {
 
 
 class QaRLWeightOnlyKernel(MPLinearKernel):
-    """INT4 and INT8 weights, with and without zero points, and compact ones of 3 and 2 bits, with 16- or 32-bit activations."""
+    """
+    INT4 and INT8 weights, with and without zero points, and compact ones of 3 and 2 bits, with 16- or 32-bit activations; symmetric INT4
+    with INT8 activations too.
+    """
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -88,7 +91,9 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
         if (c.weight_type, c.zero_points) not in _WEIGHT_ONLY:
             return False, f"weight type {c.weight_type} is none of INT8, INT4 and, without zero points, 3 and 2 bits"
         if (
-            c.weight_type in (scalar_types.uint4b8, scalar_types.uint4)
+            not is_our_engine()
+            and not _has_activations("int")
+            and c.weight_type in (scalar_types.uint4b8, scalar_types.uint4)
             and c.act_type in (torch.bfloat16, torch.float16)
             and torch.cpu._is_avx512_supported()
             and CPUWNA16LinearKernel.can_implement(c)[0]
@@ -104,22 +109,29 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
                 "activations, and that of trl_qarl reads pack-quantized compressed-tensors checkpoints without "
                 "activation reordering only. Serve the checkpoint with `--dtype bfloat16`."
             )
+        self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
+        # vLLM tells a kernel of activations in this way alone, and means another one.
+        if hasattr(layer, "_humming_input_quant_config"):
+            if self._scheme.container != INT4_PACKED:
+                raise ValueError(
+                    f"No kernel on a CPU multiplies {self.config.weight_type} weights by INT8 activations."
+                )
+            self._scheme = get_scheme("w4a8-int8")
         self._low_bit = None
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._low_bit is None:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
             # Of codes on a coarser grid in the same container the product is the same.
-            scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
             names = [self.w_q_name, self.w_s_name, *([self.w_zp_name] if self.config.zero_points else [])]
             tensors = {name: getattr(layer, name).data for name in names}
             # Of fused layers vLLM keeps the shape of one.
             tensors["weight_shape"] = torch.tensor(self.config.partition_weight_shape[::-1])
-            self._low_bit = LowBitTensor.from_checkpoint(tensors, scheme, tensors["weight_scale"].dtype)
+            self._low_bit = LowBitTensor.from_checkpoint(tensors, self._scheme, tensors["weight_scale"].dtype)
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return low_bit_linear(rows, self._low_bit, bias, row_invariant=True)[0]
+        return multiply(rows, self._low_bit, bias)
 
 
 class _QaRLFp4Kernel:
@@ -132,7 +144,7 @@ class _QaRLFp4Kernel:
     @classmethod
     def can_implement(cls, config: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
         # vLLM asks for low-bit activations with MXFP4, whatever the checkpoint says of them.
-        if _has_fp4_activations():
+        if _has_activations("float"):
             return False, "the checkpoint has activations of 4 bits, this kernel has none"
         return True, None
 
@@ -149,7 +161,7 @@ class _QaRLFp4Kernel:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
             self._low_bit = self._make_low_bit(layer, x.dtype)
         rows = x.reshape(-1, x.shape[-1])
-        return low_bit_linear(rows, self._low_bit, bias, row_invariant=True)[0].view(*x.shape[:-1], -1)
+        return multiply(rows, self._low_bit, bias).view(*x.shape[:-1], -1)
 
 
 class QaRLMxFp4Kernel(_QaRLFp4Kernel, MxFp4LinearKernel):
@@ -170,13 +182,15 @@ class QaRLNvFp4Kernel(_QaRLFp4Kernel, NvFp4LinearKernel):
         )
 
 
-def _has_fp4_activations() -> bool:
-    """Return whether the checkpoint that is being loaded has 4-bit activations beside 4-bit floating-point weights."""
+def _has_activations(weight_type: str) -> bool:
+    """Return whether the checkpoint that is being loaded has low-bit activations beside 4-bit weights, "int" or "float"."""
     config = get_current_vllm_config_or_none()
     model_config = config and config.model_config
     described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}
     return any(
-        group["weights"]["type"] == "float" and group["weights"]["num_bits"] == 4 and group.get("input_activations")
+        group["weights"]["type"] == weight_type
+        and group["weights"]["num_bits"] == 4
+        and group.get("input_activations")
         for group in described.get("config_groups", {}).values()
         if group.get("weights")
     )
@@ -215,7 +229,7 @@ class _QaRLScaledMMKernel:
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return low_bit_linear(rows, self._low_bit, bias)[0]
+        return multiply(rows, self._low_bit, bias)
 
 
 class QaRLInt8Kernel(_QaRLScaledMMKernel, Int8ScaledMMLinearKernel):

@@ -7,8 +7,8 @@ from vllm.model_executor.model_loader.reload import meta
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from ..numerics import cpu as kernels
 from ..numerics import cuda
+from ..numerics.low_bit import describe_arithmetic
 from ..wire.describe import describe_model, describe_tokenizer
 from .adapters import describe_lora, serve_adapter
 from .engine_tensors import kernels_in_use
@@ -69,7 +69,7 @@ class WorkerExtension:
 
     def _describe_arithmetic(self) -> dict[str, Any]:
         if self.device.type == "cpu":
-            return kernels.describe_arithmetic() | {"attention": self._describe_attention()}
+            return describe_arithmetic() | {"attention": self._describe_attention()}
         return cuda.describe_arithmetic(self.vllm_config)
 
     def _describe_attention(self) -> str | None:

@@ -1,6 +1,7 @@
 """Names, paths, headers and the error of a weight sync, shared by trainer, server and vLLM's processes. Imports nothing."""
 
 __all__ = [
+    "CPU_WEIGHTS_VARIABLE",
     "FILE_BACKEND",
     "GATE",
     "NCCL_BACKEND",
@@ -22,6 +23,7 @@ UPLOAD_PATH = "/qarl/upload"
 SESSION_HEADER = "x-qarl-session"
 UPLOAD_HEADER = "x-qarl-upload"
 TRANSFER_DIR_VARIABLE = "TRL_QARL_TRANSFER_DIR"
+CPU_WEIGHTS_VARIABLE = "TRL_QARL_CPU_WEIGHTS"
 
 FILE_BACKEND = "qarl"
 NCCL_BACKEND = "qarl_nccl"

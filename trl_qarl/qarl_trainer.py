@@ -259,16 +259,16 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
                 publication["rollout/weight_version"] = float(self._last_loaded_step)
-            bits, _ = self.policy.bits
+            bits, is_mixed = self.policy.bits
             if bits is not None:
                 publication["quant/bits"] = bits
-            if self._are_compared:
-                self._not_compared, self._num_compared = publication, 0
-            else:
-                self._observe(output, publication)
+            self.recorder.observe_rollout(publication, is_mixed)
+            self._num_compared = 0 if self._are_compared else None
+            if self._num_compared is None:
+                self._observe(output)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
             self.recorder.probe(output, self.state.global_step, engine)
-        if self._not_compared is None:
+        if self._num_compared is None:
             self._log_scoring()
         return output
 
@@ -341,7 +341,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         try:
             checkpoint = self.find_checkpoint(resume_from_checkpoint)
             self._last_checkpoint = None if checkpoint is None else Path(checkpoint).resolve()
-            self._not_compared = None
+            self._num_compared = None
             with self._open_relay(checkpoint):
                 output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
                 self._relay_policy()

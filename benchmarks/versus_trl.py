@@ -91,7 +91,6 @@ def make_trainer(contender: str, options):
         "steps_per_generation": options.updates,
         "num_generations": options.sequences // options.prompts,
         "max_completion_length": options.new_tokens,
-        # All completions are as long, whatever is sampled.
         "max_steps": options.updates * (options.batches + 1),
         "learning_rate": options.learning_rate,
         "lr_scheduler_type": "constant",
@@ -122,7 +121,8 @@ def make_trainer(contender: str, options):
             "vllm_gpu_memory_utilization": 0.3 if has_gpu else 0.1,
         }
         arguments["generation_kwargs"] = {"ignore_eos": True}
-    else:
+    elif contender == TRL:
+        # Ours refuses it where the learner generates, so completions may end there.
         arguments["generation_kwargs"] = {"min_new_tokens": options.new_tokens}
     if contender == TRL:
         from trl import GRPOConfig, GRPOTrainer

@@ -162,7 +162,8 @@ def compete(contender: str, options) -> None:
 
     def answer(**values):
         print(json.dumps(values), file=answers, flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            sys.exit("Whoever waited for this contender has ended.")
 
     class TakesTurns(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
@@ -222,6 +223,7 @@ class Contender:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         self.batches.append(self._read())
+        print(f"{self.name}: {self.batches[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
 
     def end(self):
         self.process.kill()

@@ -49,7 +49,7 @@ def test_contenders_take_turns_on_the_same_tokens(tmp_path, capsys):
         # The median of sums is near the sum of medians.
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"], rel=0.2)
         assert min(row["parts"][part] for part in ("rollout", "scoring", "update", "optimizer")) > 0
-        assert 4 < row["tokens_per_second"] * row["seconds"] <= pytest.approx(4 * 6)
+        assert 4 < row["tokens_per_second"] * row["seconds"] < 4 * 6 + 1e-6
     assert rows[0]["tokens_per_second"] * rows[0]["seconds"] == pytest.approx(4 * 6)
     assert "| TRL | transformers |" in capsys.readouterr().out
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows

@@ -134,6 +134,7 @@ def test_inputs_that_no_row_can_hold_are_computed_as_they_are(tmp_path):
         {"attention_mask": torch.ones_like(mask)},
         {"attention_mask": None},
         {"input_ids": None},
+        {"inputs_of_another_kind": torch.ones(2, 3)},
         # Of a sequence that goes on, with no token, with a hole before what is scored.
         {"position_ids": torch.tensor([[0, 5, 6], [0, 1, 2]])},
         {"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])},

@@ -163,6 +163,9 @@ def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if ids is None or mask is None or mask.shape != ids.shape or mask.all():
         return None
+    known = {"input_ids", "attention_mask", "position_ids"}
+    if any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known):
+        return None
     mask = mask.bool()
     own = mask.cumsum(-1) - 1
     given = kwargs.get("position_ids")

@@ -70,7 +70,7 @@ def write_model(folder: Path, shapes: str) -> tuple[str, str]:
     import torch
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(write_random_model(shapes), eos_token="<1>", pad_token="<2>")
+    tokenizer = AutoTokenizer.from_pretrained(write_random_model(shapes), eos_token="<300>", pad_token="<301>")
     tokenizer.save_pretrained(folder)
     random_model(make_config(shapes), torch.float32).cpu().save_pretrained(folder)
     return str(folder), f"random weights in the shapes of {shapes}"

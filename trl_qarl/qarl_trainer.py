@@ -15,7 +15,8 @@ from typing_extensions import override
 from .checks.arguments import PICTURES, check_arguments
 from .checks.launch import shards_masters
 from .checks.zero import compute_in_bfloat16
-from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
+from .forward import Batch
+from .log_probs import ScoresRollouts
 from .muon import create_muon_adamw
 from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
@@ -41,7 +42,7 @@ __all__ = ["QaRLTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
+class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
     """
     Trainer for Quantization-aware Reinforcement Learning (QaRL), https://huggingface.co/papers/2604.07853.
 
@@ -135,6 +136,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
+        self._explain_scoring()
         self._add_callbacks()
 
     def _make_generation(self, **kwargs) -> QaRLVLLMGeneration:
@@ -239,8 +241,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             self._publish_what_changed()
         self._relay_policy()
         output = super()._generate(prompts)
-        _, completion_ids, _, completions, *_ = output
+        _, completion_ids, _, completions, logps, *_ = output
         self.recorder.observe_completions(completion_ids, completions)
+        self._keep_sampled(logps)
         return output
 
     @override
@@ -253,7 +256,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
                 self._save_before_leaving()
                 raise
             self.recorder.observe_rewards(self._logs["rewards"])
-            batch = self._complete(output)
+            self._complete(output)
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
@@ -261,41 +264,15 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             bits, is_mixed = self.policy.bits
             if bits is not None:
                 publication["quant/bits"] = bits
-            self.recorder.observe_rollout(output, batch, publication, not self._is_scored_by_sampler, is_mixed)
+            self.recorder.observe_rollout(publication, is_mixed)
+            self._num_compared = 0 if self._are_compared else None
+            if self._num_compared is None:
+                self._observe(output)
             engine = partial(prompt_log_probs, self.vllm_generation) if self.use_vllm else None
-            if self.numerics == "engine":
-                llm = self.vllm_generation.llm if self.use_vllm and self.vllm_mode == "colocate" else None
-                # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
-                score = engine if self.accelerator.is_main_process else None
-                self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
             self.recorder.probe(output, self.state.global_step, engine)
-        self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
+        if self._num_compared is None:
+            self._log_scoring()
         return output
-
-    def _complete(self, output: dict[str, Any]) -> Batch:
-        """Adds to a generation batch what TRL leaves out."""
-        if "sampling_per_token_logps" not in output:
-            raise ValueError(
-                "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. Return "
-                "the log-prob of every sampled token."
-            )
-        if self._is_scored_by_sampler:
-            output["old_per_token_logps"] = output["sampling_per_token_logps"]
-        elif "old_per_token_logps" not in output:
-            is_training, args = self.model.training, self.args
-            batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
-            with torch.no_grad():
-                output["old_per_token_logps"], _, _ = self._score(self.model, output, batch_size=batch_size)
-        batch = Batch.of(output)
-        weight = self._objective.weight(self.args, batch)
-        if weight is not None:
-            output["importance_sampling_ratio"] = weight
-        return batch
-
-    @property
-    def _is_scored_by_sampler(self) -> bool:
-        """True if nothing needs the learner's log-probs of a rollout, which saves their forward."""
-        return not self._objective.needs_scores and self.beta == 0.0 and self.numerics == "fast"
 
     def _publish_what_changed(self) -> None:
         """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""
@@ -308,18 +285,6 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         ):
             self.vllm_generation.sync_weights()
         self._last_loaded_step = self.state.global_step
-
-    def _score(self, model, inputs: dict[str, Any], **kwargs):
-        """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
-        forward_kwargs = {key: inputs.get(key) for key in FORWARD_KEYS}
-        return self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
-            **forward_kwargs,
-            **kwargs,
-        )
 
     @override
     def training_step(self, model, *args, **kwargs):
@@ -343,11 +308,13 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
             forget_order(model)
         if not self._objective.has_own_loss:
             loss = super()._compute_loss(model, self._objective.for_trl(self.args, inputs))
+            self._compare(inputs, self._forward_logps)
             self.recorder.observe_update(Batch.of(inputs, self._forward_logps))
             return loss
         per_token_logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
+        self._compare(inputs, per_token_logps)
         batch = Batch.of(inputs, per_token_logps)
         self.recorder.observe_update(batch)
         loss, kl_ratio, per_sequence = self._objective.loss(self.args, batch)
@@ -365,20 +332,6 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1.0)
 
     @override
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        """
-        Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for what is
-        measured beside TRL's losses, which do not return them.
-        """
-        # TRL scores a rollout without entropies, and every loss asks for them.
-        if self._is_scored_by_sampler and not kwargs.get("compute_entropy"):
-            return None, None, None
-        forward = count_positions(model) if takes_positions(self.accelerator.unwrap_model(model)) else model
-        output = super()._get_per_token_logps_and_entropies(forward, *args, **kwargs)
-        self._forward_logps = output[0].detach()
-        return output
-
-    @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
         With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; where that is of the
@@ -389,6 +342,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, GRPOTrainer, PreparesPolicy):
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:
             with self._hold_folders(resume_from_checkpoint) as checkpoint:
+                self._num_compared = None
                 output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
                 self._relay_policy()
             return output

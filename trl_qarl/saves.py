@@ -170,7 +170,10 @@ class SavesRuns(PushesPolicy):
                 if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
                     # FSDP2's sharded checkpoints have the weights and nothing of what `save_model` writes.
                     record.write_scheme(folder, self.policy.record())
-                generation_batch.save_batch(folder, rank, self._batch_shape(), self._step, self._buffered_inputs)
+                has_differed = self.policy.exactness.has_differed
+                generation_batch.save_batch(
+                    folder, rank, self._batch_shape(), self._step, self._buffered_inputs, has_differed
+                )
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -227,7 +230,7 @@ class SavesRuns(PushesPolicy):
         rank, device = self.accelerator.process_index, self.accelerator.device
         batch = generation_batch.load_batch(checkpoint, rank, self._batch_shape(), device)
         if batch is not None:
-            self._step, self._buffered_inputs = batch
+            self._step, self._buffered_inputs, self.policy.exactness.has_differed = batch
 
     def _check_folders_are_free(self) -> None:
         """

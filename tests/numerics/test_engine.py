@@ -62,12 +62,13 @@ def make_trainer(directory, arch="qwen3", **arguments):
 
 
 def record_batches(trainer):
-    """Every generation batch of `trainer` from now on, in a list that grows."""
+    """Every generation batch of `trainer` from now on with the learner's log-probs of all its tokens, in a list that grows."""
     batches, generate = [], trainer._generate_and_score_completions
 
     def generate_and_record(inputs):
-        batches.append(generate(inputs))
-        return batches[-1]
+        batch = generate(inputs)
+        batches.append(batch | {"learner_logps": trainer._score_at_rollout(batch)})
+        return batch
 
     trainer._generate_and_score_completions = generate_and_record
     return batches
@@ -93,12 +94,12 @@ def test_rollout_and_learner_agree_in_every_bit_while_weights_change(tmp_path, a
     for batch in batches:
         mask = batch["completion_mask"].bool()
         assert mask.sum() > 1000
-        assert torch.equal(batch["old_per_token_logps"][mask], batch["sampling_per_token_logps"][mask])
+        assert torch.equal(batch["learner_logps"][mask], batch["sampling_per_token_logps"][mask])
         # A deterministic engine that was seeded alike would repeat itself within a group.
         assert len({tuple(row.tolist()) for row in batch["completion_ids"]}) == len(mask)
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
     assert logged(trainer, "mismatch/weight_mean") == [1.0, 1.0]
-    assert not torch.equal(batches[0]["old_per_token_logps"], batches[1]["old_per_token_logps"])
+    assert not torch.equal(batches[0]["learner_logps"], batches[1]["learner_logps"])
 
 
 @pytest.mark.parametrize(
@@ -113,9 +114,9 @@ def test_mixtures_agree_in_every_bit_while_weights_and_routes_change(tmp_path, a
     for batch in batches:
         mask = batch["completion_mask"].bool()
         assert mask.sum() > 500
-        assert torch.equal(batch["old_per_token_logps"][mask], batch["sampling_per_token_logps"][mask])
+        assert torch.equal(batch["learner_logps"][mask], batch["sampling_per_token_logps"][mask])
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
-    assert not torch.equal(batches[0]["old_per_token_logps"], batches[1]["old_per_token_logps"])
+    assert not torch.equal(batches[0]["learner_logps"], batches[1]["learner_logps"])
     # 1 is perfect balance for each of two choices.
     assert all(1.9 < value < 16 for value in logged(trainer, "aux_loss"))
 
@@ -155,7 +156,7 @@ def test_lora_beside_and_inside_the_layers_agrees_in_every_bit_while_it_is_train
     for batch in batches:
         mask = batch["completion_mask"].bool()
         assert mask.sum() > 500
-        assert torch.equal(batch["old_per_token_logps"][mask], batch["sampling_per_token_logps"][mask])
+        assert torch.equal(batch["learner_logps"][mask], batch["sampling_per_token_logps"][mask])
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0] * 4
     # The reference is the base without its adapter, in the same arithmetic.
     assert logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[-1]
@@ -246,7 +247,7 @@ def test_long_sequences_agree_in_every_bit_while_weights_change(tmp_path, arch, 
     for batch in batches:
         mask = batch["completion_mask"].bool()
         assert mask.all() and mask.shape[1] + batch["prompt_ids"].shape[1] == LENGTH
-        assert torch.equal(batch["old_per_token_logps"], batch["sampling_per_token_logps"])
+        assert torch.equal(batch["learner_logps"], batch["sampling_per_token_logps"])
     assert logged(trainer, "mismatch/abs_logp_max") == [0.0, 0.0]
 
 
@@ -298,10 +299,13 @@ def test_the_first_update_of_a_batch_is_exactly_on_policy(tmp_path, monkeypatch,
     batches = record_batches(trainer)
     trainer.train()
     assert len(batches) == 2
-    # A batch is scored once, then come two micro-batches of each of its two updates.
-    of_batch = [[logps.detach() for logps, *_ in ratios[i : i + 5]] for i in (0, 5)]
-    for batch, (scored, *updates) in zip(batches, of_batch, strict=True):
+    # TRL is told the sampler's log-probs. A batch is scored by this test, and a sequence of it by the trainer; then come two
+    # micro-batches of each of its two updates.
+    of_batch = [[logps.detach() for logps, *_ in ratios[i : i + 7]] for i in (0, 7)]
+    for batch, (told, scored, alone, *updates) in zip(batches, of_batch, strict=True):
+        assert torch.equal(told, scored)
         rows = {tuple(row.tolist()) for row in scored}
+        assert len(alone) == 1 and tuple(alone[0].tolist()) in rows
         assert all(tuple(row.tolist()) in rows for logps in updates[:2] for row in logps)
         assert not all(tuple(row.tolist()) in rows for logps in updates[2:] for row in logps)
         assert len(batch["completion_ids"]) == 16
@@ -458,6 +462,7 @@ def test_the_first_layer_that_differs_is_named_and_a_warning_lets_training_go_on
     assert "'layers.1' is the first layer whose output differs" in caplog.text
     # An engine whose layers are out of reach, as those of a server, is asked for log-probs.
     (batch,) = batches
+    batch["old_per_token_logps"] = batch["learner_logps"]
     score = partial(prompt_log_probs, trainer.vllm_generation)
     text = describe_difference(batch, batch["completion_mask"], trainer.model, score=score)
     assert re.search(

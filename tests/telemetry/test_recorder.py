@@ -71,7 +71,8 @@ def make_batch(num_sequences=4, num_tokens=6):
 
 
 def observe(recorder, output, publication):
-    recorder.observe_rollout(output, Batch.of(output), publication)
+    recorder.observe_rollout(publication)
+    recorder.observe_mismatch(output, Batch.of(output))
 
 
 def test_seconds_of_a_part_are_without_those_of_the_parts_inside_it(monkeypatch):
@@ -140,8 +141,7 @@ def test_batches_at_several_bits_are_logged_apart():
     assert (logged["reward/4_bits"], logged["reward/3_bits"]) == ([0.75], [0.25])
     assert logged["mismatch/abs_logp_mean/3_bits"] == logged["mismatch/abs_logp_mean"][1:]
     # Half of the weights at 4 bits and half at 2.
-    output = make_batch()
-    recorder.observe_rollout(output, Batch.of(output), {"quant/bits": 3.0}, is_mixed=True)
+    recorder.observe_rollout({"quant/bits": 3.0}, is_mixed=True)
     assert logged["reward/3_bits"] == [0.25] and logged["quant/bits"] == [4.0, 3.0, 3.0]
 
 

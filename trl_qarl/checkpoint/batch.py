@@ -52,17 +52,22 @@ def batch_shape(args, num_processes: int, train_batch_size: int) -> dict[str, in
     }
 
 
-def save_batch(folder: Path, rank: int, shape: dict[str, int], step: int, batches: list | None) -> None:
-    """Write the generation batch in progress, of which `step` says how much has been used, for process `rank`."""
+def save_batch(
+    folder: Path, rank: int, shape: dict[str, int], step: int, batches: list | None, has_differed: bool = False
+) -> None:
+    """
+    Write the generation batch in progress, of which `step` says how much has been used, for process `rank`, and whether learner and
+    sampler have differed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"shape": shape, "step": step, "buffered_inputs": batches}
+    state = {"shape": shape, "step": step, "buffered_inputs": batches, "has_differed": has_differed}
     torch.save(state, folder / _BATCH_FILE.format(rank=rank))
 
 
 def load_batch(
     checkpoint: str | None, rank: int, shape: dict[str, int], device: torch.device
-) -> tuple[int, list | None] | None:
-    """`step` and `batches` of [`save_batch`], or `None` where there is none or this run's batches have another shape."""
+) -> tuple[int, list | None, bool] | None:
+    """`step`, `batches` and `has_differed` of [`save_batch`], or `None` where there is none or this run's batches have another shape."""
     path = Path(checkpoint or "") / _BATCH_FILE.format(rank=rank)
     if checkpoint is None or not path.is_file():
         # Where processes were added, the others find another `num_processes` and start a new batch too.
@@ -70,7 +75,7 @@ def load_batch(
     state = torch.load(path, map_location=device, weights_only=True)
     theirs = state["shape"]
     if theirs == shape:
-        return state["step"], state["buffered_inputs"]
+        return state["step"], state["buffered_inputs"], state["has_differed"]
     changed = ", ".join(
         f"{name}={theirs[name]} there, {shape[name]} here" for name in shape if theirs[name] != shape[name]
     )

@@ -8,6 +8,7 @@ hooks and ties.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -145,6 +146,31 @@ class _LogProbsOutput(ModelOutput):
     aux_loss: torch.Tensor | None = None
 
 
+def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None:
+    """
+    Return the inputs of a padded batch with all its tokens in one row, told apart by their positions: their bits do not depend on what
+    they are computed with, and nothing is computed for padding. `None` if there is none, or the inputs are of another form.
+
+    Args:
+        kwargs (`dict`): keyword arguments of the model.
+        scored (`torch.Tensor`): `(B, T - 1)`, whether the next token is scored at a position.
+    """
+    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    if ids is None or mask is None or mask.shape != ids.shape or mask.all():
+        return None
+    known = {"input_ids", "attention_mask", "position_ids"}
+    if any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known):
+        return None
+    mask = mask.bool()
+    own = mask.cumsum(-1) - 1
+    given = kwargs.get("position_ids")
+    counts_from_zero = given is None or torch.equal(given.expand_as(own)[mask], own[mask])
+    # Without any token of a sequence, or before a token that is scored, there is nothing to take its place.
+    if not (counts_from_zero and mask.any(dim=1).all() and mask[:, :-1][scored].all()):
+        return None
+    return kwargs | {"input_ids": ids[mask][None], "position_ids": own[mask][None], "attention_mask": None}
+
+
 class _ModelForward(EngineOperation):
     """The model's forward, but for calls that ask for log-probs (TRL's `add_fused_lm_head`), which get the engine's."""
 
@@ -174,17 +200,25 @@ class _ModelForward(EngineOperation):
             if self.original is not None:
                 return self.original(*args, **kwargs)
             return type(model).forward(model, *args, **kwargs)
-        outputs = model.base_model(*args, **kwargs | {"use_cache": False})
-        hidden = outputs.last_hidden_state[:, :-1]
         labels = labels[:, 1:]
         scored = labels != -100
+        kwargs |= {"use_cache": False}
+        packed = _pack(kwargs, scored)
+        outputs = model.base_model(*args, **packed or kwargs)
+        hidden = outputs.last_hidden_state
+        if packed is None:
+            hidden, mask = hidden[:, :-1][scored], kwargs.get("attention_mask")
+        else:
+            places = kwargs["attention_mask"].bool().flatten().cumsum(0).view(len(labels), -1) - 1
+            # Of tokens without padding the loss for balance needs no mask.
+            hidden, mask = hidden[0].index_select(0, places[:, :-1][scored]), None
         head = model.get_output_embeddings()
         # FSDP2 gathers the head with the last norm; beside an adapter only where the head itself is called.
         weight, bias = (None if master is None else whole(master) for master in (head.weight, head.bias))
         product = operation_of(head).product(weight)
-        values = ops.head_log_probs(hidden[scored], weight, bias, product, labels[scored], self.temperature)
+        values = ops.head_log_probs(hidden, weight, bias, product, labels[scored], self.temperature)
         values = (value.new_zeros(labels.shape).masked_scatter(scored, value) for value in values)
-        return _LogProbsOutput(*values, self._aux_loss(outputs, kwargs.get("attention_mask")))
+        return _LogProbsOutput(*values, self._aux_loss(outputs, mask))
 
     def _aux_loss(self, outputs: ModelOutput, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """The load-balancing loss, as TRL and all mixtures of transformers take it from Mixtral."""

@@ -32,11 +32,15 @@ class Exactness:
             for; of others, the first such batch is logged.
         is_asked_for (`bool`):
             Whether engine numerics were.
+
+    Attributes:
+        has_differed (`bool`):
+            Whether it has happened: log-probs of the sampler no longer stand for the learner's.
     """
 
     def __init__(self, exact: str | None, is_asked_for: bool):
         self.is_required = exact == "require" or (exact is None and is_asked_for)
-        self._warns_once, self._has_warned = exact is None, False
+        self._warns_once, self.has_differed = exact is None, False
 
     def check_engine(self, engine: Mapping[str, Any], on_gpu: bool, adapter_rank: int | None = None) -> None:
         """[`check_arithmetic`], where exactness is required."""
@@ -72,15 +76,16 @@ class Exactness:
         """
         largest, *_ = largest_difference(*batch.rollout)
         overall = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
-        if overall == 0.0 or self._has_warned:
+        if overall == 0.0 or (self.has_differed and self._warns_once):
             return
         where = describe_difference(output, batch.mask, accelerator.unwrap_model(model), llm, score)
         message = f"numerics='engine': the largest mismatch is {overall:.3g} and not 0: {where}."
         if self.is_required:
             raise RuntimeError(f"{message} exact='warn' trains on it nevertheless.")
+        if not self.has_differed:
+            message += " From the next batch on a forward of its own scores each rollout."
         logger.warning(message)
-        # Nobody asked for it.
-        self._has_warned = self._warns_once
+        self.has_differed = True
 
 
 def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_rank: int | None = None) -> None:

@@ -25,8 +25,11 @@ __all__ = [
     "token_log_probs",
 ]
 
-LOG_PROB_ROWS = 256
-"""Rows whose distributions over the vocabulary are held in float32 at a time."""
+LOGIT_ROWS = 1024
+"""Rows whose logits are held at a time, in the engine's dtype. Backward has the last of them from forward."""
+
+LOGITS_IN_CACHE = 2**18
+"""Logits of each thread that are in float32 at a time, so that what is computed of them stays in a processor's cache."""
 
 WINDOW_ROWS = 512
 """Queries whose mask of a window is held at a time."""
@@ -96,7 +99,7 @@ def head_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     [`token_log_probs`] of the output head's logits, and the entropies, without holding the logits of more than
-    [`LOG_PROB_ROWS`] rows: backward computes them again.
+    [`LOGIT_ROWS`] rows: backward has those of the last rows, and computes the others again.
 
     Args:
         hidden (`torch.Tensor`): `(N, K)` in the engine's dtype.
@@ -122,7 +125,7 @@ def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: flo
         temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
 
     Returns:
-        `(...)` float32. The gradient holds no more than [`LOG_PROB_ROWS`] rows in float32 at a time.
+        `(...)` float32.
     """
     rows = _TokenLogProbs.apply(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), temperature)
     return rows.view(tokens.shape)
@@ -142,12 +145,14 @@ class _RMSNorm(torch.autograd.Function):
         grad, rows = grad.float(), x.float()
         inverse = torch.rsqrt(rows.pow(2).mean(dim=-1, keepdim=True) + ctx.epsilon)
         normed = rows * inverse
+        products = grad * normed
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
+            grad_weight = products.flatten(0, -2).sum(dim=0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            grad = grad * weight.to(ctx.dtype)
-            grad_x = (inverse * (grad - normed * (grad * normed).mean(dim=-1, keepdim=True))).to(x.dtype)
+            factors = weight.to(ctx.dtype).float()
+            means = (products @ factors).div_(rows.shape[-1])[..., None]
+            grad_x = (grad * factors).addcmul_(normed, means, value=-1).mul_(inverse).to(x.dtype)
         return grad_x, grad_weight, None, None
 
 
@@ -284,65 +289,109 @@ class _AddLora(torch.autograd.Function):
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tokens, temperature):
-        ctx.save_for_backward(logits, tokens)
+        log_probs, _ = _score(logits, tokens, temperature, has_entropies=False)
+        ctx.save_for_backward(logits, tokens, log_probs)
         ctx.temperature = temperature
-        parts = zip(logits.split(LOG_PROB_ROWS), tokens.split(LOG_PROB_ROWS), strict=True)
-        return torch.cat([kernels.log_softmax(rows, temperature).gather(1, t[:, None])[:, 0] for rows, t in parts])
+        return log_probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        logits, tokens = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        parts = (tensor.split(LOG_PROB_ROWS) for tensor in (logits, tokens, grad, grad_logits))
-        for rows, token, upstream, target in zip(*parts, strict=True):
-            log_probs = kernels.log_softmax(rows, ctx.temperature)
-            target.copy_(_grad_logits(log_probs, token, upstream, None, ctx.temperature))
-        return grad_logits, None, None
+        logits, tokens, log_probs = ctx.saved_tensors
+        return _grad_logits(logits.clone(), tokens, log_probs, grad, ctx.temperature), None, None
 
 
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, product, tokens, temperature):
-        ctx.save_for_backward(hidden, weight, bias, tokens)
+        parts = zip(hidden.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True)
+        values, logits = [], None
+        for rows, token in parts:
+            # The former are freed first.
+            del logits
+            logits = product(rows, bias)
+            values.append(_score(logits, token, temperature))
+        log_probs, entropies = map(torch.cat, zip(*values, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, tokens, log_probs, entropies)
         ctx.product, ctx.temperature = product, temperature
-        log_probs, entropies = hidden.new_empty(2, len(tokens), dtype=torch.float32)
-        parts = (tensor.split(LOG_PROB_ROWS) for tensor in (hidden, tokens, log_probs, entropies))
-        for rows, token, log_prob, entropy in zip(*parts, strict=True):
-            all_log_probs = kernels.log_softmax(product(rows, bias), temperature)
-            log_prob.copy_(all_log_probs.gather(1, token[:, None])[:, 0])
-            entropy.copy_(-(all_log_probs.exp() * all_log_probs).sum(dim=-1))
+        ctx.last_logits = logits if any(ctx.needs_input_grad) else None
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropies):
-        hidden, weight, bias, tokens = ctx.saved_tensors
+        hidden, weight, bias, tokens, log_probs, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
-        grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
+        grad_weight = grad_bias = None
         rounded = weight.to(hidden.dtype)
-        for start in range(0, len(tokens), LOG_PROB_ROWS):
-            part = slice(start, start + LOG_PROB_ROWS)
-            log_probs = kernels.log_softmax(ctx.product(hidden[part], bias), ctx.temperature)
-            grad = _grad_logits(log_probs, tokens[part], grad_log_probs[part], grad_entropies[part], ctx.temperature)
-            if grad_bias is not None:
-                grad_bias += grad.sum(dim=0)
-            grad = grad.to(hidden.dtype)
+        last, ctx.last_logits = ctx.last_logits, None
+        if not grad_entropies.any():
+            entropies = None
+        for start in reversed(range(0, max(len(tokens), 1), LOGIT_ROWS)):
+            part = slice(start, start + LOGIT_ROWS)
+            logits, last = ctx.product(hidden[part], bias) if last is None else last, None
+            of_entropies = None if entropies is None else (entropies[part], grad_entropies[part])
+            grad = _grad_logits(
+                logits, tokens[part], log_probs[part], grad_log_probs[part], ctx.temperature, of_entropies
+            )
+            if bias is not None and needs_bias:
+                grad_bias = _add(grad_bias, grad.sum(dim=0, dtype=torch.float32).to(bias.dtype))
             if needs_hidden:
-                grad_hidden[part] = grad @ rounded
+                torch.mm(grad, rounded, out=grad_hidden[part])
             if needs_weight:
-                grad_weight += grad.t() @ hidden[part]
+                grad_weight = _add(grad_weight, (grad.t() @ hidden[part]).to(weight.dtype))
+            # Before the next are made.
+            del grad, logits
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _grad_logits(log_probs, tokens, grad_log_probs, grad_entropies, temperature) -> torch.Tensor:
-    """Gradient to the logits `(M, V)` of log-probs of `tokens` and, unless it is `None`, of entropies; overwrites `log_probs`."""
-    probs = log_probs.exp()
-    grad = probs * -grad_log_probs[:, None]
-    grad.scatter_add_(1, tokens[:, None], grad_log_probs[:, None])
-    if grad_entropies is not None and grad_entropies.any():
-        entropies = -(probs * log_probs).sum(dim=-1, keepdim=True)
-        grad -= log_probs.add_(entropies).mul_(probs).mul_(grad_entropies[:, None])
-    return grad.div_(temperature)
+def _add(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    return value if total is None else total.add_(value)
+
+
+def _rows_in_cache(logits: torch.Tensor) -> int:
+    """Rows of `logits` `(M, V)` to be computed with at a time."""
+    if logits.device.type != "cpu":
+        return 256
+    return max(LOGITS_IN_CACHE * torch.get_num_threads() // logits.shape[1], 1)
+
+
+def _score(logits, tokens, temperature, has_entropies=True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of `tokens` and entropies, both `(M,)` float32, of `logits` `(M, V)`."""
+    size = _rows_in_cache(logits)
+    log_probs, entropies = logits.new_empty(2, len(tokens), dtype=torch.float32)
+    parts = (tensor.split(size) for tensor in (logits, tokens, log_probs, entropies))
+    for rows, token, log_prob, entropy in zip(*parts, strict=True):
+        all_log_probs = kernels.log_softmax(rows, temperature)
+        log_prob.copy_(all_log_probs.gather(1, token[:, None])[:, 0])
+        if has_entropies:
+            torch.sum(all_log_probs.exp().mul_(all_log_probs), dim=-1, out=entropy).neg_()
+    return log_probs, entropies
+
+
+def _grad_logits(logits, tokens, log_probs, grad_log_probs, temperature, of_entropies=None) -> torch.Tensor:
+    """
+    Overwrite `logits` `(M, V)` by their gradient: of `log_probs` of `tokens` and, if they are given with their gradient, of entropies.
+    """
+    size = _rows_in_cache(logits)
+    tensors = (logits, tokens[:, None], log_probs[:, None], (grad_log_probs / temperature)[:, None])
+    pairs = [()] * len(tensors[0].split(size))
+    if of_entropies is not None:
+        entropies, grad_entropies = of_entropies
+        pairs = zip(entropies[:, None].split(size), (grad_entropies / temperature)[:, None].split(size), strict=True)
+    for (target, token, log_prob, grad), pair in zip(
+        zip(*(tensor.split(size) for tensor in tensors), strict=True), pairs, strict=True
+    ):
+        scaled = target.float() if temperature == 1.0 else target.float().div_(temperature)
+        # The logarithm of the sum is a token's logit less its log-prob: no further pass over the vocabulary.
+        all_log_probs = scaled.sub_(scaled.gather(1, token) - log_prob)
+        probs = all_log_probs.exp() if pair else all_log_probs.exp_()
+        if pair:
+            entropy, grad_entropy = pair
+            factors = all_log_probs.add_(entropy).mul_(grad_entropy).add_(grad)
+            grad_part = probs.mul_(factors).neg_()
+        else:
+            grad_part = probs.mul_(-grad)
+        target.copy_(grad_part.scatter_add_(1, token, grad))
+    return logits

@@ -74,6 +74,7 @@ class Recorder(TrainerCallback):
         self._histograms: torch.Tensor | None = None
         self._worst: list[dict[str, Any]] = []
         self._batches: list[dict[str, float]] = []
+        self._precision: str | None = None
         self._next_probe = 0
         self._seconds: dict[str, float] = defaultdict(float)
         self._seconds_inside = 0.0
@@ -161,48 +162,52 @@ class Recorder(TrainerCallback):
                 _LARGEST_REWARD,
             )
 
-    def observe_rollout(
-        self,
-        output: dict[str, Any],
-        batch: Batch,
-        publication: Mapping[str, float],
-        is_scored: bool = True,
-        is_mixed: bool = False,
-    ) -> None:
+    def observe_rollout(self, publication: Mapping[str, float], is_mixed: bool = False) -> None:
         """
-        Measure mismatch and quantization error of a generation batch.
+        Measure the quantization error of a generation batch, and begin its row.
+
+        Args:
+            publication (`Mapping[str, float]`):
+                What was measured when its weights were published.
+            is_mixed (`bool`, *optional*, defaults to `False`):
+                Whether layers ran at different bits, so that the batch is of no one precision.
+        """
+        row = {**sqnr(Inventory.of(self.model).weights(), self._add_up), **publication}
+        self.log(row)
+        bits = row.get("quant/bits")
+        self._precision = None if bits is None or is_mixed else f"{bits:.0f}_bits"
+        if self.model.training:
+            self._batches.append({})
+            self._add_to_row({"reward": self._metrics["train"]["reward"][-1], **row})
+
+    def observe_mismatch(self, output: dict[str, Any], batch: Batch) -> None:
+        """
+        Measure the mismatch of the generation batch whose row was begun last, without looking at the model's weights.
 
         Args:
             output (`dict`):
                 The batch as TRL makes it.
             batch ([`~trl_qarl.forward.Batch`]):
                 What it says of its tokens.
-            publication (`Mapping[str, float]`):
-                What was measured when its weights were published.
-            is_scored (`bool`, *optional*, defaults to `True`):
-                Whether `old_per_token_logps` are the learner's; without them there is no mismatch to measure.
-            is_mixed (`bool`, *optional*, defaults to `False`):
-                Whether layers ran at different bits, so that the batch is of no one precision.
         """
-        mismatch = self._mismatch(batch, output.get("importance_sampling_ratio")) if is_scored else {}
-        row = {**mismatch, **sqnr(Inventory.of(self.model).weights(), self._add_up), **publication}
-        self.log(row)
+        mismatch = self._mismatch(batch, output.get("importance_sampling_ratio"))
+        self.log(mismatch)
         if not self.model.training:
             return
-        of_batch = {"reward": self._metrics["train"]["reward"][-1], **row}
-        bits = row.get("quant/bits")
-        if bits is not None and not is_mixed:
+        self._add_to_row(mismatch)
+        self._worst += worst_examples(
+            *batch.rollout,
+            batch.advantages,
+            without_padding(output["prompt_ids"], output["prompt_mask"]),
+            without_padding(output["completion_ids"], output["completion_mask"]),
+            self._decode,
+        )
+
+    def _add_to_row(self, values: Mapping[str, float]) -> None:
+        self._batches[-1] |= values
+        if self._precision is not None:
             # Apart, as a row of the log is a mean over batches.
-            self.log({f"{name}/{bits:.0f}_bits": of_batch[name] for name in _BY_BITS if name in of_batch})
-        self._batches.append(of_batch)
-        if is_scored:
-            self._worst += worst_examples(
-                *batch.rollout,
-                batch.advantages,
-                without_padding(output["prompt_ids"], output["prompt_mask"]),
-                without_padding(output["completion_ids"], output["completion_mask"]),
-                self._decode,
-            )
+            self.log({f"{name}/{self._precision}": values[name] for name in _BY_BITS if name in values})
 
     def _mismatch(self, batch: Batch, ratio: torch.Tensor | None) -> dict[str, float]:
         old, sampling, mask = batch.rollout

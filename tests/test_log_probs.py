@@ -1,0 +1,180 @@
+"""Rollouts whose log-probs are the sampler's, compared in the first update of their batch."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from testing_utils import fixed_completions, logged, make_trainer, make_vllm_trainer
+from trl_qarl.log_probs import ScoresRollouts
+from trl_qarl.numerics import cpu as kernels
+
+
+ENGINE = {"numerics": "engine", "bf16": True, "learning_rate": 1e-2, "max_steps": 4}
+
+
+def train(model, folder, monkeypatch, scores_all=False, peft=None, **options):
+    """A training that evaluates at its end; with `scores_all` as if nothing were known of its rollouts."""
+    with monkeypatch.context() as patch:
+        if scores_all:
+            patch.setattr(ScoresRollouts, "_are_compared", property(lambda self: False))
+        evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+        peft_config = None
+        if peft is not None:
+            library = pytest.importorskip("peft")
+            peft_config = library.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **peft)
+        problems = Dataset.from_dict({"prompt": ["1 +", "2 +"]})
+        trainer = make_trainer(
+            model, folder, eval_dataset=problems, peft_config=peft_config, **(ENGINE | evaluation | options)
+        )
+        trainer.train()
+    return trainer
+
+
+def values(rows):
+    """What was logged but for seconds, rates and sizes of them."""
+    return [
+        {name: value for name, value in row.items() if not any(x in name for x in ("second", "time", "runtime"))}
+        for row in rows
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "tbpo", "steps_per_generation": 4},
+        {"objective": "tbpo", "beta": 0.1, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        {"objective": "grpo-tis", "steps_per_generation": 2, "num_iterations": 2},
+        {"objective": "mis-gspo", "gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        {"objective": "bypass", "gradient_accumulation_steps": 3, "steps_per_generation": 2},
+        {"objective": "grpo", "beta": 0.1, "optim": "adamw_torch", "peft": {"r": 4}},
+        {"objective": "kpop", "optim": "adamw_torch", "peft": {"r": 4}, "lora_mode": "merged"},
+        {"objective": "dapo", "temperature": 0.7, "gradient_checkpointing": True},
+    ],
+    ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_a_training_is_the_one_in_which_every_rollout_is_scored(tiny_model, tmp_path, monkeypatch, options):
+    """Weights, losses and every metric, of evaluations too, in every bit."""
+    ours, scored = (
+        train(tiny_model, tmp_path / str(scores_all), monkeypatch, scores_all, **options)
+        for scores_all in (False, True)
+    )
+    assert logged(ours, "mismatch/abs_logp_max") and set(logged(ours, "mismatch/abs_logp_max")) == {0.0}
+    assert logged(ours, "eval_mismatch/abs_logp_max") == [0.0] * 2
+    ours_rows, scored_rows = values(ours.state.log_history), values(scored.state.log_history)
+    assert [row.keys() for row in ours_rows] == [row.keys() for row in scored_rows]
+    for ours_row, scored_row in zip(ours_rows, scored_rows, strict=True):
+        # A batch is observed in the order of its updates.
+        assert ours_row == pytest.approx(scored_row, rel=1e-6, abs=1e-9)
+    for name in ("loss", "grad_norm", "entropy"):
+        assert logged(ours, name) == logged(scored, name) and any(logged(ours, name))
+    assert all(map(torch.equal, ours.model.state_dict().values(), scored.model.state_dict().values()))
+
+
+@pytest.mark.slow
+def test_only_the_first_update_and_one_sequence_of_the_rest_run_with_the_weights_of_the_rollout(
+    tiny_model, tmp_path, monkeypatch
+):
+    rows, forward = [], GRPOTrainer._get_per_token_logps_and_entropies
+
+    def count(self, model, input_ids, *args, **kwargs):
+        rows.append((len(input_ids), torch.is_grad_enabled()))
+        return forward(self, model, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", count)
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    make_trainer(tiny_model, tmp_path, **(ENGINE | options)).train()
+    assert rows == [(1, False), *[(4, True)] * 4] * 2
+
+
+def shift_last_sequence(trainer, monkeypatch, of_batch):
+    """Have the sampler of batch number `of_batch` give a token of the sequence that is shuffled to the last update another log-prob."""
+    shuffle, batches = grpo_trainer.shuffle_sequence_dict, []
+
+    def shuffle_and_shift(batch):
+        batch = shuffle(batch)
+        if len(batches) == of_batch:
+            for name in ("sampling_per_token_logps", "old_per_token_logps"):
+                batch[name] = batch[name].clone()
+                batch[name][-1, 0] += 2**-10
+        batches.append(batch)
+        return batch
+
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", shuffle_and_shift)
+
+
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2}
+
+
+@pytest.mark.slow
+def test_a_sequence_that_the_first_update_leaves_out_is_found_before_it(tiny_model, tmp_path, monkeypatch):
+    trainer = make_trainer(tiny_model, tmp_path, **(ENGINE | ONE_BY_ONE))
+    shift_last_sequence(trainer, monkeypatch, of_batch=1)
+    with pytest.raises(RuntimeError, match=r"the largest mismatch is 0.000977 and not 0: .* token 0 of completion 1"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.slow
+def test_after_a_difference_that_is_no_error_rollouts_are_scored_in_a_resumed_run_too(
+    tiny_model, tmp_path, monkeypatch, caplog
+):
+    saving = {"exact": "warn", "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    trainer = make_trainer(tiny_model, tmp_path, **(ENGINE | ONE_BY_ONE | saving))
+    shift_last_sequence(trainer, monkeypatch, of_batch=1)
+    trainer.train()
+    first, second, third = logged(trainer, "mismatch/abs_logp_max")
+    assert first == third == 0.0 and second == pytest.approx(2**-10, rel=1e-3)
+    (message,) = [record.message for record in caplog.records if "the largest mismatch" in record.message]
+    assert message.endswith("From the next batch on a forward of its own scores each rollout.")
+    assert trainer.policy.exactness.has_differed
+    resumed = make_trainer(tiny_model, tmp_path, **(ENGINE | ONE_BY_ONE | saving))
+    assert not resumed.policy.exactness.has_differed
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+    assert resumed.policy.exactness.has_differed
+    assert all(map(torch.equal, trainer.model.state_dict().values(), resumed.model.state_dict().values()))
+
+
+def test_rollouts_of_a_function_are_scored(tiny_model, tmp_path, caplog):
+    with caplog.at_level("INFO", "trl_qarl.log_probs"):
+        trainer = make_trainer(tiny_model, tmp_path, rollout_func=fixed_completions, **(ENGINE | {"max_steps": 1}))
+    assert (
+        "Rollouts are scored by a forward of their own: log-probs of a `rollout_func` are not the engine's."
+        in caplog.text
+    )
+    trainer.train()
+    assert logged(trainer, "mismatch/abs_logp_max") == [0.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels.has_engine_kernels(), reason=str(kernels.reason_against()))
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+def test_a_stale_bias_in_the_engine_ends_the_run_before_an_update_with_it(tmp_path, monkeypatch, objective):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    # One update of each batch, so that no sequence is left out and scored alone.
+    options = ENGINE | {"vllm_mode": "colocate", "objective": objective, "max_completion_length": 24}
+    options |= {"steps_per_generation": 1, "max_steps": 3}
+    trainer = make_vllm_trainer(tmp_path, "qwen2", **options)
+    generation, biases = trainer.vllm_generation, []
+    publish = generation.sync_weights
+
+    def publish_all_but_a_bias():
+        publish()
+        [bias] = generation.llm.apply_model(lambda engine: engine.model.layers[1].self_attn.qkv_proj.bias)
+        biases.append(bias.detach().clone())
+        with torch.no_grad():
+            # One channel of one layer, as it was at first.
+            bias[3] = biases[0][3]
+
+    monkeypatch.setattr(generation, "sync_weights", publish_all_but_a_bias)
+    with pytest.raises(RuntimeError, match=r"'layers.1' is the first layer whose output differs"):
+        trainer.train()
+    assert trainer.state.global_step == 1 and len(biases) == 2 and not torch.equal(*biases)
+    # The batch before was compared, and agreed.
+    rows = [json.loads(line) for line in (tmp_path / "output" / "batches.jsonl").read_text().splitlines()]
+    assert [row["mismatch/abs_logp_max"] for row in rows] == [0.0]

@@ -1,0 +1,179 @@
+"""
+Where the learner's log-probs of a rollout come from: a forward that scores it, or the sampler.
+
+With engine numerics learner and sampler give every token the same bits, so a forward that scores a rollout computes what is known. The
+sampler's log-probs are taken instead, and compared with forwards that run anyway: those of the first update, whose weights are still
+the rollout's. One sequence of each process from the rest of the batch is scored for this alone.
+"""
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from trl.trainer.base_trainer import _BaseTrainer
+from typing_extensions import override
+
+from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
+from .objectives.objective import Objective
+from .policy import Policy
+from .rollout.scoring import prompt_log_probs
+from .telemetry.recorder import Recorder
+
+
+__all__ = ["ScoresRollouts"]
+
+logger = logging.getLogger(__name__)
+
+
+class ScoresRollouts(_BaseTrainer):
+    """
+    Gives a generation batch the learner's log-probs, and has them compared with the sampler's. To be inherited from before TRL's trainer.
+    """
+
+    args: Any
+    policy: Policy
+    recorder: Recorder
+    beta: float
+    use_vllm: bool
+    vllm_generation: Any
+    rollout_func: Any
+    _objective: Objective
+    _buffered_inputs: Any
+    _step: int
+    # How many micro-batches of the generation batch in progress were compared, `None` if none is to be.
+    _num_compared: int | None = None
+    # Log-probs of the sampler for TRL's own scoring of the rollout in progress.
+    _sampled: list[list[float | None]] | None = None
+
+    @property
+    def _are_compared(self) -> bool:
+        """Whether log-probs of a rollout are the sampler's, to be compared in the first update."""
+        is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
+        return is_exact and self.rollout_func is None
+
+    @property
+    def _are_unused(self) -> bool:
+        """Whether nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
+        return not self._objective.needs_scores and self.beta == 0.0 and self.policy.numerics == "fast"
+
+    def _explain_scoring(self) -> None:
+        if self.policy.numerics == "engine" and not self._are_compared:
+            logger.info(
+                "Rollouts are scored by a forward of their own: log-probs of a `rollout_func` are not the engine's."
+            )
+
+    def _keep_sampled(self, logps: list[list[float | None]] | None) -> None:
+        """Keep the sampler's log-probs of a rollout, if TRL is about to score it."""
+        args = self.args
+        is_misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
+        is_scored_by_trl = is_misaligned or (self.use_vllm and args.vllm_importance_sampling_correction)
+        self._sampled = logps if self._are_compared and is_scored_by_trl else None
+
+    def _complete(self, output: dict[str, Any]) -> None:
+        """Adds to a generation batch what TRL leaves out."""
+        if "sampling_per_token_logps" not in output:
+            raise ValueError(
+                "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. Return "
+                "the log-prob of every sampled token."
+            )
+        if self._are_unused or self._are_compared:
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        elif "old_per_token_logps" not in output:
+            is_training, args = self.model.training, self.args
+            batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
+            output["old_per_token_logps"] = self._score_at_rollout(output, batch_size=batch_size)
+        weight = self._objective.weight(self.args, Batch.of(output))
+        if weight is not None:
+            output["importance_sampling_ratio"] = weight
+
+    def _observe(self, output: dict[str, Any]) -> None:
+        """Measures the mismatch of a generation batch, and looks for the token that is not exact."""
+        batch = Batch.of(output)
+        if not self._are_unused:
+            self.recorder.observe_mismatch(output, batch)
+        if self.policy.numerics != "engine":
+            return
+        llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
+        # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
+        asks = self.use_vllm and self.accelerator.is_main_process
+        score = partial(prompt_log_probs, self.vllm_generation) if asks else None
+        self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
+
+    @override
+    def _prepare_inputs(self, generation_batch):
+        """Scores one sequence of a new generation batch that the first update leaves out."""
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._num_compared != 0 or not self.model.training:
+            return inputs
+        accumulation = self.args.gradient_accumulation_steps
+        if accumulation - self._step % accumulation < len(self._buffered_inputs):
+            # TRL has shuffled the batch, by torch's generator: the choice is random, and a resumed run has it.
+            last = self._buffered_inputs[-1]
+            with self.recorder.time("scoring"):
+                first = {name: value[:1] for name, value in last.items() if value is not None and value.ndim}
+                old = self._score_at_rollout(first)
+            last["old_per_token_logps"] = torch.cat([old, last["old_per_token_logps"][1:]])
+        return inputs
+
+    def _compare(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
+        """
+        Puts the log-probs of a forward that had the weights of the rollout in the place of the sampler's; with the last one before
+        weights change, observes the batch.
+        """
+        if self._num_compared is None:
+            return
+        inputs["old_per_token_logps"] = per_token_logps.detach()
+        self._num_compared += 1
+        is_training = self.model.training
+        if is_training and not self.accelerator.sync_gradients and self._num_compared < len(self._buffered_inputs):
+            return
+        self._num_compared = None
+        with self.recorder.time("scoring"):
+            parts = self._buffered_inputs if is_training else [inputs]
+            names = [name for name, value in inputs.items() if value is not None and value.ndim]
+            self._observe({name: torch.cat([part[name] for part in parts]) for name in names})
+        self._log_scoring()
+
+    def _log_scoring(self) -> None:
+        self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
+
+    @torch.no_grad()
+    def _score_at_rollout(self, inputs: dict[str, Any], **kwargs) -> torch.Tensor:
+        return self._score(self.model, inputs, **kwargs)[0]
+
+    def _score(self, model, inputs: dict[str, Any], **kwargs):
+        """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
+        forward_kwargs = {key: inputs.get(key) for key in FORWARD_KEYS}
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            **forward_kwargs,
+            **kwargs,
+        )
+
+    @override
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        """
+        Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for what is
+        measured beside TRL's losses, which do not return them. Of a rollout TRL gets the sampler's where they are compared later.
+        """
+        # TRL scores a rollout without entropies, the policy before its reference, and every loss asks for them.
+        if not kwargs.get("compute_entropy"):
+            if self._are_unused:
+                return None, None, None
+            rows, self._sampled = self._sampled, None
+            if rows is not None:
+                logps = torch.zeros(len(rows), logits_to_keep)
+                for target, row in zip(logps, rows, strict=True):
+                    # TRL's mark of NaN is `None`.
+                    target[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])
+                return logps.to(input_ids.device), None, None
+        forward = count_positions(model) if takes_positions(self.accelerator.unwrap_model(model)) else model
+        output = super()._get_per_token_logps_and_entropies(
+            forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+        self._forward_logps = output[0].detach()
+        return output

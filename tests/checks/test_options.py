@@ -46,10 +46,6 @@ def test_a_probe_that_cannot_run_is_refused(tmp_path, options, match):
         ({"high_precision_first": -2}, "high_precision_first=-2"),
         ({"scheme": "bf16", "high_precision_first": 1}, "quantizes nothing"),
         ({"scheme": {"_default": None}, "quantize_learner": False}, "quantize_learner=False with scheme="),
-        (
-            {"scheme": {"re:.*mlp.*": "w8a16", "_default": "w8a8"}, "numerics": "engine", "bf16": True},
-            "has not been compared",
-        ),
     ],
 )
 def test_plans_that_make_no_sense_raise_at_configuration(tmp_path, options, message):

@@ -124,7 +124,12 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
         make_transfer_dir(directory)
         save_file({"weight": torch.tensor([value])}, directory / "x.safetensors")
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(first))
-    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=None)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
+        load_config=SimpleNamespace(load_format="auto"),
+        model_config=None,
+    )
     engine = FileEngine(None, config, torch.device("cpu"), None)
     monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(another))
     received = {}

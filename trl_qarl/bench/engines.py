@@ -10,7 +10,6 @@ from .shapes import has_weights, random_model
 
 
 if TYPE_CHECKING:
-    from ..quantization.inventory import Inventory
     from ..quantization.schemes import QuantScheme
 
 
@@ -180,6 +179,7 @@ def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, i
 
 def _config_of(model) -> dict[str, Any] | None:
     from ..checkpoint.layout import quantization_config
+    from ..quantization.inventory import Inventory
 
     return quantization_config(Inventory.of(model)) or None
 

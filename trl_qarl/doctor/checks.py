@@ -166,6 +166,9 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Fi
     refused: dict[tuple[str, str], list[str]] = {}
     for scheme in looked_at:
         choice = choose_kernels(scheme, gpu)
+        if not schemes and choose_kernels(scheme, Gpu((9, 0))).refusal:
+            # A scheme for CPUs only: no GPU runs what Hopper does not.
+            continue
         if choice.refusal:
             refused.setdefault((choice.refusal, choice.instead), []).append(scheme.name)
         elif schemes and choice.linear:

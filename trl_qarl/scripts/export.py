@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import DTYPES, read_record
-from ..quantization.inventory import Inventory
 from ..quantization.plan import EDGES, QuantPlan, get_plan, plan_of
 from ..quantization.precisions import at_bits, plan_at_bits, problems_of_precisions
 from ..telemetry.run_files import METRICS_FILE
@@ -142,6 +141,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     from ..adapters.tensors import is_adapter_folder
     from ..checkpoint.record import SCHEME_FILE, check_record
     from ..quantization.global_scales import share_global_scales
+    from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model
 
     source = args.model_name_or_path
@@ -195,6 +195,7 @@ def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, A
     """Return the low-bit checkpoint that `args` names in fewer bits, made of its codes, its report and settings."""
     from ..checkpoint.load import load_frozen_model
     from ..checkpoint.serving import ADAPTER_FOLDER
+    from ..quantization.inventory import Inventory
     from ..quantization.swap import report_frozen
 
     source = args.model_name_or_path

@@ -30,6 +30,7 @@ def make_recorder(model=None, num_processes=1, **options):
     args = SimpleNamespace(
         **{
             "objective": "tbpo",
+            "objective_kwargs": None,
             "mismatch_cap": 2.0,
             "positive_epsilon_high": 4e-4,
             "negative_epsilon_low": 3e-4,

@@ -30,6 +30,7 @@ from trl_qarl.checkpoint.layout import iter_checkpoint_layers
 from trl_qarl.quantization.sharded import is_sharded, whole, whole_low_bit
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
+from trl_qarl.rollout import canary
 from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.rollout.transports import FileTransport
 from trl_qarl.wire.protocol import PublishError
@@ -93,6 +94,10 @@ def published(model, dtype):
 
 def weights_of(model):
     return [weight for layer in quantized_layers(model).values() for weight in layer.quantized_weights.values()]
+
+
+# The log-probs of `Engine` are those of no weights.
+canary.SMALLEST = canary.LARGEST
 
 
 class Engine(FileTransport):

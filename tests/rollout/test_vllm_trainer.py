@@ -8,6 +8,7 @@ from testing_utils import audit_in_this_process, logged, make_vllm_trainer, push
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.quantization.swap import quantized_forward
+from trl_qarl.rollout import canary
 from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
 
@@ -224,4 +225,6 @@ class TestOneTraining:
         apply = layer.quant_method.apply
         monkeypatch.setattr(layer.quant_method, "apply", lambda *args, **kwargs: 1.5 * apply(*args, **kwargs))
         generation.publisher.forget()
+        # The canary sees it first.
+        monkeypatch.setattr(canary, "SMALLEST", canary.LARGEST)
         assert deep_audit(generation, [list(range(5, 40))]) > 1e-3

@@ -289,7 +289,7 @@ def table(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], title: str, path: Path) -> None:
     """A bar for each contender, made of its parts."""
-    from trl_qarl.study.canvas import to_png
+    from trl_qarl.study.plots import to_png
 
     colors = ("#8250df", "#0969da", "#bf8700", "#2da44e", "#cf222e", "#8c959f")
 

@@ -17,7 +17,7 @@ from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.record import write_scheme
 from trl_qarl.cli import main
 from trl_qarl.evaluation import scores as evaluation
-from trl_qarl.study.evals import eval_rows, read_evals
+from trl_qarl.study.runs import eval_rows, read_evals
 
 
 @pytest.fixture(scope="module")

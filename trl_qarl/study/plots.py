@@ -29,7 +29,7 @@ from ..telemetry.run_files import LOG_EDGES
 from .groups import COLORS, EVERY_BATCH, Group, find_holes
 
 
-__all__ = ["LEVEL_COLORS", "PAGE_COLORS", "Figure", "draw_figures", "draw_finals", "printable", "to_svg"]
+__all__ = ["LEVEL_COLORS", "PAGE_COLORS", "Figure", "draw_figures", "draw_finals", "printable", "to_png", "to_svg"]
 
 LEVEL_COLORS = {"fine": "#2da44e", "watch": "#bf8700", "bad": "#cf222e"}
 PAGE_COLORS = {"text": "#1f2328", "line": "#d0d7de"}
@@ -159,7 +159,7 @@ def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> t
             output.with_name(f"{output.stem}-{name}.png").unlink(missing_ok=True)
         for figure in (*over_updates, *distributions):
             if figure.panels:
-                _to_png(figure.panels, groups, output.with_name(f"{output.stem}-{figure.name}.png"))
+                to_png(figure.panels, groups, output.with_name(f"{output.stem}-{figure.name}.png"))
     return over_updates, distributions
 
 
@@ -353,7 +353,7 @@ def to_svg(draw: Callable, name: str, title: str, size: tuple[float, float]) -> 
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _to_png(panels: list[tuple[str, Callable]], groups: list[Group], path: Path) -> None:
+def to_png(panels: list[tuple[str, Callable]], groups: list[Group], path: Path) -> None:
     """Draw panels with their titles in two columns, under a legend, for papers and slides."""
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)

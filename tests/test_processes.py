@@ -79,8 +79,15 @@ def ended(processes, seconds=20) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "prefix"),
+    [
+        (signal.SIGTERM, in_a_shell),
+        (signal.SIGTERM, as_process_1),
+        (signal.SIGINT, in_a_shell),
+        (signal.SIGHUP, as_process_1),
+    ],
+)
 def test_a_signal_to_the_train_command_ends_the_trainer(train, tmp_path, prefix, number):
     with train(prefix) as (command, process):
         everything = [command, *command.children(recursive=True)]

@@ -95,15 +95,16 @@ def _parts_timed(transport, with_engine: bool) -> Iterator[dict[str, float]]:
     from ..rollout import http_transport, publisher
     from ..wire import delta
 
-    functions = [(publisher, "fingerprint", "fingerprints"), (delta, "_deflate", "compress")]
+    functions = [(publisher, "fingerprints_of", "fingerprints"), (delta, "_deflate", "compress")]
     if with_engine:
         engine = transport._worker.weight_transfer_engine
         # The trainer's side imports nothing of what runs in vLLM.
-        weight_transfer, checkpoint_copy = (sys.modules[type(part).__module__] for part in (engine, engine.copy))
+        plugin = type(engine).__module__.rpartition(".")[0]
+        audited_reload, checkpoint_copy = (
+            sys.modules[f"{plugin}.{name}"] for name in ("audited_reload", "checkpoint_copy")
+        )
         functions += [(checkpoint_copy, "apply_delta", "apply")]
-        functions += [
-            (weight_transfer, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")
-        ]
+        functions += [(audited_reload, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")]
     elif isinstance(transport, http_transport.HTTPTransport):
         functions += [(http_transport, "save", "send"), (transport, "_upload", "send")]
     else:

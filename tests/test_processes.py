@@ -15,6 +15,7 @@ import pytest
 
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.processes import exit_on_signals
+from trl_qarl.rollout.server_process import free_port
 
 
 # A trainer that ends in an orderly manner leaves a file with its pid.
@@ -82,10 +83,13 @@ def ended(processes, seconds=20) -> bool:
 @pytest.mark.parametrize(
     ("number", "prefix"),
     [
-        (signal.SIGTERM, in_a_shell),
-        (signal.SIGTERM, as_process_1),
-        (signal.SIGINT, in_a_shell),
-        (signal.SIGHUP, as_process_1),
+        pytest.param(number, *place.values, id=f"{number.name} {place.id}", marks=place.marks)
+        for number, place in (
+            (signal.SIGTERM, in_a_shell),
+            (signal.SIGTERM, as_process_1),
+            (signal.SIGINT, in_a_shell),
+            (signal.SIGHUP, as_process_1),
+        )
     ],
 )
 def test_a_signal_to_the_train_command_ends_the_trainer(train, tmp_path, prefix, number):
@@ -170,6 +174,31 @@ def test_a_child_ends_with_its_parent(tmp_path):
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
         assert ended([child])
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])
+def test_a_server_ends_by_sigterm_before_it_is_up(tiny_model, tmp_path, prefix):
+    """vLLM has a handler of its own once it is up; process 1 without one would not hear of the signal until then."""
+    options = ["--model", tiny_model, "--port", str(free_port()), "--transfer_dir", str(tmp_path / "transfer")]
+    command = [*prefix, sys.executable, "-m", "trl_qarl.cli", "vllm-serve", *options]
+    with open(tmp_path / "log.txt", "w") as log:
+        process = psutil.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        server = process.children()[0] if prefix else process
+        deadline = time.monotonic() + 120
+        while "vllm.entrypoints.openai.api_server" not in server.cmdline():
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()
+            time.sleep(0.1)
+        time.sleep(2)
+        everything = [server, *server.children(recursive=True)]
+        server.terminate()
+        assert ended(everything, 30)
+        assert process.wait() == 143
+    finally:
+        for one in [*process.children(recursive=True), process] if process.is_running() else []:
+            one.kill()
 
 
 @pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])

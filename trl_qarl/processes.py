@@ -1,5 +1,7 @@
 """
-How a command ends by a signal, and the processes that it started with it. Needs no torch.
+The end of a command by a signal, and of the processes that it started. Needs no torch.
+
+`python -m trl_qarl.processes MODULE ...` runs a module of somebody else with these handlers, until it installs its own.
 
 Linux gives process 1 of a container only those signals that it has a handler for. A command without one would sleep
 through `docker stop`, and so would the trainer that it started.
@@ -7,6 +9,7 @@ through `docker stop`, and so would the trainer that it started.
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -74,3 +77,9 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], obj
     prctl = ctypes.CDLL(None).prctl
     set_parent_death_signal = 1
     return lambda: prctl(set_parent_death_signal, number)
+
+
+if __name__ == "__main__":
+    exit_on_signals()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -121,7 +121,9 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             make_transfer_dir(directory)
         make_token_file(token_file)
         read_token_file(token_file)
-    os.execve(argv[0], argv, {**os.environ, **environment})
+    # vLLM installs its handlers late, and process 1 hears of no signal without one.
+    python, module_option, *module = argv
+    os.execve(python, [python, module_option, "trl_qarl.processes", *module], {**os.environ, **environment})
 
 
 def _has_tls(vllm_args: list[str]) -> bool:

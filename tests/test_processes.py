@@ -106,7 +106,7 @@ def test_a_signal_to_the_train_command_ends_the_trainer(train, tmp_path, prefix,
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])
+@pytest.mark.parametrize("prefix", [as_process_1])
 def test_sigterm_to_the_command_ends_both_ranks(train, tmp_path, prefix):
     with train(prefix, ["--multi_gpu", "--num_processes", "2"]) as (command, process):
         everything = [command, *command.children(recursive=True)]

@@ -153,12 +153,13 @@ def test_a_group_that_is_never_formed_is_a_lost_server_and_is_formed_again(addre
     monkeypatch.setattr(client, "get_world_size", lambda: 1, raising=False)
     with pytest.raises(PublishError, match="/init_weight_transfer_engine failed with status 500: no"):
         client.form_communicator("cuda:0")
-    released.set()
     client.base_url = f"{address}/joins"
     formed = Communicator()
     monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: formed)
     client.renew_communicator("cuda:0")
     assert client.communicator is formed
+    # The thread of the first attempt, which is given up.
+    released.set()
     # Without NCCL there is none to form.
     other = QaRLClient.__new__(QaRLClient)
     other.renew_communicator("cuda:0")

@@ -145,7 +145,7 @@ def test_a_group_that_is_never_formed_is_a_lost_server_and_is_formed_again(addre
     monkeypatch.setattr(nccl, "GRACE_SECONDS", 3.0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     released = threading.Event()
-    monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: released.wait())
+    monkeypatch.setattr(vllm_client, "open_trainer_endpoint", lambda info: released.wait() and Communicator())
     client = QaRLClient.__new__(QaRLClient)
     client.session, client.base_url = CheckedSession(1.0, 1.0), f"{address}/refuses"
     client.group_port, client.communicator = 51216, None

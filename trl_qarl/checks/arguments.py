@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 from packaging.version import Version
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -198,6 +199,21 @@ def _problems_of_pictures(args: Any, datasets: tuple) -> Iterator[str]:
                 return
 
 
+def _problems_of_ahead(args: Any, train_dataset: Any, turns: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what contradicts batches that are drawn before their turn; `turns` are arguments that ask an engine more than once."""
+    if not args.rollout_ahead:
+        return
+    said = f"rollout_ahead={args.rollout_ahead}"
+    for name, value in turns.items():
+        if value:
+            yield f"{said} is unsupported with `{name}`: its later turns would meet newer weights. Leave out one of them."
+    if isinstance(train_dataset, IterableDataset):
+        yield f"{said} is unsupported with a streamed dataset: prompts are looked up before their turn. Load it with a length."
+    columns = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
+    if columns:
+        yield f"{said} is unsupported with pictures, and the dataset has a column {min(columns)!r}. Leave out one of them."
+
+
 def check_arguments(
     *,
     model,
@@ -210,6 +226,7 @@ def check_arguments(
     optimizers,
     rollout_func,
     environment_factory,
+    tools,
     **others,
 ) -> None:
     """Raise one `ValueError` with all that is wrong with the arguments of the trainer, before any of it is loaded."""
@@ -252,6 +269,8 @@ def check_arguments(
     problems += _problems_of_rewards(reward_funcs)
     problems += _problems_of_trackers(args)
     problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
+    turns = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+    problems += _problems_of_ahead(args, train_dataset, turns)
     if isinstance(model, nn.Module):
         problems += problems_of_masters(model, args, has_adapter)
     elif not has_adapter:

@@ -57,7 +57,7 @@ class ScoresRollouts(_BaseTrainer):
     @property
     def _is_stale(self) -> bool:
         """Whether the batch in progress was drawn by weights that were the learner's in an earlier update."""
-        return self._ahead is not None and self.model.training and self._ahead.drawn_by is not None
+        return self._ahead is not None and self.model.training and self._ahead.drawn is not None
 
     @property
     def _are_compared(self) -> bool:
@@ -117,8 +117,10 @@ class ScoresRollouts(_BaseTrainer):
                 output = output | {"old_per_token_logps": self._score_rollout(output)}
             self.recorder.observe_staleness(now.old_per_token_logps, Batch.of(output))
         batch = Batch.of(output)
-        # Log-probs that are the sampler's say nothing, unless they were compared.
-        if not self._are_unused and (self.policy.numerics == "engine" or not self._are_sampled):
+        if self._are_sampled and not self._are_compared:
+            # Log-probs that are the sampler's and stay so say nothing.
+            return
+        if not self._are_unused:
             self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
             return
@@ -138,7 +140,7 @@ class ScoresRollouts(_BaseTrainer):
             self._score_compared()
         if self._is_stale:
             self._measures_staleness = self.args.old_logps != "learner"
-            self._ahead.forget_drawn()
+            self._ahead.drawn = None
         return inputs
 
     def _score_compared(self) -> None:
@@ -186,7 +188,7 @@ class ScoresRollouts(_BaseTrainer):
 
     def _at_rollout(self) -> AbstractContextManager:
         """A context in which the learner has the weights that drew the batch in progress."""
-        return self._ahead.at(self._ahead.drawn_by) if self._is_stale else nullcontext()
+        return self._ahead.at_drawn() if self._is_stale else nullcontext()
 
     def _at_old_version(self) -> AbstractContextManager:
         """A context in which the learner has the weights of the old log-probs, as `old_logps` says."""
@@ -221,13 +223,13 @@ class ScoresRollouts(_BaseTrainer):
             if self._are_unused:
                 return None, None, None
             rows, self._sampled = self._sampled, None
+            is_rollout, self._is_scored_by_trl = self._is_scored_by_trl, False
             if rows is not None:
                 logps = torch.zeros(len(rows), logits_to_keep)
                 for target, row in zip(logps, rows, strict=True):
                     # TRL's mark of NaN is `None`.
                     target[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])
                 return logps.to(input_ids.device), None, None
-            is_rollout, self._is_scored_by_trl = self._is_scored_by_trl, False
             if is_rollout and self._is_stale:
                 with self._at_old_version():
                     return self._get_per_token_logps_and_entropies(

@@ -233,7 +233,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         if draws_ahead:
             epoch, num_skipped, num_before = self._epoch_begun
             place = epoch, num_skipped + self._step - num_before
-            self.recorder.log(self._ahead.measure(drawn, self.state.global_step, seconds))
+            self.recorder.log(self._ahead.measure(self.state.global_step, seconds))
             self._ahead.draw(place, self.state, self._tokenize_prompts)
         return completion_ids, logps
 
@@ -252,8 +252,12 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         """
         Waits for what is drawn ahead, then publishes what has changed, before; measures how many completions loop or are garbled.
         """
-        if self._ahead is not None and self._ahead.collect():
-            self._last_loaded_step = -1
+        if self._ahead is not None:
+            # Apart from what else is done with a generation batch.
+            with self.recorder.time("wait"):
+                has_other_weights = self._ahead.collect()
+            if has_other_weights:
+                self._last_loaded_step = -1
         if self.use_vllm:
             self._publish_what_changed()
         self._relay_policy()
@@ -277,8 +281,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
-                drawn_by = self._ahead.drawn_by if self._is_stale else self._last_loaded_step
-                publication["rollout/weight_version"] = float(drawn_by)
+                version = self._ahead.drawn.version if self._is_stale else self._last_loaded_step
+                publication["rollout/weight_version"] = float(version)
             bits, is_mixed = self.policy.bits
             if bits is not None:
                 publication["quant/bits"] = bits

@@ -171,7 +171,7 @@ class SavesRuns(PushesPolicy):
             self._finish_current_push()
         folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
         # What the engine draws is waited for.
-        ahead = () if self._ahead is None else self._ahead.state()
+        ahead, versions = ([], []) if self._ahead is None else self._ahead.state()
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.begin(folder)
@@ -185,8 +185,7 @@ class SavesRuns(PushesPolicy):
                 has_differed = self.policy.exactness.has_differed
                 batch = SavedBatch(self._step, self._buffered_inputs, has_differed, ahead)
                 generation_batch.save_batch(folder, rank, self._batch_shape(), batch)
-                if self._ahead is not None and self.args.should_save:
-                    versions = {number: kept.state() for number, kept in self._ahead.versions.items()}
+                if versions and self.args.should_save:
                     generation_batch.save_versions(folder, versions)
                 marker.sync(folder)
         finally:

@@ -111,16 +111,12 @@ def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device:
     return None
 
 
-def save_versions(folder: Path, versions: dict[int, dict[str, Any]]) -> None:
-    """
-    Write the weights that draw what is pending, by the update, for all processes: masters of that update are nowhere, and the run
-    goes on only with the same log-probs.
-    """
-    if versions:
-        torch.save(versions, folder / _VERSIONS_FILE)
+def save_versions(folder: Path, versions: list[dict[str, Any]]) -> None:
+    """Write the weights that draw what is pending, for all processes; the masters that they were made of are nowhere."""
+    torch.save(versions, folder / _VERSIONS_FILE)
 
 
-def load_versions(checkpoint: str, device: torch.device) -> dict[int, dict[str, Any]]:
+def load_versions(checkpoint: str, device: torch.device) -> list[dict[str, Any]]:
     """Return what [`save_versions`] wrote."""
     path = Path(checkpoint, _VERSIONS_FILE)
-    return torch.load(path, map_location=device, weights_only=True) if path.is_file() else {}
+    return torch.load(path, map_location=device, weights_only=True) if path.is_file() else []

@@ -95,6 +95,8 @@ class Pending:
             Token ids of the prompts, each as often as it is completed.
         version (`int`):
             The update whose weights draw it.
+        kept (`KeptVersion`):
+            These weights.
         completion_ids (`list[list[int]]`, *optional*), logps (`list[list[float]]`, *optional*):
             Completions and the log-probs of their tokens, once they are there.
         seconds (`float`, *optional*):
@@ -105,6 +107,7 @@ class Pending:
 
     prompt_ids: list[list[int]]
     version: int
+    kept: KeptVersion
     completion_ids: list[list[int]] | None = None
     logps: list[list[float | None]] | None = None
     seconds: float = 0.0
@@ -183,17 +186,14 @@ class Ahead:
     Attributes:
         pending (`deque[Pending]`):
             In the order of their turns.
-        versions (`dict[int, KeptVersion]`):
-            The weights that draw them, and until it is scored those that have drawn the batch in progress, by the update.
-        drawn_by (`int` or `None`):
-            The update whose weights have drawn the batch in progress, until it is scored; `None` for the learner's own.
+        drawn (`Pending` or `None`):
+            The batch in progress until it is scored, if it was drawn ahead.
     """
 
     def __init__(self, generation: Any, args: Any):
         self.generation, self.args = generation, args
         self.pending: deque[Pending] = deque()
-        self.versions: dict[int, KeptVersion] = {}
-        self.drawn_by: int | None = None
+        self.drawn: Pending | None = None
         self._coming: NextPrompts | None = None
         self._wait_seconds = 0.0
 
@@ -231,7 +231,7 @@ class Ahead:
         lost = [batch for batch in self.pending if batch.completion_ids is None]
         for batch in lost:
             start = time.perf_counter()
-            with self.at(batch.version):
+            with at_version(self.generation.model, batch.kept):
                 self.generation.sync_weights()
                 batch.keep(self.generation.generate(batch.prompt_ids, None, self.args.num_generations))
             batch.seconds = time.perf_counter() - start
@@ -241,7 +241,6 @@ class Ahead:
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
         """Return the batch whose turn it is, if it was drawn ahead and of these prompts; others than those expected drop all."""
         if not self.pending:
-            self.drawn_by = None
             return None
         batch = self.pending.popleft()
         if not all(gather_object([batch.prompt_ids == prompt_ids])):
@@ -251,16 +250,16 @@ class Ahead:
             )
             self.forget()
             return None
-        self.drawn_by = batch.version
+        self.drawn = batch
         return batch
 
-    def measure(self, drawn: Pending | None, now: int, seconds: float) -> dict[str, float]:
-        """Return what is logged of a batch that was `drawn` ahead or not, at update `now`, and took the engine `seconds`."""
+    def measure(self, now: int, seconds: float) -> dict[str, float]:
+        """Return what is logged of the batch in progress, which begins at update `now` and took the engine `seconds`."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return {
-            "rollout/age_updates": 0.0 if drawn is None else float(now - drawn.version),
+            "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),
             "rollout/engine_seconds": seconds,
-            "rollout/wait_seconds": waited + (seconds if drawn is None else 0.0),
+            "rollout/wait_seconds": waited + (seconds if self.drawn is None else 0.0),
         }
 
     def draw(self, place: tuple[int, int], state: Any, tokenize: Callable[[list], tuple]) -> None:
@@ -287,36 +286,43 @@ class Ahead:
                             f"rollout_ahead={self.args.rollout_ahead} is unsupported with pictures. Leave it out."
                         )
                     prompts.append(prompt_ids)
+        kept = kept_version(self.generation.model) if prompts else None
         for prompt_ids in prompts:
-            if state.global_step not in self.versions:
-                self.versions[state.global_step] = kept_version(self.generation.model)
             in_flight = self.generation.launch(prompt_ids, self.args.num_generations)
-            self.pending.append(Pending(prompt_ids, state.global_step, in_flight=in_flight))
+            self.pending.append(Pending(prompt_ids, state.global_step, kept, in_flight=in_flight))
 
-    def forget_drawn(self) -> None:
-        """Drop the weights that have drawn the batch in progress, which has been scored."""
-        self.drawn_by = None
-        used = {batch.version for batch in self.pending}
-        self.versions = {number: kept for number, kept in self.versions.items() if number in used}
+    def at_drawn(self) -> AbstractContextManager:
+        """Return a context in which the learner has the weights that have drawn the batch in progress."""
+        return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.kept)
 
-    def at(self, version: int | None) -> AbstractContextManager:
-        """Return a context in which the learner has the weights of an update that is kept; `None` for those it has."""
-        return nullcontext() if version is None else at_version(self.generation.model, self.versions[version])
-
-    def state(self) -> list[tuple]:
-        """Return what is pending in this process, for a file; what has failed, without completions."""
+    def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
+        """
+        Return, for files, what is pending in this process, of which what has failed has no completions, and the weights that draw it,
+        which all processes have alike.
+        """
         self.wait()
-        return [(b.prompt_ids, b.version, b.completion_ids, b.logps, b.seconds) for b in self.pending]
+        versions = list({id(batch.kept): batch.kept for batch in self.pending}.values())
+        batches = [
+            (
+                b.prompt_ids,
+                b.version,
+                [b.kept is kept for kept in versions].index(True),
+                b.completion_ids,
+                b.logps,
+                b.seconds,
+            )
+            for b in self.pending
+        ]
+        return batches, [kept.state() for kept in versions]
 
-    def load(self, state: list[tuple], versions: dict[int, dict[str, Any]]) -> None:
-        """Go on from [`~Ahead.state`], with [`~trl_qarl.quantization.versions.KeptVersion.state`] of its weights."""
+    def load(self, batches: list[tuple], versions: list[dict[str, Any]]) -> None:
+        """Go on from [`~Ahead.state`]."""
         self.forget()
-        self.versions = {
-            number: KeptVersion.of_state(kept, self.generation.model) for number, kept in versions.items()
-        }
-        self.pending.extend(Pending(*values) for values in state)
+        kept = [KeptVersion.of_state(state, self.generation.model) for state in versions]
+        for prompt_ids, version, index, *drawn in batches:
+            self.pending.append(Pending(prompt_ids, version, kept[index], *drawn))
 
     def forget(self) -> None:
         """Drop what is pending: it is of another training, or of prompts that do not come."""
         self.pending.clear()
-        self.versions, self.drawn_by = {}, None
+        self.drawn = None

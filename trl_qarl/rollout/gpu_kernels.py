@@ -4,7 +4,7 @@ scheme to take instead. Everything that depends on scheme, compute capability an
 
 vLLM's own choice changes from release to release, and not every kernel computes what the learner does: some leave activations in 16
 bits where the scheme quantizes them, some quantize them where it does not, and one throws. So an engine is asked for the kernel
-whose reload was rehearsed, and any other that it reports is an error. `benchmarks/rehearsal/` records what each release chooses; docs/gpus.md
+whose reload was rehearsed, and any other that it reports is an error. `benchmarks/rehearsal/` records what each release chooses; docs/schemes.md
 says what such a rehearsal cannot show.
 """
 

@@ -297,10 +297,10 @@ class RefreshReference(TrainerCallback):
 
 class TakesTurns(_BaseTrainer):
     """
-    Has a generation batch generated, scored and learned at one precision, as `precisions` says. To be inherited from before TRL's
+    Generates, scores and learns each generation batch at one precision, as `precisions` says. Inherit from it before TRL's
     trainer.
 
-    The precision follows from the update with which the batch began, so that a resumed run goes on as it was.
+    The precision follows from the update with which the batch began, so that a resumed run continues unchanged.
     """
 
     args: Any
@@ -316,7 +316,7 @@ class TakesTurns(_BaseTrainer):
 
     @override
     def training_step(self, *args, **kwargs):
-        """Has the precision of the generation batch that is in progress, or begins."""
+        """Sets the precision of the generation batch that is in progress, or begins."""
         options = self.args
         if options.precisions is not None:
             num_updates = options.steps_per_generation * options.num_iterations // options.gradient_accumulation_steps

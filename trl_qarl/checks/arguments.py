@@ -177,7 +177,7 @@ def _problems_of_trackers(args: Any) -> Iterator[str]:
     installed = get_available_reporting_integrations()
     for name in args.report_to or ():
         if name not in INTEGRATION_TO_CALLBACK:
-            yield f"report_to={name!r} is no tracker. Choose from {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
+            yield f"report_to={name!r} is not a tracker. Choose from {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
         # Of these two the list does not say whether they are installed.
         elif name not in (*installed, "azure_ml", "flyte"):
             # transformers says so after the model is loaded.

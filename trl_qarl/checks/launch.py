@@ -53,7 +53,7 @@ LAUNCHES_BY_FILES = {
     "optimizer_0": "FSDP2 and SHARDED_STATE_DICT",
     "optimizer.pt": "one process or DDP",
 }
-"""Launches, by what they alone write into a checkpoint with the optimizer's state; the first that is found counts."""
+"""Launches by a file that only they write into a checkpoint; the first that is found counts."""
 
 
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
@@ -70,7 +70,7 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     for name, found in (("FSDP", plugin), ("DEEPSPEED", deepspeed)):
         if found is None and os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
             raise ValueError(
-                f"accelerate was launched with {name}, but it shards on GPUs alone and would train on {accelerator.num_processes} "
+                f"accelerate was launched with {name}, but it shards only on GPUs and would train on {accelerator.num_processes} "
                 f"{accelerator.device.type.upper()} processes with whole masters. Launch with `distributed_type: MULTI_CPU`."
             )
     parallel = accelerator.parallelism_config
@@ -97,7 +97,7 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
 
 
 def shards_masters(accelerator: Accelerator) -> bool:
-    """Return whether a process will hold a part of the masters alone: with FSDP2 and ZeRO-3."""
+    """Return whether a process will hold only a part of the masters: with FSDP2 and ZeRO-3."""
     state = accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     return getattr(state, "fsdp_plugin", None) is not None or (plugin is not None and plugin.zero_stage == 3)

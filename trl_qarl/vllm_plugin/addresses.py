@@ -1,6 +1,6 @@
 """
-Where the tensors of an engine lie. A captured CUDA graph goes on reading the addresses that it was captured with,
-whatever a reload has put elsewhere.
+Addresses of the tensors of an engine. A captured CUDA graph keeps reading the addresses that it was captured with, also after a
+reload has moved the tensors.
 """
 
 import sys
@@ -102,7 +102,7 @@ class Addresses:
         # Views, which keep the memory: what nothing refers to any more could be given away.
         self._first = {name: tensor.detach() for name, tensor in reachable_tensors(model) if tensor.numel()}
 
-    # What was made in a forward pass can be written to in this mode alone.
+    # Tensors made in a forward pass can be written to only in this mode.
     @torch.inference_mode()
     def restore(self) -> list[str]:
         """
@@ -125,7 +125,7 @@ class Addresses:
                 problems.append(f"{name}: {_described(first)} before, {_described(tensor)} now")
             else:
                 _copy(tensor, first)
-                # One tensor of several names can lie in one place alone.
+                # One tensor with several names can lie in only one place.
                 if id(tensor) not in placed:
                     tensor.data = first
                 placed.add(id(tensor))

@@ -137,7 +137,7 @@ class AuditedReload:
         before = self._before or live_fingerprints(self.model)
         self.abandon()
         self._before = before
-        # With LoRA most updates are an adapter alone, for which nothing is reloaded.
+        # With LoRA most updates contain only an adapter, for which nothing is reloaded.
         if not hasattr(self.model, "lora_manager"):
             self._start_reload()
 
@@ -190,7 +190,7 @@ class AuditedReload:
             live = live_fingerprints(self.model)
             problems += self._problems() + self._live_problems(live)
         else:
-            # An adapter alone. What it stands on was looked at when the update began.
+            # Only an adapter. Its base was compared when the update began.
             live = self._before
             problems = fingerprint_differences(self._expected, self._kept() | self._arrived)
         if problems:
@@ -314,8 +314,8 @@ class AuditedReload:
             yield name, tensor
 
     def _load_tied(self, kept: Mapping[str, torch.Tensor]) -> None:
-        # vLLM reloads a tied output head through the embedding alone. Where the head is repacked for its kernel, as on
-        # a CPU, it would go on with the old weights.
+        # vLLM reloads a tied output head only through the embedding. Where the head is repacked for its kernel, as on
+        # a CPU, it would keep the old weights.
         for path, source in self._tied.items():
             if source in kept:
                 parameter = self.model.get_parameter(path)

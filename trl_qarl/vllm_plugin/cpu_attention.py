@@ -22,7 +22,7 @@ __all__ = ["OnePassBackend", "OnePassMetadataBuilder", "describe_attention", "re
 
 
 def register_attention() -> None:
-    """Put the backend in the place of vLLM's for CPUs; calling it again changes nothing."""
+    """Replace vLLM's attention backend for CPUs; calling it again changes nothing."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OnePassBackend.__name__}")
 
 

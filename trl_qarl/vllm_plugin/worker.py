@@ -45,7 +45,7 @@ class WorkerExtension:
             "model": describe_model(hf_config),
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
-            # More than 1 for a mixture of experts alone, whose replicas work together; of others each takes itself for the only one.
+            # More than 1 only for mixtures of experts, whose replicas work together; other replicas count only themselves.
             "data_parallel_size": config.parallel_config.data_parallel_size,
             "replica": config.parallel_config.data_parallel_index,
             "enable_expert_parallel": config.parallel_config.enable_expert_parallel,

@@ -51,7 +51,7 @@ class HTTPTransport(ServerTransport):
                 if error.status == 413 and self._piece_bytes > _SMALLEST_PIECE:
                     self._piece_bytes //= 2
                     logger.warning(
-                        "What is between trainer and server refuses large bodies; pieces of %d bytes.",
+                        "A proxy between trainer and server refuses large bodies; sending pieces of %d bytes.",
                         self._piece_bytes,
                     )
                     continue
@@ -63,7 +63,7 @@ class HTTPTransport(ServerTransport):
                 time.sleep(min(0.1 * 2.0**failures, 5.0))
             except (KeyError, TypeError, ValueError) as error:
                 raise PublishError(
-                    f"{UPLOAD_PATH} answered something else than how much has arrived: {error!r}"
+                    f"{UPLOAD_PATH} did not answer with the number of bytes that arrived: {error!r}"
                 ) from error
             if failures > _MAX_FAILURES:
                 raise PublishError(f"{UPLOAD_PATH}: {failures} pieces of weights had no effect.")

@@ -22,10 +22,10 @@ from .engine_tensors import kernels_in_use
 __all__ = ["Addresses", "reachable_tensors"]
 
 _LEFT_OUT = ("_modules", "kv_cache", "vllm_config")
-"""Attributes of a layer that hold no weights of its own; what runs the engine is reached through the last."""
+"""Attributes of a layer that hold no weights of its own. The last one leads to the whole engine."""
 
 _NOT_OF_A_LAYER = ("vllm.config", "vllm.compilation", "trl_qarl.vllm_plugin.weight_transfer")
-"""Where the classes are of what a layer's objects may refer to, but what belongs to the whole engine."""
+"""Modules of classes that belong to the whole engine, although objects of a layer may refer to them."""
 
 _FOREIGN = {*sys.stdlib_module_names, "torch", "transformers"} - {"builtins", "types"}
 

@@ -157,7 +157,7 @@ class AuditedReload:
 
     @on_bare_model
     def abandon(self) -> None:
-        """Give up an update that was not finished. The model holds garbage until the next one is."""
+        """Abandon an unfinished update. The model holds garbage until the next one is finished."""
         if self._is_loading:
             self._finalize()
             self._distrust()
@@ -177,7 +177,7 @@ class AuditedReload:
             self.model.load_weights(tensors)
 
     def expect(self, fingerprints: Mapping[str, str]) -> None:
-        """Say what a complete publication consists of; `finish_weight_update` compares."""
+        """Announce the tensors of a complete publication, with which `finish_weight_update` compares."""
         self._expected = dict(fingerprints)
 
     @on_bare_model
@@ -322,7 +322,7 @@ class AuditedReload:
                 parameter.weight_loader(parameter, kept[source])
 
     def _watch_layers(self) -> None:
-        """Have each layer tell what its parameters hold when they are loaded and not yet repacked."""
+        """Make each layer report its parameters when they are loaded and not yet repacked."""
         for prefix, layer in self.model.named_modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase) and not hasattr(method, "_qarl_process"):

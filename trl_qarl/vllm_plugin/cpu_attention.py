@@ -35,7 +35,7 @@ def describe_attention(model_runner: Any) -> str | None:
 
 
 class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Says for a step of the engine which tokens attend to what; the only thing that differs here."""
+    """Describes which tokens of an engine step attend to which; only this differs from vLLM's backend."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

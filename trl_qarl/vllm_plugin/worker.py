@@ -79,14 +79,14 @@ class WorkerExtension:
         return describe_attention(self.model_runner)
 
     def qarl_begin(self) -> list[str]:
-        """Clear away what an earlier trainer left unfinished; returns what has changed since the last publication."""
+        """Remove the unfinished update of an earlier trainer, and return the names that changed since the last publication."""
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.abandon()
         return self.weight_transfer_engine.changed()
 
     def qarl_keep_copy(self) -> str:
-        """Keep what is published from now on, for [`CheckpointCopy`]; returns the digest of what is here already."""
+        """Keep published tensors from now on, for [`CheckpointCopy`], and return the digest of those that are here already."""
         engine = self.weight_transfer_engine
         return engine.copy.keep(engine.published)
 

@@ -334,10 +334,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
-        With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; where that is of the
-        last update, the run is loaded and ends. A vLLM server that
-        was started here ends with training, however that ends, SIGTERM included. The next rollout publishes whatever the
-        step count says, as `load_best_model_at_end` may have changed the weights.
+        Trains. With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; if it is that of
+        the last update, the run is loaded and ends. A vLLM server that was started here ends with training, also by SIGTERM. The
+        next rollout publishes whatever the step count says, as `load_best_model_at_end` may have changed the weights.
         """
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:

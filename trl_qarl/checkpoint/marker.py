@@ -1,5 +1,5 @@
 """
-Which checkpoint was written to its end, and still has all that was written.
+Marks checkpoints that are complete, and checks that all of their files are still there.
 
 A folder says so by the name of one file, which is `checkpoint_begun` before anything else of it is written and becomes
 `checkpoint_complete` by one renaming after everything of all processes is on disk. Whatever ends a save in between

@@ -1,5 +1,5 @@
 """
-What `trl-qarl doctor` looks at before a training does: each check takes what it judges and returns findings.
+Checks of `trl-qarl doctor`: each takes the facts that it judges and returns findings.
 
 Bounds of versions come from the metadata of the installed packages, rules of schemes from [`trl_qarl.quantization`]. Memory is
 what masters, gradients, AdamW's two moments (float32 each) and the low-bit weights take; activations and a colocated engine

@@ -68,7 +68,7 @@ FP8_KERNEL_TO_FLOAT32 = "aten::_scaled_mm (FP8 to float32)"
 
 
 class LowBitWeight(Protocol):
-    """What a product reads of a [`~trl_qarl.quantization.tensors.LowBitTensor`], which is made of products itself."""
+    """The attributes of a [`~trl_qarl.quantization.tensors.LowBitTensor`] that a product reads."""
 
     qdata: torch.Tensor
     scale: torch.Tensor

@@ -1,6 +1,6 @@
 """
-Which of vLLM's kernels runs a scheme on an NVIDIA GPU: what to ask an engine for, the kernel to expect, or the reason against it and the
-scheme to take instead. Everything that depends on scheme, compute capability and release is decided by [`choose_kernels`].
+Chooses vLLM's kernel for a scheme on an NVIDIA GPU: the option to ask for it, the kernel to expect, or the reason against the scheme and
+the scheme to use instead. Everything that depends on scheme, compute capability and release is decided by [`choose_kernels`].
 
 vLLM's own choice changes from release to release, and not every kernel computes what the learner does: some leave activations in 16
 bits where the scheme quantizes them, some quantize them where it does not, and one throws. So an engine is asked for the kernel
@@ -92,7 +92,7 @@ class Gpu:
 @dataclass(frozen=True)
 class KernelChoice:
     """
-    What [`choose_kernels`] says of a scheme on a GPU.
+    Result of [`choose_kernels`] for a scheme on a GPU.
 
     Args:
         linear (`tuple[str, ...]`, *optional*, defaults to `()`):

@@ -313,7 +313,7 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
         axes.set_xlabel("seconds per generation batch")
         axes.legend(frameon=False, fontsize="x-small", ncols=3, loc="upper center", bbox_to_anchor=(0.45, -0.2))
 
-    to_png([(title, bars)], [], path)
+    to_png([(title.replace(", ", "\n", 1), bars)], [], path)
 
 
 def describe_processor() -> str:

@@ -209,7 +209,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         """
         if self.use_vllm and images is not None:
             raise ValueError(PICTURES)
-        # With tools, each process generates as often as it needs.
+        # Between calls of tools, processes generate each as often as they need.
         shared = nullcontext() if self._calls_tools else all_or_none(self.accelerator)
         with shared, self.recorder.time("rollout"):
             if self.use_vllm:
@@ -293,7 +293,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         with self.recorder.time("forward_backward"), steps:
             loss = super().training_step(model, *args, **kwargs)
             self.recorder.synchronize()
-        # TRL sets it to 0 at the end of an optimizer step.
+        # TRL has closed the step.
         if self._current_train_step_time == 0.0:
             self.recorder.log({"step/forward_backward_seconds": self.recorder.pop_seconds("forward_backward")})
         return loss

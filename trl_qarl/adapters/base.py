@@ -50,7 +50,7 @@ def load_policy(name_or_path: str, peft_config: Any, model_init_kwargs: dict[str
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
     """Return the base model, in the precision of its checkpoint: low-bit without masters, or high."""
-    # `create_model_from_path` chooses a `device_map` unless one is passed, also `None`; several processes must not have one.
+    # Without a `device_map` one is chosen, which several processes must not have.
     kwargs = {name: value for name, value in model_init_kwargs.items() if value is not None or name == "device_map"}
     if not is_low_bit_checkpoint(name_or_path, kwargs.get("revision")):
         return create_model_from_path(name_or_path, **kwargs)
@@ -141,7 +141,7 @@ def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -
 
 
 def _hide_from_ddp(model: nn.Module) -> None:
-    # DDP cannot broadcast codes and scales in one object; each process quantizes the same base.
+    # It would broadcast what it finds, which codes and scales in one object cannot be; each process quantizes the same base.
     names = [name for name, p in model.named_parameters() if isinstance(p, LowBitTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
@@ -219,7 +219,7 @@ def _add_grid(digest, weight: LowBitTensor) -> None:
     for tensor in scales:
         _add(digest, tensor)
     if weight.global_scale is not None:
-        # NVFP4 has the same codes and scales for a base and for twice that base.
+        # Of a base and of twice that base NVFP4 has the same codes and scales.
         digest.update(str(weight.global_scale).encode())
 
 

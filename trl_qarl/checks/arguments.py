@@ -56,7 +56,7 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         (name, key): value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        # Attention layers keep their rate in an attribute and call the functional dropout.
+        # Attention takes its rate from an attribute of the layer and calls a function.
         if ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
         and isinstance(value, float)
         and value > 0
@@ -66,7 +66,7 @@ def check_dropout(model: nn.Module, args: Any) -> None:
         return
     needs_one_policy = get_objective(args).needs_one_policy
     if needs_one_policy:
-        # LoRA dropout is common, as TRL's examples use it, so it is switched off instead of refused.
+        # Where TRL's examples have it, unlike a model that drops activations, which is rare.
         of_adapter = {place: rate for place, rate in active.items() if ".lora_dropout." in place[0]}
         for rate in set(of_adapter.values()):
             logger.warning(
@@ -178,7 +178,7 @@ def _problems_of_trackers(args: Any) -> Iterator[str]:
     for name in args.report_to or ():
         if name not in INTEGRATION_TO_CALLBACK:
             yield f"report_to={name!r} is not a tracker. Choose from {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
-        # transformers' list does not say whether these two are installed.
+        # Of these two the list does not say whether they are installed.
         elif name not in (*installed, "azure_ml", "flyte"):
             # transformers says so after the model is loaded.
             yield (

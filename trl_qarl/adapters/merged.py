@@ -42,7 +42,7 @@ def merge_adapters(model: PeftModel) -> int:
     rates = {getattr(dropout, "p", 0.0) for module in adapters.values() for dropout in module.lora_dropout.values()}
     if any(rates):
         raise ValueError(
-            f"lora_dropout={max(rates)} with lora_mode='merged': it drops inputs of the adapter's branch, and there is none. Use "
+            f"lora_dropout={max(rates)} with lora_mode='merged': it drops inputs of the adapter's branch, which does not exist here. Use "
             "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
         )
     for module in adapters.values():
@@ -67,14 +67,14 @@ class LoraSource(MasterSource):
 
     def __init__(self, adapter: LoraLinear):
         self.adapter = adapter
-        # On the instance, where torch and PEFT look first.
+        # Set on the instance, where torch and PEFT look first.
         adapter.forward = _BaseLayer(adapter)
         # PEFT writes through `.data`.
         adapter.merge, adapter.unmerge = _Invalidating(adapter, "merge"), _Invalidating(adapter, "unmerge")
 
     @override
     def active(self) -> tuple[str, ...]:
-        # PEFT's own merge has put the adapter into `W`.
+        # PEFT's own merge has already added the adapter to `W`.
         if self.adapter.disable_adapters or self.adapter.merged:
             return ()
         return tuple(name for name in self.adapter.active_adapters if name in self.adapter.lora_A)
@@ -111,7 +111,7 @@ class LoraSource(MasterSource):
 
     @override
     def release(self) -> None:
-        """Have the adapter run beside the layer again."""
+        """Let the adapter run beside the layer again."""
         del self.adapter.forward, self.adapter.merge, self.adapter.unmerge
 
     def _factors(self, active: tuple[str, ...]) -> list[torch.nn.Parameter]:

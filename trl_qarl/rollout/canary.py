@@ -85,18 +85,18 @@ class Canary:
             `publish/canary_rounding`, the learner's own.
 
         Raises:
-            PublishError: if the difference is no rounding.
+            PublishError: if the difference is larger than rounding explains.
         """
         if learner is None:
             return {}
         log_probs, rounding = learner
         replicas = torch.tensor(transport.score(self.token_ids)).view(-1, len(log_probs))
         differences = (replicas - log_probs).abs().mean(1)
-        # The first that is not a number, if there is one.
+        # `nan` if one difference is not a number.
         worst = int(differences.argmax())
         engine, difference = replicas[worst], differences[worst].item()
         limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
-        # Also where it is not a number.
+        # `not <=` also catches NaN.
         if not difference <= limit:
             transport.clear_cache()
             name = "the engine" if len(replicas) == 1 else f"replica {worst}"

@@ -54,14 +54,14 @@ def all_or_none(accelerator):
         failures = gather_object([None if failure is None else _for_others(failure)])
     culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
     if culprit is not None:
-        # All raise the same kind: what they do about it may be another meeting.
+        # All ranks raise the same class, because their handlers may run collectives.
         raise failure if culprit == accelerator.process_index else failures[culprit]
 
 
 def as_lost(error: Exception, doing: str) -> EngineLost:
     """
-    Return what `doing` was ended by, as [`EngineLost`], which says whether another publication may help; what nobody foresaw is
-    logged with its traceback.
+    Return the error that ended `doing` as [`EngineLost`], which says whether another publication may help; an unexpected one is logged
+    with its traceback.
     """
     if isinstance(error, EngineLost):
         return error

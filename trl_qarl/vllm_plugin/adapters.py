@@ -47,7 +47,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def on_bare_model(method):
-    """Has a method of an object with a `model` see its layers as [`without_adapters`] has them."""
+    """Decorator: the method sees the layers of its object's `model` as [`without_adapters`] has them."""
 
     @wraps(method)
     def call(self, *args, **kwargs):
@@ -96,7 +96,7 @@ class PublishedAdapter:
         """Keep A and B of what arrives, with their fingerprints in `arrived`, and pass the other tensors on."""
         for name, tensor in tensors:
             if is_adapter_tensor(name):
-                # What it is a view of belongs to the transport, or is the learner's own.
+                # Copy: the memory belongs to the transport or to the learner.
                 self._arriving[name] = tensor.detach().clone()
                 arrived[name] = fingerprint(self._arriving[name])
             else:

@@ -22,7 +22,7 @@ __all__ = ["OnePassBackend", "OnePassMetadataBuilder", "describe_attention", "re
 
 
 def register_attention() -> None:
-    """Put the backend in the place of vLLM's for CPUs; calling it again changes nothing."""
+    """Replace vLLM's attention backend for CPUs; calling it again changes nothing."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OnePassBackend.__name__}")
 
 
@@ -35,7 +35,7 @@ def describe_attention(model_runner: Any) -> str | None:
 
 
 class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Says for a step of the engine which tokens attend to what; the only thing that differs here."""
+    """Describes which tokens of an engine step attend to which; only this differs from vLLM's backend."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
         is_causal = batch.causal is True and not self.is_cross_attention and not self.is_encoder_only_attention
         if self.is_ours and is_causal and batch.max_query_len > self.size:
             starts, lengths, request = one_pass_requests(batch.query_start_loc, batch.seq_lens, self.size)
-            # Of a row for 128,000 tokens most is unused.
+            # A row has room for the longest sequence; keep only the used blocks.
             table = batch.block_table_tensor[:, : -(-batch.max_seq_len // self.block_size)]
             batch = replace(
                 batch,

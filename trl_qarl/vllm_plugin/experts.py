@@ -1,14 +1,14 @@
 """
-Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has none or another, and a reload that it leaves half done.
+Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has no equal one, and a complete reload of unquantized experts.
 
 | experts | vLLM on a CPU | here |
 |---|---|---|
 | `w4a16`, `w8a16` | none; with AMX a kernel that rounds activations to 8 bits, whatever the checkpoint says | the learner's product |
 | `w4a8-int8`, `w8a8`, `fp8` with scales per group or channel and token | none, or with AMX another arithmetic | the learner's product |
-| not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack at the first load alone | vLLM's, repacked each time |
+| not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack only at the first load | vLLM's, repacked each time |
 
 Parameters are made by vLLM's own methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. The method is found
-through vLLM's registry of quantization configurations, where ours takes the place of `compressed-tensors` and differs for experts alone.
+through vLLM's registry of quantization configurations, where ours replaces `compressed-tensors` and differs only for experts.
 """
 
 from fractions import Fraction
@@ -52,7 +52,7 @@ class RepackedExperts(UnquantizedFusedMoEMethod):
 
     @override
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        # With a kernel there already, vLLM leaves that step out.
+        # vLLM skips repacking if a kernel exists already.
         self.moe_kernel = None
         super().process_weights_after_loading(layer)
 
@@ -68,7 +68,7 @@ class _LowBitExperts(FusedMoEMethodBase):
 
     def __init__(self, weights: Any, activations: Any, moe: Any):
         FusedMoEMethodBase.__init__(self, moe)
-        # What vLLM's `create_weights` read.
+        # Attributes that vLLM's `create_weights` reads.
         self.weight_quant, self.input_quant = weights, activations
         self.symmetric, self.num_bits, self.strategy = weights.symmetric, weights.num_bits, weights.strategy
         self.group_size = weights.group_size or -1
@@ -78,7 +78,7 @@ class _LowBitExperts(FusedMoEMethodBase):
 
     @override
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """There is no kernel of vLLM's to configure."""
+        """Return nothing: no kernel of vLLM's runs."""
 
     @override
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
@@ -88,7 +88,7 @@ class _LowBitExperts(FusedMoEMethodBase):
     @override
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
         if self._low_bit is None:
-            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
+            # Not earlier: after a reload vLLM copies the values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
         return experts_product(x, topk_ids, topk_weights, *self._low_bit, linear=multiply)
 
@@ -148,7 +148,7 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
 
     @override
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        # What vLLM has with AMX is for those whose weights are not published.
+        # vLLM's own AMX experts serve engines without weight sync.
         takes_over = isinstance(layer, RoutedExperts) and (is_our_engine() or not torch.cpu._is_amx_tile_supported())
         method = self._method_of_experts(layer, prefix) if takes_over else None
         return super().get_quant_method(layer, prefix) if method is None else method

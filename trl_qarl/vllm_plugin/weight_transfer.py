@@ -52,14 +52,14 @@ class FileEngine(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInf
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Once: the environment of a running process can be changed.
+        # Read once, because the environment of a running process can change.
         self._directory = os.environ.get(TRANSFER_DIR_VARIABLE)
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Nothing to set up."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one file. The base class would then synchronize an accelerator, which a CPU has not."""
+        """Load one file. The base class would then synchronize an accelerator, which a CPU machine does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()

@@ -179,8 +179,9 @@ def test_an_evaluation_leaves_what_is_trained_alone(make_trainer):
             return evaluate(*args, **kwargs)
 
     trainer.evaluate = evaluate_apart
-    trainer.train()
-    plain.train()
+    for each in (trainer, plain):
+        torch.manual_seed(3)
+        each.train()
     assert logged(trainer, "eval_rollout/weight_version") == [1, 2, 3, 4]
     assert logged(trainer, "rollout/age_updates") == [0, 2]
     assert [batch["completion_ids"].tolist() for batch in ours] == [

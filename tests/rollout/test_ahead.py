@@ -391,6 +391,18 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
         eval_strategy="steps",
         eval_steps=3,
     )
+    backend = trainer.vllm_generation
+    backend.sync_weights()
+    # Long enough to be aborted on the way.
+    backend.max_completion_length, usual = 100, backend.max_completion_length
+    in_flight = backend.launch([[5, 6]] * 64, 4)
+    time.sleep(0.2)
+    backend.vllm_client.control("/pause?mode=abort")
+    with pytest.raises(EngineLost, match="completions short: it was told to abort them") as cut:
+        backend.collect(in_flight)
+    assert cut.value.can_be_filled
+    backend.vllm_client.control("/resume")
+    backend.max_completion_length = usual
     batches, states = record(trainer)
     trainer.train()
     assert logged(trainer, "rollout/age_updates") == [0, 2, 2, 2]

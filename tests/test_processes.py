@@ -83,12 +83,12 @@ def ended(processes, seconds=20) -> bool:
 @pytest.mark.parametrize(
     ("number", "prefix"),
     [
-        pytest.param(number, *place.values, id=f"{number.name} {place.id}", marks=place.marks)
-        for number, place in (
-            (signal.SIGTERM, in_a_shell),
-            (signal.SIGTERM, as_process_1),
+        pytest.param(number, *place.values, id=f"{number.name} {place.id}", marks=[*place.marks, *marks])
+        for number, place, *marks in (
             (signal.SIGINT, in_a_shell),
-            (signal.SIGHUP, as_process_1),
+            (signal.SIGTERM, in_a_shell, pytest.mark.nightly),
+            (signal.SIGTERM, as_process_1, pytest.mark.nightly),
+            (signal.SIGHUP, as_process_1, pytest.mark.nightly),
         )
     ],
 )
@@ -120,7 +120,13 @@ def test_sigterm_to_the_command_ends_both_ranks(train, tmp_path, prefix):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", [[], ["--multi_gpu", "--num_processes", "2"]], ids=["one process", "two"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="one process", marks=pytest.mark.nightly),
+        pytest.param(["--multi_gpu", "--num_processes", "2"], id="two"),
+    ],
+)
 def test_nothing_is_left_of_a_killed_train_command(train, options):
     with train((), options) as (command, _):
         everything = [command, *command.children(recursive=True)]
@@ -178,7 +184,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])
+@pytest.mark.parametrize("prefix", [as_process_1])
 def test_a_server_ends_by_sigterm_before_it_is_up(tiny_model, tmp_path, prefix):
     """vLLM has a handler of its own once it is up; process 1 without one would not hear of the signal until then."""
     options = ["--model", tiny_model, "--port", str(free_port()), "--transfer_dir", str(tmp_path / "transfer")]
@@ -201,7 +207,7 @@ def test_a_server_ends_by_sigterm_before_it_is_up(tiny_model, tmp_path, prefix):
             one.kill()
 
 
-@pytest.mark.parametrize("prefix", [in_a_shell, as_process_1])
+@pytest.mark.parametrize("prefix", [in_a_shell])
 def test_every_command_ends_by_sigterm(tmp_path, prefix):
     """Here one that waits for runs; `main` has the handler of all."""
     command = [*prefix, sys.executable, "-m", "trl_qarl.cli", "report", str(tmp_path), "--follow"]

@@ -262,9 +262,11 @@ def tokens(ids):
     return {"prompt_token_ids": ids}
 
 
-def test_a_server_in_another_process_agrees_too(tmp_path, monkeypatch):
-    # That process is the engine's; one more would import everything once more.
+@pytest.mark.xdist_group("warm_servers")
+def test_a_server_in_another_process_agrees_too(tmp_path, monkeypatch, warm_servers):
+    # That process is the engine's, too.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    warm_servers.serve(monkeypatch)
     server = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
     trainer = make_trainer(tmp_path, "qwen3_moe", scheme="w4a16", **server)
     trainer.train()

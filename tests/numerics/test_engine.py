@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from testing_utils import logged, make_tiny_model, make_vllm_trainer, start_engines_quickly
 from testing_utils import make_trainer as make_plain_trainer
 from trl_qarl import prepare_model
 from trl_qarl.numerics import cpu as kernels
@@ -40,6 +40,7 @@ def quiet(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     # An engine that another test started has made vLLM remember its environment.
     vllm_envs.disable_envs_cache()
+    start_engines_quickly(monkeypatch)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -82,7 +82,7 @@ def warm_servers():
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A stand-in for the Hub, which this process takes for the Hub."""
-    from hub_stand_in import StandInHub, use
+    from testing_utils.hub_stand_in import StandInHub, use
 
     with StandInHub(tmp_path / "hub-blobs") as server:
         use(server, monkeypatch, tmp_path / "hub-home")

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 
 from testing_utils import make_problems, make_vllm_trainer, spread
-from trainings import arguments, make, rows
+from testing_utils.trainings import arguments, make, rows
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.files import hold

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import ADAPTED_PLAN, make_problems, spread
-from trainings import SIGNED, arguments, parameters, rows, without_times
+from testing_utils.trainings import SIGNED, arguments, parameters, rows, without_times
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.registry import OBJECTIVES, get_objective

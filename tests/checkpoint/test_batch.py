@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from testing_utils import stop_at
-from trainings import arguments, make
+from testing_utils.trainings import arguments, make
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import MIXTURES, make_mixture, make_tiny_model
-from trainings import RECORD
+from testing_utils.trainings import RECORD
 from trl_qarl.checkpoint import layout
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import problem_of_zero_points

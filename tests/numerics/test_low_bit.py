@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from learners import needs_vllm
+from testing_utils.learners import needs_vllm
 from trl_qarl.numerics import low_bit as products
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.quantization.quantize import dequantize, quantize_activation

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from learners import make_attention, needs_vllm
 from testing_utils import logged, make_vllm_trainer
+from testing_utils.learners import make_attention, needs_vllm
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import portable
 from trl_qarl.quantization.gemm import linear_in_blocks

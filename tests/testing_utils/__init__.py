@@ -407,7 +407,7 @@ def launch_environment(config_file: str) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    path = Path(__file__).parent.parent / "examples" / "accelerate_configs" / config_file
+    path = Path(__file__).parents[2] / "examples" / "accelerate_configs" / config_file
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
     args.deepspeed_fields_from_accelerate_config = "deepspeed_config,mixed_precision"
     environment = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)

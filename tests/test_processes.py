@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from testing_utils import path_without
 from trl_qarl.checkpoint.marker import is_complete
 from trl_qarl.processes import exit_on_signals
 from trl_qarl.rollout.server_process import free_port
@@ -52,7 +53,7 @@ def train(train_argv, tmp_path, monkeypatch):
     options = dict(zip(train_argv[::2], train_argv[1::2], strict=True))
     options |= {"--reward_funcs": "rewards.anything", "--max_steps": "5000", "--save_total_limit": "3"}
     words = [word for option in options.items() for word in option]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
 
     @contextmanager
     def start(prefix=(), options=()):

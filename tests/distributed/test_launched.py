@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import make_tiny_model
+from testing_utils import make_tiny_model, path_without
 from trl_qarl.rollout.server_process import free_port
 
 
@@ -31,7 +31,8 @@ def test_two_processes_train_as_a_shipped_configuration_says(tmp_path, name):
         pytest.importorskip("deepspeed")
     num_machines = 2 if name.endswith("two_nodes") else 1
     make_tiny_model(tmp_path, "qwen2")
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    packages = ("vllm", "bitsandbytes") if name.startswith("deepspeed") else ("vllm", "bitsandbytes", "deepspeed")
+    path = path_without(tmp_path, *packages)
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     launch += ["--config_file", str(CONFIGURATIONS / f"{name}.yaml"), "--num_processes", "2"]

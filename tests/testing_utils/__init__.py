@@ -414,6 +414,20 @@ def launch_environment(config_file: str) -> dict[str, str]:
     return {name: value for name, value in environment.items() if os.environ.get(name) != value}
 
 
+def path_without(folder, *packages: str) -> str:
+    """
+    `PYTHONPATH` of a Python process that takes `packages` for missing and otherwise finds what this one does. TRL and accelerate import
+    whatever is installed: without vLLM and DeepSpeed a training that uses neither starts in half the time.
+    """
+    import os
+    import sys
+
+    hidden = Path(folder) / "without"
+    hidden.mkdir(exist_ok=True)
+    (hidden / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n")
+    return os.pathsep.join([str(hidden), *filter(None, sys.path)])
+
+
 MIXTURES = {
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {"num_experts": 8},

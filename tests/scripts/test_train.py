@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from testing_utils import path_without
 from trl_qarl.cli import main
 from trl_qarl.scripts import train
 

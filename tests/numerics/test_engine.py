@@ -79,12 +79,18 @@ def record_batches(trainer):
 @pytest.mark.parametrize(
     ("arch", "scheme"),
     [
-        *itertools.product(["qwen3", "llama"], ["bf16", "w4a16", "w8a8", "fp8", "w4a8-int8"]),
+        # Other schemes: tests/rollout/test_vllm_plans.py.
+        *itertools.product(["qwen3"], ["bf16", "w4a16", "fp8", "w8a16-asym"]),
+        *itertools.product(["llama"], ["w8a8", "w4a8-int8", "w2a8-int8"]),
         ("qwen2", "w8a16"),
-        ("qwen3", "w8a16-asym"),
-        ("llama", "w4a16-asym"),
-        ("qwen3", "mxfp4a16"),
-        ("llama", "w2a8-int8"),
+        *(
+            pytest.param(arch, scheme, marks=pytest.mark.nightly)
+            for arch, schemes in {
+                "qwen3": ["w8a8", "w4a8-int8", "mxfp4a16"],
+                "llama": ["bf16", "w4a16", "fp8", "w4a16-asym"],
+            }.items()
+            for scheme in schemes
+        ),
     ],
 )
 def test_rollout_and_learner_agree_in_every_bit_while_weights_change(tmp_path, arch, scheme):
@@ -106,7 +112,12 @@ def test_rollout_and_learner_agree_in_every_bit_while_weights_change(tmp_path, a
 
 @pytest.mark.parametrize(
     ("arch", "scheme"),
-    [("qwen3_moe", "w4a16"), ("qwen2_moe", "bf16"), ("mixtral", "w8a8"), ("qwen3_moe", "w4a8-int8")],
+    [
+        ("qwen3_moe", "w4a16"),
+        ("qwen2_moe", "bf16"),
+        ("mixtral", "w8a8"),
+        pytest.param("qwen3_moe", "w4a8-int8", marks=pytest.mark.nightly),
+    ],
 )
 def test_mixtures_agree_in_every_bit_while_weights_and_routes_change(tmp_path, arch, scheme):
     trainer = make_trainer(tmp_path, arch, scheme=scheme, numerics=None, exact="require", router_aux_loss_coef=0.01)
@@ -140,7 +151,13 @@ def test_a_token_that_goes_to_other_experts_is_named_with_its_layer(tmp_path, mo
 
 @pytest.mark.parametrize(
     ("lora_mode", "scheme"),
-    [("merged", "w4a16"), ("merged", "w8a8"), ("adapter", "bf16"), ("adapter", "w4a16"), ("adapter", "fp8")],
+    [
+        ("merged", "w4a16"),
+        ("adapter", "w4a16"),
+        ("adapter", "fp8"),
+        pytest.param("merged", "w8a8", marks=pytest.mark.nightly),
+        pytest.param("adapter", "bf16", marks=pytest.mark.nightly),
+    ],
 )
 def test_lora_beside_and_inside_the_layers_agrees_in_every_bit_while_it_is_trained(tmp_path, lora_mode, scheme):
     peft = pytest.importorskip("peft")
@@ -217,9 +234,9 @@ LENGTH = 2048
 @pytest.mark.parametrize(
     ("arch", "head_dim", "fields"),
     [
-        ("qwen3", 64, {}),
         ("qwen3", 128, {}),
-        ("mistral", 128, {"sliding_window": 1000}),
+        pytest.param("qwen3", 64, {}, marks=pytest.mark.nightly),
+        pytest.param("mistral", 128, {"sliding_window": 1000}, marks=pytest.mark.nightly),
         ("qwen2", 64, {"sliding_window": 300, "use_sliding_window": True, "max_window_layers": 0}),
     ],
 )
@@ -455,7 +472,14 @@ def hf_rms_norm(x, weight, epsilon, dtype):
     return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, epsilon).to(dtype)
 
 
-@pytest.mark.parametrize("replacement", [hf_add, hf_rotate, hf_rms_norm])
+@pytest.mark.parametrize(
+    "replacement",
+    [
+        hf_rms_norm,
+        pytest.param(hf_add, marks=pytest.mark.nightly),
+        pytest.param(hf_rotate, marks=pytest.mark.nightly),
+    ],
+)
 def test_other_arithmetic_in_the_learner_is_found_and_its_layer_named(
     tmp_path, monkeypatch, lenient_canary, replacement
 ):

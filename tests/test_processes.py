@@ -46,6 +46,12 @@ as_process_1 = pytest.param(
 in_a_shell = pytest.param([], id="in a shell")
 
 
+def heed_signals():
+    """For a child to call: commands in the background of a shell, or of `nohup`, ignore these, which children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def train(train_argv, tmp_path, monkeypatch):
     """A training of many steps by the command, `train(prefix, options)`, which has saved two checkpoints."""
@@ -59,7 +65,9 @@ def train(train_argv, tmp_path, monkeypatch):
     def start(prefix=(), options=()):
         command = [*prefix, sys.executable, "-m", "trl_qarl.cli", "train", *words, *options]
         with open(tmp_path / "log.txt", "w") as log:
-            process = psutil.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+            process = psutil.Popen(
+                command, cwd=tmp_path, env=environment, stdout=log, stderr=log, preexec_fn=heed_signals
+            )
         try:
             deadline = time.monotonic() + 240
             while not is_complete(tmp_path / "run" / "checkpoint-2"):
@@ -99,7 +107,8 @@ def test_a_signal_to_the_train_command_ends_the_trainer(train, tmp_path, prefix,
         command.send_signal(number)
         assert ended(everything)
         # A process ends by SIGINT itself where it can, which shells show as 130.
-        assert process.wait() in ({130, -2} if number == signal.SIGINT else {128 + number})
+        said = (tmp_path / "log.txt").read_text()
+        assert process.wait() in ({130, -2} if number == signal.SIGINT else {128 + number}), said
     assert (tmp_path / "ended-0").exists()
     checkpoints = sorted((tmp_path / "run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     assert any(map(is_complete, checkpoints[-2:]))
@@ -193,8 +202,10 @@ def test_a_server_ends_by_sigterm_before_it_is_up(tiny_model, tmp_path, prefix):
     with open(tmp_path / "log.txt", "w") as log:
         process = psutil.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
     try:
-        server = process.children()[0] if prefix else process
         deadline = time.monotonic() + 120
+        while prefix and not process.children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        server = process.children()[0] if prefix else process
         while "vllm.entrypoints.openai.api_server" not in server.cmdline():
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()
             time.sleep(0.1)

@@ -122,10 +122,10 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._low_bit is None:
             # Only now: after a reload the values are copied into tensors that vLLM holds on to.
-            # Of codes on a coarser grid in the same container the product is the same.
+            # A coarser grid in the same container has the same product.
             names = [self.w_q_name, self.w_s_name, *([self.w_zp_name] if self.config.zero_points else [])]
             tensors = {name: getattr(layer, name).data for name in names}
-            # Of fused layers vLLM keeps the shape of one.
+            # vLLM keeps only one shape for fused layers.
             tensors["weight_shape"] = torch.tensor(self.config.partition_weight_shape[::-1])
             self._low_bit = LowBitTensor.from_checkpoint(tensors, self._scheme, tensors["weight_scale"].dtype)
         return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)

@@ -13,7 +13,6 @@ from testing_utils.trainings import arguments, make
     "changed",
     [
         {"steps_per_generation": 8},
-        {"steps_per_generation": 2},
         {"per_device_train_batch_size": 8},
         {"num_generations": 2},
         {"num_iterations": 2},

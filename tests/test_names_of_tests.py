@@ -13,6 +13,7 @@ ELSEWHERE = {
     # Tested as part of a whole that has no other parts, where one file shows more than several would.
     "_version.py": "test_package.py",
     "adapters/merge_at_export.py": "adapters/test_base.py",
+    "quantization/formats/base.py": "quantization/formats/test_registry.py",
     "quantization/formats/int4_zero_points.py": "quantization/formats/test_zero_points.py",
     "quantization/formats/int8_zero_points.py": "quantization/formats/test_zero_points.py",
     "quantization/partitioned.py": "distributed/test_shards.py",

@@ -40,11 +40,11 @@ def test_layers_of_one_matrix_share_the_divisor_of_the_largest_weight(model):
 def test_others_may_be_given_later_and_a_frozen_base_keeps_its_own(model):
     prepare_model(model, {"re:.*mlp.*": "nvfp4a16", "_default": "w8a8"})
     layers = quantized_layers(model)
-    before = {name: layer.low_bit_weight().global_scale for name, layer in layers.items()}
+    before = {name: layer.low_bit_weight().shared_scale for name, layer in layers.items()}
     halves = {name: scale / 2 for name, scale in before.items() if scale is not None}
     assert halves.keys() == {name for name in layers if ".mlp." in name}
     share_global_scales(layers, halves)
-    assert {name: layers[name].low_bit_weight().global_scale for name in halves} == global_scales(layers) == halves
+    assert {name: layers[name].low_bit_weight().shared_scale for name in halves} == global_scales(layers) == halves
     freeze_model(model)
     share_global_scales(layers)
     assert global_scales(layers) == halves

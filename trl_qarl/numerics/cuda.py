@@ -27,8 +27,9 @@ import torch
 
 from ..packages import installed
 from ..quantization import gemm
+from ..quantization.formats.registry import format_of
 from ..quantization.quantize import quantize_activation
-from ..quantization.schemes import E4M3, E4M3_CODES, INT4_PACKED, INT8, INT8_CODES, SCHEMES, QuantScheme
+from ..quantization.schemes import INT8, SCHEMES, QuantScheme
 from .compare import first_difference_on_gpu
 
 
@@ -50,9 +51,6 @@ __all__ = [
     "silu_mul",
     "use_one_tiling",
 ]
-
-COVERED = ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
-"""Containers and activations whose product is compared with the engine's."""
 
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
@@ -162,7 +160,7 @@ def prepare_process() -> None:
 
 def covers(scheme: QuantScheme) -> bool:
     """Return whether learner and engine share the product of `scheme`, whatever its grid."""
-    return (scheme.container, scheme.activation) in COVERED
+    return scheme.is_quantized and scheme.activation in format_of(scheme.container).repeated_on_gpus
 
 
 def covered_schemes() -> list[str]:

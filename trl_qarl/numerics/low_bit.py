@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from ..quantization import gemm
-from ..quantization.formats import e4m3
-from ..quantization.quantize import quantize_activation
+from ..quantization.quantize import activation_form, quantize_activation
 from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE
@@ -110,7 +109,7 @@ class _Expanded:
         if self.scheme.activation is None:
             return self._product(rows.to(self.dtype), bias).to(rows.dtype)
         codes, scale = quantize_activation(rows, self.scheme)
-        y = self._product(e4m3.unpack(codes, self.dtype)).mul_(scale).to(rows.dtype)
+        y = self._product(activation_form(codes).unpack(codes, self.dtype)).mul_(scale).to(rows.dtype)
         return y if bias is None else y.add_(bias)
 
 

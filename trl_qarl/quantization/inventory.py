@@ -17,7 +17,7 @@ from .experts import QuantizedExperts, has_stacked_matrices
 from .linear import QuantizedLinear
 from .names import base_model, base_modules, base_state_dict, layer_of
 from .partitioned import shape_of
-from .schemes import NVFP4, QuantScheme
+from .schemes import QuantScheme
 from .tensors import LowBitTensor
 from .weight import QuantizedLayer, QuantizedWeight
 
@@ -129,17 +129,13 @@ class Inventory:
 
     @property
     def global_scales(self) -> dict[str, float | None]:
-        """Divisors of the scales of NVFP4 layers, prepared or converted."""
+        """Global scales of layers whose format has them, prepared or converted; `None` before one was chosen."""
         scales = {}
-        for name, module in self.modules.items():
-            sources = (
-                module.quantized_weights.values()
-                if isinstance(module, QuantizedLayer)
-                else [getattr(module, "weight", None)]
-            )
-            for source in sources:
-                if isinstance(source, (QuantizedWeight, LowBitTensor)) and source.scheme.container == NVFP4:
-                    scales[name] = source.global_scale
+        for name, (scheme, _) in self.formats.items():
+            if scheme.container.has_global_scale:
+                layer = self.layers.get(name)
+                weights = [] if layer is None else [*layer.quantized_weights.values()]
+                scales[name] = weights[-1].global_scale if weights else self.modules[name].weight.shared_scale
         return scales
 
     @property

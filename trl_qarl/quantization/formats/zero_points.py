@@ -1,0 +1,70 @@
+"""
+Zero points: codes of a group lie where its weights are, which always holds zero.
+
+    scale = (max(w, 0) - min(w, 0)) / 15,  zero = round(clamp(-8 - min(w, 0) / scale, -8, 7))
+    q = round(clamp(w / scale + zero, -8, 7)),  w' = scale * (q - zero)
+
+for INT4, with 255, -128 and 127 for INT8. This is compressed-tensors' arithmetic bit for bit, in float32 (float64 for such masters; a
+16-bit master has the codes of its float32 copy). `zero` follows from the scale before it is rounded to its dtype, codes from the rounded
+one. A group of zeros has zero point 0. Where compressed-tensors makes infinities, of groups that span more than float32 holds, both ends
+are divided first.
+"""
+
+import torch
+from typing_extensions import override
+
+from .base import Format, Operand
+
+
+__all__ = ["ZeroPoints"]
+
+
+class ZeroPoints(Format):
+    """The part of a format that zero points change; the format that stores the codes comes after it."""
+
+    operands = (Operand("zero_point", torch.int8, per_group=True),)
+    checkpoint_names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+    experts_in_transformers = False
+
+    @override
+    def choose_scales(self, groups, scheme):
+        grid = scheme.grid
+        lowest, highest = groups.amin(dim=-1).clamp_(max=0), groups.amax(dim=-1).clamp_(min=0)
+        step = (highest - lowest) / grid.scale_divisor
+        step = torch.where(step.isinf(), highest / grid.scale_divisor - lowest / grid.scale_divisor, step)
+        qmin, qmax = grid.quant_range
+        # Of a group of zeros 0 / 0.
+        return step, (qmin - lowest / step).clamp_(qmin, qmax).round_().nan_to_num_(0.0).to(torch.int8)
+
+    @override
+    def quotients(self, groups, scale, *operands):
+        (zero_point,) = operands
+        return super().quotients(groups, scale).add_(zero_point.unsqueeze(-1))
+
+    @override
+    def multiply_by_scales(self, groups, scale, *operands):
+        (zero_point,) = operands
+        super().multiply_by_scales(groups.sub_(zero_point.unsqueeze(-1)), scale)
+
+    @override
+    def to_checkpoint(self, qdata, scale, *operands):
+        return super().to_checkpoint(qdata, scale) | {"weight_zero_point": self.pack_zero_points(*operands)}
+
+    @override
+    def from_checkpoint(self, tensors):
+        qdata, scale = super().from_checkpoint(tensors)
+        return qdata, scale, self.unpack_zero_points(tensors["weight_zero_point"], len(qdata))
+
+    def pack_zero_points(self, zero_point: torch.Tensor) -> torch.Tensor:
+        """Return zero points `(N, groups)` as a checkpoint has them, several rows in a word."""
+        raise NotImplementedError
+
+    def unpack_zero_points(self, words: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return the inverse of [`~ZeroPoints.pack_zero_points`] for a weight of `num_rows` rows."""
+        raise NotImplementedError
+
+
+def turned(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the transposed matrix in memory of its own."""
+    # Of a single row or column `contiguous` would keep odd strides.
+    return matrix.t().clone(memory_format=torch.contiguous_format)

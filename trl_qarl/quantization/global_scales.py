@@ -13,7 +13,7 @@ from .plan import FUSED
 from .weight import QuantizedLayer, QuantizedWeight
 
 
-__all__ = ["check_global_scales", "global_scales", "share_global_scales"]
+__all__ = ["check_global_scales", "share_global_scales"]
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
@@ -42,17 +42,9 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
             weight.forget()
 
 
-def global_scales(layers: Mapping[str, QuantizedLayer]) -> dict[str, float]:
-    """Return the global scales of layers that have one, by their names."""
-    scales = {
-        name: weight.global_scale for name, layer in layers.items() for weight in layer.quantized_weights.values()
-    }
-    return {name: scale for name, scale in scales.items() if scale is not None}
-
-
-def check_global_scales(scales: Mapping[str, float | None]) -> None:
+def check_global_scales(scales: Mapping[str, float]) -> None:
     """Raises `ValueError` where layers that vLLM holds as one matrix have several global scales, given by the layers' names."""
-    of_group: dict[str, dict[str, float | None]] = defaultdict(dict)
+    of_group: dict[str, dict[str, float]] = defaultdict(dict)
     for name, scale in scales.items():
         of_group[_group_of(name)][name] = scale
     for group in of_group.values():

@@ -128,15 +128,13 @@ class Inventory:
         }
 
     @property
-    def global_scales(self) -> dict[str, float | None]:
-        """Global scales of layers whose format has them, prepared or converted; `None` before one was chosen."""
-        scales = {}
-        for name, (scheme, _) in self.formats.items():
-            if scheme.container.has_global_scale:
-                layer = self.layers.get(name)
-                weights = [] if layer is None else [*layer.quantized_weights.values()]
-                scales[name] = weights[-1].global_scale if weights else self.modules[name].weight.shared_scale
-        return scales
+    def global_scales(self) -> dict[str, float]:
+        """Global scales of the layers that have one, prepared or converted."""
+        scales = {
+            name: self.layers[name].global_scale if name in self.layers else self.modules[name].weight.shared_scale
+            for name in self.formats
+        }
+        return {name: scale for name, scale in scales.items() if scale is not None}
 
     @property
     def stacked_experts(self) -> dict[str, nn.Parameter]:

@@ -238,6 +238,11 @@ class QuantizedLayer(nn.Module):
         return self._first.scale_dtype
 
     @property
+    def global_scale(self) -> float | None:
+        """What the scales are divided by, in a format with global scales, once it was chosen."""
+        return self._first.global_scale
+
+    @property
     def _first(self) -> QuantizedWeight:
         return next(iter(self.quantized_weights.values()))
 

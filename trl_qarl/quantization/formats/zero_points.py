@@ -8,9 +8,14 @@ for INT4, with 255, -128 and 127 for INT8. This is compressed-tensors' arithmeti
 16-bit master has the codes of its float32 copy). `zero` follows from the scale before it is rounded to its dtype, codes from the rounded
 one. A group of zeros has zero point 0. Where compressed-tensors makes infinities, of groups that span more than float32 holds, both ends
 are divided first.
+
+A checkpoint (`pack-quantized`, `symmetric: false`) has the zero points of several rows in a word of `weight_zero_point`, int32
+`(ceil(N / 8), K / group_size)` for INT4 and `(ceil(N / 4), ...)` for INT8, as it has the codes of several columns; what fills the last
+word is 0.
 """
 
 import torch
+import torch.nn.functional as F
 from typing_extensions import override
 
 from .base import Format, Operand
@@ -20,7 +25,14 @@ __all__ = ["ZeroPoints"]
 
 
 class ZeroPoints(Format):
-    """The part of a format that zero points change; the format that stores the codes comes after it."""
+    """
+    The part of a format that zero points change; the class that stores the codes comes after it.
+
+    Attributes:
+        codes_per_word (`int`): codes, and zero points, in a word of a checkpoint.
+    """
+
+    codes_per_word: int
 
     operands = (Operand("zero_point", torch.int8, per_group=True),)
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
@@ -48,23 +60,20 @@ class ZeroPoints(Format):
 
     @override
     def to_checkpoint(self, qdata, scale, *operands):
-        return super().to_checkpoint(qdata, scale) | {"weight_zero_point": self.pack_zero_points(*operands)}
+        (zero_point,) = operands
+        lowest = -(2 ** (32 // self.codes_per_word - 1))
+        rows = F.pad(zero_point, (0, 0, 0, -len(zero_point) % self.codes_per_word), value=lowest)
+        words = super().to_checkpoint(self.pack(_turned(rows)), scale)["weight_packed"]
+        return super().to_checkpoint(qdata, scale) | {"weight_zero_point": _turned(words)}
 
     @override
     def from_checkpoint(self, tensors):
         qdata, scale = super().from_checkpoint(tensors)
-        return qdata, scale, self.unpack_zero_points(tensors["weight_zero_point"], len(qdata))
-
-    def pack_zero_points(self, zero_point: torch.Tensor) -> torch.Tensor:
-        """Return zero points `(N, groups)` as a checkpoint has them, several rows in a word."""
-        raise NotImplementedError
-
-    def unpack_zero_points(self, words: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the inverse of [`~ZeroPoints.pack_zero_points`] for a weight of `num_rows` rows."""
-        raise NotImplementedError
+        words = {"weight_packed": _turned(tensors["weight_zero_point"]), "weight_scale": scale}
+        zero_point = self.unpack(super().from_checkpoint(words)[0], torch.float32)[:, : len(qdata)]
+        return qdata, scale, _turned(zero_point.to(torch.int8))
 
 
-def turned(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the transposed matrix in memory of its own."""
+def _turned(matrix: torch.Tensor) -> torch.Tensor:
     # Of a single row or column `contiguous` would keep odd strides.
     return matrix.t().clone(memory_format=torch.contiguous_format)

@@ -3,7 +3,6 @@
 from functools import lru_cache
 
 import torch
-from typing_extensions import override
 
 from ..schemes import E4M3
 from .base import Format, KernelChoice
@@ -19,19 +18,16 @@ class Fp8(Format):
     # Below it vLLM leaves activations in 16 bits.
     min_capability = (8, 9)
 
-    @override
     def pack(self, codes):
         """Round quotients `(N, K)` of weight and scale to E4M3."""
         return codes.to(torch.float8_e4m3fn)
 
-    @override
     def unpack(self, qdata, dtype):
         if qdata.is_cuda or dtype.itemsize > 4 or qdata.shape[1] % 2 or not qdata.is_contiguous():
             return qdata.to(dtype)
         # On a CPU one table look-up for two codes is four times faster than PyTorch's conversion.
         return _pairs(dtype).take(qdata.view(torch.uint16).long()).view(dtype)
 
-    @override
     def kernels(self, scheme, gpu):
         if gpu.capability < self.min_capability:
             return KernelChoice(

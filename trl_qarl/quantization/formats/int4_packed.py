@@ -17,7 +17,6 @@ bits, as bf16 does. [`fp8_gemm_weight`] is what the engine multiplies by.
 from functools import lru_cache
 
 import torch
-from typing_extensions import override
 
 from ..schemes import INT8
 from .base import Format, KernelChoice
@@ -31,30 +30,24 @@ class HalfBytes(Format):
 
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
 
-    @override
     def pack(self, codes):
         unsigned = (codes.to(torch.int8) + 8).view(torch.uint8).view(codes.shape[0], codes.shape[1] // 2, 2)
         return (unsigned[..., 0] | (unsigned[..., 1] << 4)).view(torch.int32)
 
-    @override
     def unpack(self, qdata, dtype):
         return look_up(qdata, dtype, tuple(range(-8, 8)))
 
-    @override
     def in_features(self, qdata):
         return 8 * qdata.shape[1]
 
-    @override
     def count_flips(self, before, after):
         changed = (before ^ after).view(torch.uint8)
         return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
 
-    @override
     def to_checkpoint(self, qdata, scale, *operands):
         shape = torch.tensor([qdata.shape[0], self.in_features(qdata)], device=qdata.device)
         return {"weight_packed": qdata, "weight_scale": scale, "weight_shape": shape}
 
-    @override
     def from_checkpoint(self, tensors):
         """Return codes and scales of a layer's tensors; `weight_shape` tells whether codes have fewer bits."""
         words, scale = tensors["weight_packed"], tensors["weight_scale"]
@@ -69,12 +62,10 @@ class Int4Packed(HalfBytes):
     repeated_on_gpus = (None,)
     experts_in_vllm = (None, INT8)
 
-    @override
     def choose_scales(self, groups, scheme):
         (scale,) = super().choose_scales(groups, scheme)
         return (_fp8_exact_scales(scale) if scheme.has_fp8_scales else scale,)
 
-    @override
     def kernels(self, scheme, gpu):
         on_hopper = gpu.capability == (9, 0)
         if scheme.has_fp8_scales:

@@ -1,7 +1,5 @@
 """INT4 codes as in `int4_packed`, with a zero point for each group: int8 `(N, K / group_size)`, from -8 to 7."""
 
-from typing_extensions import override
-
 from .int4_packed import HalfBytes, integer_kernels
 from .zero_points import ZeroPoints
 
@@ -14,6 +12,5 @@ class Int4ZeroPoints(ZeroPoints, HalfBytes):
 
     codes_per_word = 8
 
-    @override
     def kernels(self, scheme, gpu):
         return integer_kernels(gpu)

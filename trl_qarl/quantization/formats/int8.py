@@ -1,7 +1,5 @@
 """INT8 codes as they are: `qdata` is int8 `(N, K)`, in memory and in a checkpoint (`int-quantized`)."""
 
-from typing_extensions import override
-
 from ..schemes import INT8
 from .base import Format, KernelChoice
 
@@ -16,7 +14,6 @@ class Int8(Format):
     # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers (5.17).
     experts_in_transformers = False
 
-    @override
     def kernels(self, scheme, gpu):
         if gpu.capability >= (10, 0):
             return KernelChoice(

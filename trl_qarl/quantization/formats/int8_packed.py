@@ -6,7 +6,6 @@ lowest bits, and `weight_shape` says `(N, K)`.
 """
 
 import torch
-from typing_extensions import override
 
 from .base import Format
 from .int4_packed import integer_kernels
@@ -20,14 +19,12 @@ class Words(Format):
 
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
 
-    @override
     def to_checkpoint(self, qdata, scale, *operands):
         # Adding 128 to a two's complement byte flips its top bit.
         packed = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32)
         shape = torch.tensor(list(qdata.shape), device=qdata.device)
         return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
 
-    @override
     def from_checkpoint(self, tensors):
         return (tensors["weight_packed"].view(torch.uint8) ^ 0x80).view(torch.int8), tensors["weight_scale"]
 
@@ -37,6 +34,5 @@ class Int8Packed(Words):
 
     gguf_type = "Q8_0"
 
-    @override
     def kernels(self, scheme, gpu):
         return integer_kernels(gpu)

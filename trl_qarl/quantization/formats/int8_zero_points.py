@@ -1,7 +1,5 @@
 """INT8 codes as in `int8_packed`, with a zero point for each group: int8 `(N, K / group_size)`, from -128 to 127."""
 
-from typing_extensions import override
-
 from .base import KernelChoice
 from .int8_packed import Words
 from .zero_points import ZeroPoints
@@ -15,7 +13,6 @@ class Int8ZeroPoints(ZeroPoints, Words):
 
     codes_per_word = 4
 
-    @override
     def kernels(self, scheme, gpu):
         if gpu.capability == (9, 0):
             return KernelChoice(linear=("MacheteLinearKernel",))

@@ -13,7 +13,6 @@ A code is its sign and the number of its magnitude among these. Scales are uint8
 """
 
 import torch
-from typing_extensions import override
 
 from .base import KernelChoice, in_groups
 from .int4_packed import HalfBytes, look_up
@@ -31,24 +30,20 @@ class Mxfp4(HalfBytes):
     gguf_type = "MXFP4"
     refusal_of_experts = "no reader of such a checkpoint has been tried"
 
-    @override
     def quantize(self, weight, scheme, scale_dtype, global_scale):
         groups = in_groups(weight.float(), scheme)
         scale, *operands = self.choose_scales(groups, scheme, global_scale)
         codes = groups / self.scale_values(torch.float32, scale, *operands).unsqueeze(-1)
         return self.pack(codes.view(weight.shape)), scale, *operands
 
-    @override
     def choose_scales(self, groups, scheme, global_scale=None):
         # The exponent of `amax`, and one more from 1.75 on: a quarter carries over into it.
         exponent = (groups.abs().amax(dim=-1).view(torch.int32) + (1 << 21)) >> 23
         return ((exponent - 2).clamp_(0, 252).to(torch.uint8),)
 
-    @override
     def scale_values(self, dtype, scale, *operands):
         return scale.view(torch.float8_e8m0fnu).to(dtype)
 
-    @override
     def pack(self, codes):
         """Round quotients `(N, K)` of weight and scale, float32, to E2M1: to the nearest code, of two as near to the even one."""
         size = codes.abs()
@@ -60,23 +55,18 @@ class Mxfp4(HalfBytes):
         nibbles = (index + 8 * (codes < 0)).to(torch.uint8).view(codes.shape[0], codes.shape[1] // 2, 2)
         return nibbles[..., 0] | (nibbles[..., 1] << 4)
 
-    @override
     def unpack(self, qdata, dtype):
         return look_up(qdata, dtype, (*MAGNITUDES, *(-size for size in MAGNITUDES)))
 
-    @override
     def in_features(self, qdata):
         return 2 * qdata.shape[1]
 
-    @override
     def to_checkpoint(self, qdata, scale, *operands):
         return {"weight_packed": qdata, "weight_scale": scale}
 
-    @override
     def from_checkpoint(self, tensors):
         return tensors["weight_packed"], tensors["weight_scale"]
 
-    @override
     def kernels(self, scheme, gpu):
         # vLLM does not look at what a checkpoint says of activations, and its first choice on Blackwell rounds them to 4 bits. On Hopper
         # it is Humming from 0.32 on.

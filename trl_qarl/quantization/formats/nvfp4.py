@@ -15,7 +15,6 @@ chosen once, such that weights can grow to four times the largest; larger ones a
 import math
 
 import torch
-from typing_extensions import override
 
 from .base import KernelChoice, Operand
 from .mxfp4 import Mxfp4
@@ -31,7 +30,6 @@ class Nvfp4(Mxfp4):
     checkpoint_names = ("weight_packed", "weight_scale", "weight_global_scale")
     gguf_type = None
 
-    @override
     def choose_global_scale(self, weight):
         """Return the power of two under the scales of a matrix: with it, weights of four times its largest magnitude have scales."""
         amax = weight.abs().amax().float().item()
@@ -39,7 +37,6 @@ class Nvfp4(Mxfp4):
         # Scales of 2^-9 to 448 over it are numbers in bf16.
         return 2.0 ** max(-100, min(exponent, 100))
 
-    @override
     def choose_scales(self, groups, scheme, global_scale=None):
         scale = global_scale * (groups.abs().amax(dim=-1) / 6.0)
         if scale.numel() and (largest := scale.max().item()) > 448.0:
@@ -52,22 +49,18 @@ class Nvfp4(Mxfp4):
         scale = torch.where(scale.view(torch.uint8) == 0, torch.full_like(scale, 0.125), scale)
         return scale, groups.new_full((len(groups), 1), global_scale)
 
-    @override
     def scale_values(self, dtype, scale, *operands):
         (global_scale,) = operands
         return (scale.to(dtype) / global_scale).to(dtype)
 
-    @override
     def to_checkpoint(self, qdata, scale, *operands):
         (global_scale,) = operands
         return super().to_checkpoint(qdata, scale) | {"weight_global_scale": global_scale[0].clone()}
 
-    @override
     def from_checkpoint(self, tensors):
         qdata, scale = super().from_checkpoint(tensors)
         return qdata, scale, tensors["weight_global_scale"].expand(len(qdata)).unsqueeze(1).contiguous()
 
-    @override
     def kernels(self, scheme, gpu):
         # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer. Both repack on a GPU alone.
         return KernelChoice(linear=("MarlinNvFp4LinearKernel",), backends={"nvfp4_w4a16": "marlin"})

@@ -16,7 +16,6 @@ word is 0.
 
 import torch
 import torch.nn.functional as F
-from typing_extensions import override
 
 from .base import Format, Operand
 
@@ -38,7 +37,6 @@ class ZeroPoints(Format):
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
     experts_in_transformers = False
 
-    @override
     def choose_scales(self, groups, scheme):
         grid = scheme.grid
         lowest, highest = groups.amin(dim=-1).clamp_(max=0), groups.amax(dim=-1).clamp_(min=0)
@@ -48,17 +46,14 @@ class ZeroPoints(Format):
         # Of a group of zeros 0 / 0.
         return step, (qmin - lowest / step).clamp_(qmin, qmax).round_().nan_to_num_(0.0).to(torch.int8)
 
-    @override
     def quotients(self, groups, scale, *operands):
         (zero_point,) = operands
         return super().quotients(groups, scale).add_(zero_point.unsqueeze(-1))
 
-    @override
     def multiply_by_scales(self, groups, scale, *operands):
         (zero_point,) = operands
         super().multiply_by_scales(groups.sub_(zero_point.unsqueeze(-1)), scale)
 
-    @override
     def to_checkpoint(self, qdata, scale, *operands):
         (zero_point,) = operands
         lowest = -(2 ** (32 // self.codes_per_word - 1))
@@ -66,7 +61,6 @@ class ZeroPoints(Format):
         words = super().to_checkpoint(self.pack(_turned(rows)), scale)["weight_packed"]
         return super().to_checkpoint(qdata, scale) | {"weight_zero_point": _turned(words)}
 
-    @override
     def from_checkpoint(self, tensors):
         qdata, scale = super().from_checkpoint(tensors)
         words = {"weight_packed": _turned(tensors["weight_zero_point"]), "weight_scale": scale}

@@ -47,6 +47,7 @@ ELSEWHERE = {
     # Only an engine can show whether they are right.
     "rollout/deep_audit.py": "rollout/test_vllm_trainer.py",
     "rollout/failures.py": "rollout/test_generation.py",
+    "numerics/backends.py": "numerics/test_portable.py",
     "rollout/scoring.py": "numerics/test_engine.py",
     "vllm_plugin/cuda_kernels.py": "numerics/test_cuda.py",
     "vllm_plugin/engine_tensors.py": "vllm_plugin/test_weight_transfer.py",

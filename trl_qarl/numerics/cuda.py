@@ -36,6 +36,7 @@ from .compare import first_difference_on_gpu
 __all__ = [
     "ENGINE_ARGUMENTS",
     "ENVIRONMENT",
+    "PackedLinear",
     "attention",
     "covered_schemes",
     "covers",
@@ -173,6 +174,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return _batch_invariant().linear_batch_invariant(x, weight, None if bias is None else bias.to(x.dtype))
 
 
+class PackedLinear:
+    """[`~trl_qarl.numerics.backends.Backend.PackedLinear`]: [`linear`] by one weight."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._weight = weight
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x.reshape(-1, x.shape[-1]), self._weight, bias).view(*x.shape[:-1], len(self._weight))
+
+
 def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
     """[`~trl_qarl.quantization.gemm.low_bit_linear`] with the same bits for a row in any batch; `x` `(M, K)` bfloat16."""
     scheme = weight.scheme
@@ -189,7 +201,7 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`trl_qarl.numerics.cpu.rotate`]."""
+    """[`~trl_qarl.numerics.backends.Backend.rotate`]."""
     import vllm._custom_ops as ops
 
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
@@ -227,8 +239,10 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return _batch_invariant().log_softmax(logits, -1)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
-    """[`trl_qarl.numerics.cpu.attention`] by FlashAttention, keys and values in blocks and not split."""
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+    """[`~trl_qarl.numerics.backends.Backend.attention`] by FlashAttention, keys and values in blocks and not split."""
+    if window is not None:
+        raise NotImplementedError("Attention to a window of keys exists with vLLM's kernels for CPUs alone.")
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     slots, table, query_starts, lengths = _layout(query_lengths, key_lengths, query.device)

@@ -27,8 +27,7 @@ from ..quantization.quantize import activation_form, quantize_activation
 from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE
-from . import cpu as kernels
-from . import cuda
+from . import backends, cuda
 from .cpu import PackedLinear, reason_not_to_call, vllm_version
 from .cpu_attention import IN_ONE_PASS
 
@@ -50,7 +49,7 @@ def low_bit_linear(
     Raises:
         MemoryError: if the operand does not fit into the memory that is free.
     """
-    if kernels.is_on_gpu(rows):
+    if backends.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
     product = _product_of(low_bit, rows.dtype)
     if product is None:
@@ -102,7 +101,7 @@ class _Expanded:
                 f"{free >> 20} MiB are free. Set cpu_weights='packed' (in the environment of a server {CPU_WEIGHTS_VARIABLE}=packed): "
                 "weights then stay in low bits, and products are up to three times slower."
             )
-        self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype), is_compared=True)
+        self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype))
 
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         bias = None if bias is None else bias.to(rows.dtype)

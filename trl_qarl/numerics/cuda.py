@@ -2,7 +2,7 @@
 Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients. They are what
 [`trl_qarl.numerics.cpu`] is for CPUs.
 
-**None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; docs/alignment.md has the lines. On a CPU the tests check
+**None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines. On a CPU the tests check
 what surrounds the kernels: arguments, layouts, and which of them takes part where. On a GPU each process compares the release that
 is installed before it uses any of it ([`reason_against`]): in 0.24 and 0.26 norms depend on the number of rows, from 0.32 on a bias
 is added before a product is rounded, and after it until 0.31.
@@ -242,7 +242,7 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
     """[`~trl_qarl.numerics.backends.Backend.attention`] by FlashAttention, keys and values in blocks and not split."""
     if window is not None:
-        raise NotImplementedError("Attention to a window of keys exists with vLLM's kernels for CPUs alone.")
+        raise NotImplementedError("Only vLLM's kernels for CPUs have attention to a window of keys.")
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     slots, table, query_starts, lengths = _layout(query_lengths, key_lengths, query.device)

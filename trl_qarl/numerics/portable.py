@@ -59,7 +59,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tor
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
     """[`~trl_qarl.numerics.backends.Backend.attention`] for sequences of any length."""
     if window is not None:
-        raise NotImplementedError("Attention to a window of keys exists with vLLM's kernels for CPUs alone.")
+        raise NotImplementedError("Only vLLM's kernels for CPUs have attention to a window of keys.")
     outputs = []
     for q, k, v in zip(query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
         num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]

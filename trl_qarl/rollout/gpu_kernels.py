@@ -1,10 +1,10 @@
 """
-Which of vLLM's kernels runs a scheme on an NVIDIA GPU: what to ask an engine for, the kernel to expect, or the reason against it and the
-scheme to take instead. [`choose_kernels`] asks the format of the scheme's container ([`trl_qarl.quantization.formats`]).
+Chooses vLLM's kernel for a scheme on an NVIDIA GPU: the option to ask for it, the kernel to expect, or the reason against the scheme and
+the scheme to use instead. [`choose_kernels`] asks the format of the scheme's container ([`trl_qarl.quantization.formats`]).
 
 vLLM's own choice changes from release to release, and not every kernel computes what the learner does: some leave activations in 16
 bits where the scheme quantizes them, some quantize them where it does not, and one throws. So an engine is asked for the kernel
-whose reload was rehearsed, and any other that it reports is an error. `benchmarks/rehearsal/` records what each release chooses; docs/gpus.md
+whose reload was rehearsed, and any other that it reports is an error. `benchmarks/rehearsal/` records what each release chooses; docs/schemes.md
 says what such a rehearsal cannot show.
 """
 

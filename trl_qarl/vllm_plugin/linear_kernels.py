@@ -160,7 +160,7 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
                 "activation reordering only. Serve the checkpoint with `--dtype bfloat16`."
             )
         self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
-        # vLLM tells a kernel of activations in this way alone, and means another one.
+        # This is the only way in which vLLM tells a kernel about activations, and it means another kernel.
         if hasattr(layer, "_humming_input_quant_config"):
             if self._scheme.container != INT4_PACKED:
                 raise ValueError(
@@ -187,7 +187,8 @@ class _Fp4Kernel(LowBitKernel):
     @classmethod
     def _reason_against(cls, c: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> str | None:
         # vLLM asks for low-bit activations with MXFP4, whatever the checkpoint says of them.
-        return "the checkpoint has activations of 4 bits, this kernel has none" if _has_activations("float") else None
+        is_refused = _has_activations("float")
+        return "the checkpoint has 4-bit activations, which this kernel does not support" if is_refused else None
 
 
 class QaRLMxFp4Kernel(_Fp4Kernel, MxFp4LinearKernel):
@@ -211,7 +212,7 @@ class QaRLNvFp4Kernel(_Fp4Kernel, NvFp4LinearKernel):
 
 
 def _has_activations(weight_type: str) -> bool:
-    """Return whether the checkpoint that is being loaded has low-bit activations beside 4-bit weights, "int" or "float"."""
+    """Return the type of the activations, "int" or "float", if the checkpoint that is being loaded has low-bit ones next to 4-bit weights."""
     config = get_current_vllm_config_or_none()
     model_config = config and config.model_config
     described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}

@@ -80,7 +80,7 @@ class Int4Packed(HalfBytes):
                 refusal="no kernel of INT4 weights and INT8 activations on GPUs can be reloaded",
                 instead="'w4a8'" if on_hopper else "'w4a16', or w4a8 on a Hopper GPU",
             )
-        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs on a GPU alone. Marlin is its choice elsewhere.
+        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs only on a GPU. It takes Marlin elsewhere.
         needs_marlin = on_hopper and gpu.release != "0.31"
         return integer_kernels(gpu, experts_backend="marlin" if needs_marlin else None)
 

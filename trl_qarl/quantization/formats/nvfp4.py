@@ -62,5 +62,5 @@ class Nvfp4(Mxfp4):
         return qdata, scale, tensors["weight_global_scale"].expand(len(qdata)).unsqueeze(1).contiguous()
 
     def kernels(self, scheme, gpu):
-        # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer. Both repack on a GPU alone.
+        # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer. Both repack only on a GPU.
         return KernelChoice(linear=("MarlinNvFp4LinearKernel",), backends={"nvfp4_w4a16": "marlin"})

@@ -334,7 +334,7 @@ def test_bad_options_of_the_hub_are_refused(tmp_path, hub, arguments, says):
 
 def test_push_without_a_token_or_offline_is_refused_before_anything_is_loaded(tmp_path, hub, monkeypatch):
     QaRLConfig(str(tmp_path / "run"), push_to_hub=True)
-    with pytest.raises(ValueError, match="hub_model_id='my run' is no name"):
+    with pytest.raises(ValueError, match="hub_model_id='my run' is not"):
         QaRLConfig(str(tmp_path / "my run"), push_to_hub=True)
     monkeypatch.delenv("HF_TOKEN")
     QaRLConfig(str(tmp_path / "run"), push_to_hub=True, hub_token="hf_given")

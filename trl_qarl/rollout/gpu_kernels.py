@@ -35,7 +35,7 @@ __all__ = [
 RELEASES = ("0.31", "0.32", "0.33")
 """Releases of vLLM, `major.minor`, that were rehearsed; those that the extra `vllm` takes."""
 
-# The names of kernels that this package puts into vLLM begin so: they are the learner's own products.
+# Prefixes of the kernels that this package registers in vLLM.
 _OURS = ("QaRL", "Repeatable")
 
 

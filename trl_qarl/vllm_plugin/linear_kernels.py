@@ -169,10 +169,10 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
             self._scheme = get_scheme("w4a8-int8")
 
     def _make_low_bit(self, layer, dtype):
-        # Of codes on a coarser grid in the same container the product is the same.
+        # A coarser grid in the same container has the same product.
         names = [self.w_q_name, self.w_s_name, *([self.w_zp_name] if self.config.zero_points else [])]
         tensors = {name: getattr(layer, name).data for name in names}
-        # Of fused layers vLLM keeps the shape of one.
+        # vLLM keeps only one shape for fused layers.
         tensors["weight_shape"] = torch.tensor(self.config.partition_weight_shape[::-1])
         return LowBitTensor.from_checkpoint(tensors, self._scheme, tensors["weight_scale"].dtype)
 

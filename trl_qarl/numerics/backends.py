@@ -1,5 +1,5 @@
 """
-The engine's operations in this process, without gradients: which of three modules computes them.
+Choice of the module that computes the engine's operations in this process, without gradients.
 
 | backend | computes with | where |
 |---|---|---|
@@ -27,7 +27,7 @@ class Product(Protocol):
 
 
 class Backend(Protocol):
-    """What each of the modules has."""
+    """The operations that each of the modules has."""
 
     def PackedLinear(self, weight: torch.Tensor) -> Product:
         """Return the product with `weight`, `(N, K)` bfloat16 or float32, which is copied: later changes have no effect."""

@@ -4,8 +4,8 @@ Quantization schemes: one frozen description per scheme, read by every other par
 A scheme says how a weight becomes low-bit: on which *grid* its codes lie, in which *container* they are stored, sent and
 multiplied, how many input features share a scale, and on which grid the activations that meet it lie. A grid of fewer codes
 fits into the container of a wider one: engine, checkpoint and kernels see the container alone, so a policy of 3 bits runs
-wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], that of containers in
-[`trl_qarl.quantization.formats`]; nothing here imports torch, so the command line can list schemes at once.
+wherever INT4 does. The arithmetic is in [`trl_qarl.quantization.formats`], behind
+[`~trl_qarl.quantization.quantize`]; nothing here imports torch, so the command line can list schemes at once.
 
 | name | weight | container | granularity | activations | checkpoint format |
 |---|---|---|---|---|---|

@@ -1,5 +1,5 @@
 """
-[`Format`]: what a low-bit weight consists of in one container, and everything that is done with these tensors.
+[`Format`]: the tensors of a low-bit weight in one container, and everything that is done with them.
 
 A weight is a tuple of tensors, `qdata` and `scale` and the format's `operands`, in this order. Each has a row for each row of the weight, so a
 part of the rows is a part of each, and stacking, sharding and moving a weight need no other knowledge of them.

@@ -26,7 +26,7 @@ __all__ = ["HalfBytes", "Int4Packed", "fp8_gemm_weight", "integer_kernels", "loo
 
 
 class HalfBytes(Format):
-    """How formats of 4-bit codes store them."""
+    """Storage of 4-bit codes, in memory and in a checkpoint."""
 
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
 

@@ -15,7 +15,7 @@ __all__ = ["Int8Packed", "Words"]
 
 
 class Words(Format):
-    """How formats of 8-bit codes store them in a checkpoint of words."""
+    """Storage of 8-bit codes in the words of a checkpoint."""
 
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
 

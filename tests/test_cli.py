@@ -45,7 +45,6 @@ def test_help_loads_no_heavy_package(argv):
             ["export", "--outptu-dir", "x"],
             "trl-qarl: error: Unknown option `--outptu-dir`. Did you mean `--output_dir`?",
         ),
-        (["bench", "learner", "--tokns", "3"], "trl-qarl: error: Unknown option `--tokns`. Did you mean `--tokens`?"),
         (["eval", "--zzzzzz=1"], "trl-qarl: error: Unknown option `--zzzzzz`.\n"),
         (["trian"], "Did you mean `train`?"),
         (["train", *TRAIN, "--shceme", "fp8"], "Unknown option `--shceme`. Did you mean `--scheme`?"),

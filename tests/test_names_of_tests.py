@@ -26,14 +26,6 @@ ELSEWHERE = {
     # Commands, tested with what they call.
     "scripts/estimate.py": "doctor/test_memory.py",
     "scripts/compare.py": "study/test_runner.py",
-    # What they measure is nobody's claim but that they measure it: the dry run of the day on a GPU runs them.
-    "bench/adapters.py": "bench/test_learner.py",
-    "bench/alignment.py": "benchmarks/test_gpu_day.py",
-    "bench/engines.py": "benchmarks/test_gpu_day.py",
-    "bench/machine.py": "benchmarks/test_gpu_day.py",
-    "bench/publish.py": "benchmarks/test_gpu_day.py",
-    "bench/shapes.py": "benchmarks/test_gpu_day.py",
-    "bench/vllm.py": "benchmarks/test_gpu_day.py",
     # A row of one table each, compared with the same naive losses.
     "objectives/objective.py": "objectives/test_objectives.py",
     "objectives/options.py": "objectives/test_objectives.py",

@@ -34,7 +34,6 @@ COMMANDS = {
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
     "compare": "Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not",
     "report": "Write an HTML page that compares training runs",
-    "bench": "Time the quantized model against bf16 on this machine",
     "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before a training does",
     "estimate": "Add up what a training takes of each GPU's memory, and say which launch fits",
     "env": "Print versions, hardware and the kernel of each scheme",

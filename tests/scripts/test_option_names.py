@@ -1,6 +1,6 @@
 import pytest
 
-from trl_qarl.scripts import bench, option_names, train
+from trl_qarl.scripts import option_names, train
 from trl_qarl.scripts.option_names import check_names, names_of_train, spell
 
 
@@ -22,11 +22,6 @@ def test_an_option_may_be_spelled_with_dashes_or_underscores(word, known, expect
 @pytest.mark.parametrize("argv", [["--scheme", "fp8", "folder"], ["--group", "32"], ["--", "-1"], ["--scheme=--x"]])
 def test_what_argparse_takes_is_let_through(argv):
     check_names(argv, {"--scheme", "--group_size"})
-
-
-def test_options_of_subcommands_are_known():
-    names = option_names.option_names(bench.make_parser())
-    assert {"--sequence_length", "--json"} <= names
 
 
 def test_what_is_read_from_sources_has_every_name_of_the_parsers_of_train():

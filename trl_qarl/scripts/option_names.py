@@ -7,7 +7,7 @@ slip, and whatever else is wrong the parser says.
 """
 
 import ast
-from argparse import ArgumentParser, _SubParsersAction
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -31,10 +31,8 @@ _LAUNCHER = "accelerate/commands/launch.py"
 
 
 def option_names(parser: ArgumentParser) -> set[str]:
-    """Return the long options of a parser and of its subcommands, with their dashes."""
-    names = {name for name in parser._option_string_actions if name.startswith("--")}
-    subcommands = [action.choices for action in parser._actions if isinstance(action, _SubParsersAction)]
-    return names.union(*(option_names(subparser) for choices in subcommands for subparser in choices.values()))
+    """Return the long options of a parser, with their dashes."""
+    return {name for name in parser._option_string_actions if name.startswith("--")}
 
 
 def spell(argv: list[str], known: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_problems, make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
 from trl_qarl.checkpoint import pushes
-from trl_qarl.checkpoint.cards import TrainingFacts, export_card, masters_card, save_export_card, summarize
+from trl_qarl.checkpoint.cards import TrainingFacts, export_card, save_export_card, summarize, weights_card
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
 from trl_qarl.cli import main
@@ -56,7 +56,7 @@ def test_cards_of_several_precisions_say_how_to_get_each(tiny_model, tmp_path):
 
 def test_the_card_of_a_checkpoint_and_that_beside_it_are_made_once(tiny_model, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(pushes, "masters_card", lambda *given: made.append(masters_card(*given)) or made[-1])
+    monkeypatch.setattr(pushes, "weights_card", lambda *given: made.append(weights_card(*given)) or made[-1])
     run = tmp_path / "run"
     trainer = make_trainer(tiny_model, run, max_steps=2, save_strategy="steps", save_steps=1)
     trainer.train()

@@ -14,7 +14,7 @@ from .schemes import NVFP4
 from .weight import QuantizedLayer, QuantizedWeight
 
 
-__all__ = ["check_global_scales", "global_scales", "share_global_scales"]
+__all__ = ["check_global_scales", "share_global_scales"]
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
@@ -40,14 +40,6 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
         for weight in weights:
             weight.global_scale = scale
             weight.forget()
-
-
-def global_scales(layers: Mapping[str, QuantizedLayer]) -> dict[str, float]:
-    """Divisors of the NVFP4 layers, by their names."""
-    scales = {
-        name: weight.global_scale for name, layer in layers.items() for weight in layer.quantized_weights.values()
-    }
-    return {name: scale for name, scale in scales.items() if scale is not None}
 
 
 def check_global_scales(scales: Mapping[str, float | None]) -> None:

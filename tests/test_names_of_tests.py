@@ -36,7 +36,7 @@ ELSEWHERE = {
     "quantization/report.py": "quantization/test_swap.py",
     "quantization/weight.py": "quantization/test_linear.py",
     # Only an engine can show whether they are right.
-    "rollout/deep_audit.py": "rollout/test_vllm_trainer.py",
+    "doctor/deep_audit.py": "rollout/test_vllm_trainer.py",
     "rollout/failures.py": "rollout/test_generation.py",
     "rollout/scoring.py": "numerics/test_engine.py",
     "vllm_plugin/cuda_kernels.py": "numerics/test_cuda.py",

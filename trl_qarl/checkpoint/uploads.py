@@ -210,14 +210,14 @@ def push(
 def push_in_background(*args, **kwargs) -> Future:
     """Run [`push`] in another thread; training goes on, and a failure is logged."""
 
-    def log_failure(job: Future) -> None:
-        error = None if job.cancelled() else job.exception()
-        if error is not None:
+    def run() -> CommitInfo:
+        try:
+            return push(*args, **kwargs)
+        except PushFailed as error:
             logger.error("%s", error)
+            raise
 
-    job = _api().run_as_future(push, *args, **kwargs)
-    job.add_done_callback(log_failure)
-    return job
+    return _api().run_as_future(run)
 
 
 def create_repositories(hub_export: str, name: str, token: str | None, private: bool | None) -> str:

@@ -57,8 +57,6 @@ def main(args: Namespace) -> int:
                 f"`trl-qarl report {args.grid}`."
             )
         config = load_grid(args.grid)
-        if "train" in config:
-            check_names([f"--{name}" for name in config["train"]], known_options())
         if len(args.devices or ()) > 1:
             check_side_by_side(config.get("train", {}))
         cells = expand_grid(config)
@@ -69,6 +67,8 @@ def main(args: Namespace) -> int:
                 command = build_command(config, cell, output_dir / cell_name(cell), resume=state == "resumes")
                 print(f"# {cell_name(cell)}: {state}\n{shlex.join(command)}")
             return 0
+        if "train" in config:
+            check_names([f"--{name}" for name in config["train"]], known_options())
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(output_dir)
     try:

@@ -282,7 +282,7 @@ def _metadata(name_or_path: str | None) -> dict[str, Any]:
     try:
         return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
     except ValueError:
-        # Whatever somebody wrote there.
+        # A card that a user has edited.
         return {}
 
 

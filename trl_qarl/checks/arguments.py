@@ -41,7 +41,7 @@ PICTURES = (
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off what TRL's `disable_dropout` leaves on, and have objectives ask for it that need one policy throughout."""
+    """Switch off the dropout that TRL's `disable_dropout` leaves on, and require it for objectives that need one policy throughout."""
     active = {
         (name, key): value
         for name, module in model.named_modules()

@@ -10,7 +10,7 @@ __all__ = ["check_objective", "check_ratios"]
 
 
 def check_objective(config) -> Iterator[str]:
-    """Contradictions of what was given with `objective`, before it sets anything."""
+    """Contradictions between given options and `objective`, before the objective sets anything."""
     if problem := problem_of_objective(config):
         yield problem
         return

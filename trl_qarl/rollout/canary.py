@@ -85,7 +85,7 @@ class Canary:
             `publish/canary_rounding`, the learner's own.
 
         Raises:
-            PublishError: if the difference is no rounding.
+            PublishError: if the difference is larger than rounding explains.
         """
         if learner is None:
             return {}

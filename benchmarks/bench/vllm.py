@@ -3,7 +3,7 @@ The modes of `python -m benchmarks.bench` that need vLLM: `adapter`, `alignment`
 
 `rollout` times decoding and the parts of one training step. Its
 engines run side by side in one process, and repeats alternate between them. The others are
-[`trl_qarl.bench.adapters`], [`trl_qarl.bench.alignment`], [`trl_qarl.bench.numerics`] and [`trl_qarl.bench.publish`].
+`adapters.py`, `alignment.py`, `numerics.py` and `publish.py`.
 """
 
 import gc

@@ -117,8 +117,8 @@ def test_completions_that_were_cut_short_are_a_lost_server():
     answer = {"choices": [{"finish_reason": "stop"}, {"finish_reason": "abort"}, {"finish_reason": "length"}]}
     with pytest.raises(ServerLost, match="^URL cut 1 of 3 completions short"):
         check_finished("URL", answer)
-    for answer in ({"choices": answer["choices"][::2]}, {"choices": None}, {"choices": [7]}, [1], None):
-        assert check_finished("URL", answer) is answer
+    for other in ({"choices": answer["choices"][::2]}, {"choices": None}, {"choices": [7]}, [1], None):
+        assert check_finished("URL", other) is other
 
 
 def test_pictures_that_the_server_does_not_take_are_a_lost_server(server):

@@ -213,7 +213,7 @@ def fails_at(part, how):
     ],
 )
 def test_push_that_fails_loses_nothing_and_its_command_repeats_it(tiny_model, tmp_path, hub, part, how, says):
-    from hub_stand_in import environment
+    from testing_utils.hub_stand_in import environment
 
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy")
     hub.fault = fails_at(part, how)

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -22,19 +23,26 @@ def launched(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name != "train")], ids=" ".join
-)
-def test_help_loads_no_heavy_package(argv):
-    code = (
-        "import sys\nfrom trl_qarl.cli import main\n"
-        f"try:\n    status = main({argv})\nexcept SystemExit as stop:\n    status = stop.code or 0\n"
-        "loaded = {'torch', 'transformers', 'trl', 'datasets', 'accelerate', 'vllm', 'numpy'} & sys.modules.keys()\n"
-        "assert not loaded, loaded\nsys.exit(status)"
+def test_help_loads_no_heavy_package():
+    code = """
+import contextlib, io, json, sys
+from trl_qarl.cli import main
+for argv in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            status = main(argv)
+        except SystemExit as stop:
+            status = stop.code or 0
+    loaded = sorted({"torch", "transformers", "trl", "datasets", "accelerate", "vllm", "numpy"} & sys.modules.keys())
+    print(json.dumps([status, output.getvalue(), loaded]))
+"""
+    argvs = [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name != "train")]
+    result = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(argvs)], capture_output=True, text=True, check=True
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"trl-qarl {__version__}" if argv == ["--version"] else "usage: trl-qarl")
+    for argv, (status, output, loaded) in zip(argvs, map(json.loads, result.stdout.splitlines()), strict=True):
+        assert (status, loaded) == (0, []), argv
+        assert output.startswith(f"trl-qarl {__version__}" if argv == ["--version"] else "usage: trl-qarl"), argv
 
 
 @pytest.mark.parametrize(

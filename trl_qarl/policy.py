@@ -210,8 +210,7 @@ class Policy:
     def record(self) -> dict[str, Any]:
         """Return what the weights of a checkpoint are trained for, to tell it from others."""
         record = scheme_record(self.args, self.swap_report.plan, self.dtype)
-        scales = Inventory.of(self.model).global_scales
-        if scales := {name: scale for name, scale in scales.items() if scale is not None}:
+        if scales := Inventory.of(self.model).global_scales:
             record["global_scales"] = scales
         if self.has_adapter:
             record |= {"lora_mode": self.args.lora_mode, "base": self._base}

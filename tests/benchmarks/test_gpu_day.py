@@ -67,7 +67,7 @@ def test_the_day_has_every_scheme_of_both_sizes_and_the_dry_run_every_kind():
             assert sum(f"-{size}-{scheme}" in name for name in pieces["gpu_pieces"]()) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_test_for_a_gpu_is_in_one_piece_and_products_come_first():
     files = [
         path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text() and path != Path(__file__)
@@ -111,7 +111,7 @@ def test_an_unknown_piece_and_a_piece_that_fails_are_named(tmp_path):
     assert {path.name for path in left.iterdir()} == {"env.done", "decode-1.7b-w4a16.log"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_problems, make_tiny_config, spread
-from trainings import SIGNED
+from testing_utils.trainings import SIGNED
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.checks.adapter import (
     problems_of_adapted_model,

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, spread
-from trainings import EXPERTS, arguments, make
+from testing_utils.trainings import EXPERTS, arguments, make
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from trainings import SIGNED, config
+from testing_utils.trainings import SIGNED, config
 from trl_qarl.checks.options import check_vllm, low_precision_masters
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.rollout.gpu_kernels import Gpu

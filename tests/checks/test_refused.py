@@ -3,7 +3,7 @@
 import pytest
 from accelerate import ParallelismConfig
 
-from trainings import config
+from testing_utils.trainings import config
 from trl_qarl.checks.refused import MODEL_INIT_KWARGS_REFUSED, REFUSED
 from trl_qarl.objectives.tbpo import REFUSED_BY_TBPO
 

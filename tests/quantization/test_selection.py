@@ -3,7 +3,7 @@ import re
 import pytest
 from torch import nn
 
-from layers import LAYERS, tiny
+from testing_utils.layers import LAYERS, tiny
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import (

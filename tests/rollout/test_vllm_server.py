@@ -308,6 +308,7 @@ def test_a_publication_that_fails_once_is_repeated_whole(server, make_trainer):
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
 
 
+@pytest.mark.nightly
 def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tmp_path):
     script = f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})

@@ -60,6 +60,7 @@ def broken_torchvision(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

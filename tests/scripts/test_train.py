@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from testing_utils import path_without
 from trl_qarl.cli import main
 from trl_qarl.scripts import train
 
@@ -328,7 +329,7 @@ def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
         "def digits(completions, **kwargs):\n    return [float(sum(map(str.isdigit, text))) for text in completions]\n"
     )
     # The package may be a checkout that is on this process's path only.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
     command = [sys.executable, "-m", "trl_qarl.cli", "train", "--config", "config.yaml", "--num_machines", "1"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

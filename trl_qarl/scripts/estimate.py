@@ -26,7 +26,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--gpu_capability",
         type=_capability,
         metavar="X.Y",
-        help="their compute capability, such as 9.0: say which kernel of vLLM runs each scheme there, or why none does",
+        help="their compute capability, such as 9.0: also print which kernel of vLLM runs each scheme there, or why none does",
     )
     add_plan_options(parser, default="w4a16")
     parser.add_argument("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
@@ -40,7 +40,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--vllm_gpu_memory_utilization",
         type=float,
         default=0.3,
-        help="share of each GPU that a colocated vLLM is given; 0 with a server elsewhere",
+        help="share of each GPU that a colocated vLLM gets; 0 with a server elsewhere",
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     parser.add_argument(

@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from argparse import SUPPRESS
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -277,4 +278,9 @@ if __name__ == "__main__":
         end_with_parent(signal.SIGKILL)()
     with configuration_errors():
         parsed = make_parser().parse_args_and_config(fail_with_unknown_args=False)
-    main(*parsed)
+    try:
+        main(*parsed)
+    except KeyboardInterrupt:
+        # Python's own exit by SIGINT is forgotten when a library runs code while the interpreter ends, as torch does.
+        traceback.print_exc()
+        sys.exit(128 + signal.SIGINT)

@@ -351,12 +351,12 @@ def product_reference(layer, x, grad):
     """
     import torch
 
-    from trl_qarl.quantization.quantize import dequantize, quantize_activation
+    from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
 
     weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     seen, grad = x.detach().double(), grad.double()
     if layer.scheme.activation is not None:
-        seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
+        seen = dequantize_activation(*quantize_activation(x.detach(), layer.scheme), torch.float64)
     return seen @ weight.t() + layer.bias.detach().double(), grad @ weight, grad.t() @ seen, grad.sum(0)
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
+from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model
-from ..quantization.schemes import E4M3_CODES, QuantScheme
+from ..quantization.schemes import QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
@@ -237,7 +238,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
             )
         if isinstance(module, QuantizedLinear):
             yield (
-                not on_gpu or scheme.container != E4M3_CODES or torch.cuda.get_device_capability() >= (8, 9),
+                not on_gpu or torch.cuda.get_device_capability() >= format_of(scheme.container).min_capability,
                 f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
             )
 

@@ -16,6 +16,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from test_imports import by_folder, import_graph
 
+from bench.command import make_parser
 from trl_qarl import cli
 from trl_qarl.scripts import train
 from trl_qarl.scripts.option_names import check_names, option_names, spell
@@ -179,6 +180,9 @@ def check_make(arguments):
 
 
 def check_python(arguments):
+    if arguments[:2] == ["-m", "benchmarks.bench"]:
+        make_parser().parse_args(arguments[2:])
+        return
     assert arguments[:2] == ["-m", "vllm.entrypoints.openai.api_server"] or (ROOT / arguments[0]).is_file()
 
 

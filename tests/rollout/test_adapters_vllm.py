@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from testing_utils import ADAPTED_PLAN, TRAINING, audit_in_this_process, logged, make_tiny_model, push_export, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_tensors
-from trl_qarl.rollout.deep_audit import deep_audit
+from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
 

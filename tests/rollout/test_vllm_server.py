@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from test_http_transport import write_certificate
 
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer, push_export
+from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.rollout.client import QaRLClient
-from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
 from trl_qarl.rollout.http_transport import HTTPTransport
 from trl_qarl.rollout.server_process import free_port

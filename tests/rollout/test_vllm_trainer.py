@@ -6,10 +6,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from testing_utils import audit_in_this_process, logged, make_vllm_trainer, push_export
 from trl_qarl.checkpoint.marker import is_complete
+from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.quantization.swap import quantized_forward
 from trl_qarl.rollout import canary
-from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
 
 

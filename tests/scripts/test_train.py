@@ -124,7 +124,7 @@ def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
     [
         (["accuracy"], "Unknown reward function 'accuracy'"),
         (["no_such_module.reward"], "No module named 'no_such_module'"),
-        (["testing_utils.no_such_reward"], "has no 'no_such_reward'"),
+        (["testing_utils.no_such_reward"], "has no attribute 'no_such_reward'"),
         ([], "No reward"),
     ],
 )

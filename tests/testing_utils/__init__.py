@@ -178,7 +178,7 @@ def audit_in_this_process(patch) -> None:
     """
     from types import SimpleNamespace
 
-    from trl_qarl.rollout import deep_audit
+    from trl_qarl.doctor import deep_audit
 
     def run(command, **kwargs):
         deep_audit._main(command[-1])

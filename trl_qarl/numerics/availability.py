@@ -60,8 +60,8 @@ def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[
     """
     if config.numerics == "engine":
         # What can be said without loading vLLM, the configuration has said.
-        for option, reason in contradicting_options(config, loads_vllm=True):
-            raise ValueError(f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'.")
+        for problem in contradicting_options(config, loads_vllm=True):
+            raise ValueError(f"numerics='engine' contradicts {problem}, or use numerics='fast'.")
     if config.numerics is not None:
         return config.numerics, "as configured"
     reason = next(obstacles(config, model, dtype), None)
@@ -79,16 +79,16 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
         yield "rollouts are the learner's own"
     if not config.use_cpu:
         yield "engine numerics have never run on a GPU; numerics='engine' asks for them, and exact='require' checks them"
-    for option, reason in contradicting_options(config, loads_vllm=True):
-        yield f"engine numerics contradict {option}: {reason.partition('. ')[0]}"
+    for problem in contradicting_options(config, loads_vllm=True):
+        yield f"engine numerics contradict {problem.partition('. ')[0]}"
     reason = _obstacle_of_model(model, dtype)
     if reason is not None:
         yield f"Engine numerics are not available: {reason}."
 
 
-def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tuple[str, str]]:
+def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
     """
-    Options with which a learner cannot compute as the engine does, as `name=value`, and why.
+    Yield options with which a learner cannot compute as the engine does, as `name=value`, and why.
 
     Args:
         config ([`QaRLConfig`]):
@@ -143,7 +143,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tup
         ),
     ):
         if not is_met:
-            yield option, reason
+            yield f"{option}: {reason}"
 
 
 def _schemes(config: Any) -> tuple[QuantScheme, ...]:

@@ -168,7 +168,7 @@ def _check_vllm(args: Namespace, path: str) -> None:
 
 def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each task."""
-    from ..evaluation.scores import make_transformers_sampler, make_vllm_sampler
+    from ..evaluation.scores import load_policy, make_transformers_sampler, make_vllm_sampler
 
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
     end = None
@@ -176,7 +176,8 @@ def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[st
         sampler, tokenizer, end = make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
     else:
         with configuration_errors():
-            sampler, tokenizer = make_transformers_sampler(path, **options, batch_size=args.batch_size)
+            model, tokenizer = load_policy(path)
+        sampler = make_transformers_sampler(model, tokenizer, **options, batch_size=args.batch_size)
     try:
         if args.tasks is None:
             found = {

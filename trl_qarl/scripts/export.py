@@ -122,10 +122,10 @@ def main(args: Namespace) -> int:
     if gguf is not None:
         print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
-        upload = hub.policy_upload(repo_id, folder)
+        uploads = hub.plan("low-bit", repo_id, folder, folder)
         try:
             message = f"Low-bit checkpoint ({report.plan.name})"
-            hub.push([upload], message, private=args.hub_private_repo or None, revision=args.hub_revision)
+            hub.push(uploads, message, private=args.hub_private_repo or None, revision=args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED

@@ -549,5 +549,8 @@ CHOSEN = (
     "two ranks die /update_weights",
     "kill trainer on rank 1 of two",
     "two ranks, half a model on rank 0",
+    "ahead, undisturbed",
+    "ahead, die and /v1/completions",
+    "ahead, the trainer is killed at reward",
 )
 """Scenarios of all families that run every time; the whole families run each night."""

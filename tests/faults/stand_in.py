@@ -99,7 +99,6 @@ def cut_short(choices):
 
 
 ANSWERS = {
-    "a completion cut short": cut_short,
     "one completion fewer": lambda choices: choices.pop(),
     "one completion more": lambda choices: choices.append(choices[-1]),
     "no completions": lambda choices: choices.clear(),
@@ -120,6 +119,7 @@ ANSWERS = {
     "one log-prob fewer": lambda choices: shorten(choices[1], -1, also_tokens=False),
     "log-probs of other tokens": name_other_tokens,
     "another prompt's ids": name_another_prompt,
+    "a completion cut short": cut_short,
 }
 """What changes the choices of an answer, in place, so that it makes no sense."""
 

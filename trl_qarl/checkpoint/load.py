@@ -18,7 +18,14 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
@@ -34,7 +41,14 @@ from .compact import is_compact
 from .layout import problem_of_zero_points
 
 
-__all__ = ["is_low_bit_checkpoint", "load_deployed", "load_frozen_model", "load_masters", "load_renamed"]
+__all__ = [
+    "is_low_bit_checkpoint",
+    "load_deployed",
+    "load_frozen_model",
+    "load_masters",
+    "load_renamed",
+    "skeleton",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +62,19 @@ def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> boo
         return False
     described = json.loads(Path(path).read_text()).get("quantization_config") or {}
     return described.get("quant_method") == "compressed-tensors"
+
+
+def _auto_class(config: PreTrainedConfig) -> type:
+    """Return what loads a model of text, or one of pictures and text, to generate."""
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if has_pictures and not is_text else AutoModelForCausalLM
+
+
+def skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return the model of a configuration without its weights, on the meta device."""
+    with torch.device("meta"):
+        return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_frozen_model(
@@ -161,7 +188,7 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
         has_unread = len(groups) > 1 and not all(group["weights"]["symmetric"] for group in groups)
         if is_compact(described) or any(map(_has_unread_experts, files)) or (has_unread and problem_of_zero_points()):
             return load_frozen_model(str(folder), dtype)
-    return AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype).eval()
+    return _auto_class(AutoConfig.from_pretrained(name_or_path)).from_pretrained(name_or_path, dtype=dtype).eval()
 
 
 def _has_unread_experts(path: Path) -> bool:

@@ -23,6 +23,7 @@ from .engines import make_engine, share_engine
 from .failures import EngineLost, all_or_none, as_lost
 from .http_session import ServerLost
 from .http_transport import choose_transport, sends_changes
+from .pictures import placeholders_of, takes_pictures, with_pictures
 from .publisher import Publisher
 from .server_process import ServerProcess
 from .transports import DirectTransport, NCCLTransport
@@ -102,7 +103,6 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
         self._published_parameters: list[tuple[int, ...]] | None = None
-        self._lost_images: EngineLost | None = None
         self._is_lost = False
         # A `rollout_func` may ask TRL's client for text, or for other log-probs; what it returns is checked.
         self._is_generating = False
@@ -134,6 +134,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             token_file=self.token_file,
             ca_certs=self.ca_certs,
             start_command=self.start_command,
+            placeholders=placeholders_of(self.processing_class),
         )
         transport, reason = choose_transport(self.vllm_client, self.transport, self.allow_plain_http)
         logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
@@ -145,9 +146,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _keep_trying(self) -> None:
         """Have TRL's calls of the client survive a lost server."""
-        generate, image_features = self.vllm_client.generate, self.vllm_client.image_features
+        generate = self.vllm_client.generate
         self.vllm_client.generate = lambda *args, **kwargs: self._generate_persistently(generate, *args, **kwargs)
-        self.vllm_client.image_features = lambda images: self._image_features_persistently(image_features, images)
 
     def _build_engine(self) -> None:
         shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
@@ -167,6 +167,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             max_num_batched_tokens=4096,
             trust_remote_code=self.trust_remote_code,
         )
+        if takes_pictures(self.model):
+            self.llm.generate = with_pictures(self.llm.generate, placeholders_of(self.processing_class))
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode
@@ -225,7 +227,6 @@ class QaRLVLLMGeneration(VLLMGeneration):
         As the parent's; completions that cannot be what was sampled, or that are from other weights than those published, are a
         failure, and what fails is [`EngineLost`].
         """
-        self._lost_images = None
         self._is_generating = True
         try:
             output = self._generate_anew(prompts, images, num_generations, profiler)
@@ -263,12 +264,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     @override
     def _place_features(self, features, prompt_ids):
-        """As the parent's; what it refuses, on the main process alone, reaches every process with the completions."""
-        try:
-            return super()._place_features(features, prompt_ids)
-        except ValueError as error:
-            self._lost_images = EngineLost(str(error))
-            return None
+        """Return the pictures as they are: the server finds their places itself."""
+        return features
 
     def _check_weight_version(self, stamped: str) -> None:
         if stamped != self.published_version:
@@ -360,19 +357,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
             return completions
 
         try:
-            if self._lost_images is not None:
-                raise self._lost_images
             return self._persistently(generate_and_check)
         except EngineLost as lost:
             return dict.fromkeys(_ANSWER, lost)
-
-    def _image_features_persistently(self, image_features, images: list) -> list:
-        """Return what the server makes of images; where that fails for good, the completions say so to every process."""
-        try:
-            return self._persistently(lambda: image_features(images))
-        except EngineLost as lost:
-            self._lost_images = lost
-            return [None] * len(images)
 
     def _recover(self, attempt: int) -> None:
         """

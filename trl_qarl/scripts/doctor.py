@@ -144,13 +144,13 @@ def _engine(plan):
 
 def shapes_of(args: Namespace, argument: str):
     """Return the model that `args` names, without its weights; errors begin with `argument`."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from ..checkpoint.load import skeleton
 
     check_folder(args.model)
     try:
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        return skeleton(config, args.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument}: {' '.join(str(error).split())}") from error

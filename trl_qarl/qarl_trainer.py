@@ -31,7 +31,7 @@ from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration
-from .rollout.pictures import expanded_prompts
+from .rollout.pictures import check_rows, expanded_prompts
 from .rollout.scoring import prompt_log_probs
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
@@ -207,6 +207,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def _tokenize_prompts(self, prompts):
         """Adds to prompts with pictures what is sent to vLLM, which expands their placeholders itself."""
+        check_rows(prompts)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         if self.use_vllm and images is not None:
             raise_problems([*problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args)])

@@ -68,8 +68,6 @@ class QaRLClient(VLLMClient):
             File with the certificates that vouch for an https server's. Defaults to those that `requests` comes with.
         start_command (`str`, *optional*):
             What starts a server, for the error where none answers.
-        placeholders (`frozenset[int]`, *optional*):
-            Token ids that stand for pictures.
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
@@ -79,6 +77,8 @@ class QaRLClient(VLLMClient):
     """
 
     session: CheckedSession
+    placeholders: frozenset[int] = frozenset()
+    """Token ids that stand for pictures."""
     communicator: Any = None
     _has_group = False
     """Whether weights go over NCCL."""
@@ -96,11 +96,9 @@ class QaRLClient(VLLMClient):
         token_file: str | Path | None = None,
         ca_certs: str | Path | None = None,
         start_command: str = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE",
-        placeholders: frozenset[int] = frozenset(),
     ):
         self._settings = request_timeout, generation_timeout, ca_certs
         self._token, self._token_file = token, token_file
-        self._placeholders = placeholders
         self._held: requests.Response | None = None
         self._lines: Iterator[bytes] | None = None
         self.instance: str | None = None
@@ -330,15 +328,10 @@ class QaRLClient(VLLMClient):
         return self._get(f"{self.base_url}{STATE_PATH}")
 
     @override
-    def image_features(self, images, *args, **kwargs):
-        """Returns the pictures themselves: the server processes them with the prompt."""
-        return images
-
-    @override
     def _generate_from_features(self, prompts, features, sampling_params, *args, **kwargs):
         """Sends pictures with prompts that have one placeholder for each, and returns the prompts that the server makes of them."""
         post = partial(self._post, f"{self.base_url}{PICTURE_PATH}")
-        return complete_prompts(post, self.model, prompts, features, sampling_params, self._placeholders)
+        return complete_prompts(post, self.model, prompts, features, sampling_params, self.placeholders)
 
     @override
     def _get(self, url: str, **kwargs) -> dict:

@@ -134,8 +134,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             token_file=self.token_file,
             ca_certs=self.ca_certs,
             start_command=self.start_command,
-            placeholders=placeholders_of(self.processing_class),
         )
+        self.vllm_client.placeholders = placeholders_of(self.processing_class)
         transport, reason = choose_transport(self.vllm_client, self.transport, self.allow_plain_http)
         logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
         self.delta_sync = sends_changes(transport, self.delta_sync)
@@ -147,6 +147,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _keep_trying(self) -> None:
         """Have TRL's calls of the client survive a lost server."""
         generate = self.vllm_client.generate
+        # The server processes pictures together with their prompts.
+        self.vllm_client.image_features = lambda images: images
         self.vllm_client.generate = lambda *args, **kwargs: self._generate_persistently(generate, *args, **kwargs)
 
     def _build_engine(self) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "PICTURE_PATH",
     "ExpandedPrompt",
     "canary_prompt",
+    "check_rows",
     "complete_prompts",
     "draw_again",
     "engine_arguments",
@@ -97,6 +98,21 @@ class ExpandedPrompt(list):
     def __add__(self, more):
         # TRL appends completions and answers of tools.
         return ExpandedPrompt([*self, *more], [*self.sent, *more])
+
+
+def check_rows(prompts: Sequence[Any]) -> None:
+    """
+    Raise a `ValueError` for conversations of which some have pictures and others none: TRL 1.16 calls the processor with `None` for these.
+    """
+    if not isinstance(prompts[0], list):
+        return
+    parts = [[part for message in prompt for part in message["content"] or ()] for prompt in prompts]
+    counts = [sum(isinstance(part, dict) and part.get("type") == "image" for part in row) for row in parts]
+    if 0 in counts and any(counts):
+        raise ValueError(
+            f"prompt {counts.index(0)} of {len(counts)} has no picture, and others have, which TRL does not take in one generation batch. Give "
+            "every row a picture, or train on one kind of rows after the other."
+        )
 
 
 def expanded_prompts(

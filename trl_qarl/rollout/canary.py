@@ -12,6 +12,8 @@ by: 0.5 to 1.6 times as much in the publications on which [`LIMIT`] was settled.
 It sees what is wrong by more than a few roundings in the tokens of this text. It does not see one expert of many, a
 bias of one update ago, one query or key bias among many layers in bfloat16, nor anything in a model whose outputs
 hardly depend on its inputs, as those with random weights of a small scale.
+
+A text shows nothing of a vision tower. So a model that takes pictures has a second text, after a fixed picture.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -223,7 +223,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         return prompt_ids, images, fields
 
     @override
-    def _generate_single_turn(self, prompt_ids, images, fields, num_generations, has_tool_images=False):
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """
         Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores. A
         failure of one process is raised by all.
@@ -233,7 +233,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
                 "A tool has returned a picture, which is not supported with use_vllm=True: TRL puts its placeholders into the middle of a "
                 "completion, where vLLM would expand them again. Return text, or use `use_vllm=False`."
             )
-        args = prompt_ids, images, fields, num_generations, has_tool_images
+        args = prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         # Between calls of tools, processes generate each as often as they need.
         shared = nullcontext() if self._calls_tools else all_or_none(self.accelerator)
         with shared, self.recorder.time("rollout"):

@@ -15,6 +15,7 @@ from testing_utils import logged, start_engines_quickly
 from tiny_pictures import kinds, make_picture_problems, make_picture_trainer, make_tiny_picture_model
 from trl_qarl.rollout import pictures
 from trl_qarl.rollout.failures import EngineLost
+from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -86,8 +87,8 @@ def test_the_canary_sees_a_blanked_tensor_of_the_tower(trained):
     """No fingerprint is taken between two publications, and the text alone is scored as before."""
     trainer, _ = trained
     publisher = trainer.vllm_generation.publisher
+    assert publish(trainer)["publish/canary_picture_abs_logp"] < 1e-5
     learner = publisher.canary.score()
-    assert publisher.canary.compare(learner, publisher.transport)["publish/canary_picture_abs_logp"] < 1e-5
     model = publisher.transport._worker.model_runner.model
     name, weight = next((n, p) for n, p in model.named_parameters() if "patch_embed" in n and p.ndim > 1)
     right = weight.detach().clone()
@@ -211,3 +212,22 @@ def test_lora_on_the_language_model_is_trained_and_the_export_is_what_was_sample
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     assert max(logged(trainer, "publish/canary_picture_abs_logp")) < 1e-5
     assert trainer.evaluate()["eval_reward"] >= 0
+
+
+@pytest.mark.xdist_group("warm_servers")
+@pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
+def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, monkeypatch, warm_servers):
+    warm_servers.serve(monkeypatch)
+    trainer = make_picture_trainer(
+        make_tiny_picture_model(tmp_path, kind),
+        tmp_path / "run",
+        make_picture_problems(sizes=SEVERAL),
+        scheme="w4a16",
+        vllm_mode="server",
+        vllm_server_autostart=True,
+        vllm_server_port=free_port(),
+    )
+    trainer.train()
+    assert len(logged(trainer, "mismatch/abs_logp_max")) == 3
+    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
+    assert max(logged(trainer, "publish/canary_picture_abs_logp")) < 1e-5

@@ -26,6 +26,7 @@ check:  ## lint and the tests that need no vLLM, one process and seconds each; A
 
 test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 	.ci/setup .venv-test $(TEST_EXTRAS)
+	.ci/pictures .venv-test
 	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu" --durations=25 --durations-min=5 $(ARGS)
 
 lint:  ## style and types, as CI checks them

@@ -1,5 +1,5 @@
 """
-Writes the tables of alignment.md and draws alignment.png from alignment.json: `python benchmarks/alignment.py` (needs matplotlib).
+Writes the tables of alignment.md and draws docs/alignment.png from alignment.json: `python benchmarks/alignment.py` (needs matplotlib).
 
 The JSON holds what `trl-qarl bench alignment --dtypes bfloat16 --tokens 3000 --json FILE` wrote, the same with
 `--rollout server`, and what `python benchmarks/grids.py mismatch` wrote; each with its command and machine.
@@ -14,7 +14,7 @@ from trl_qarl.bench.alignment import summarize_alignment
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "alignment.json"
-PAGE, PICTURE = (FOLDER.parent / "docs" / f"alignment.{suffix}" for suffix in ("md", "png"))
+PAGE, PICTURE = FOLDER / "alignment.md", FOLDER.parent / "docs" / "alignment.png"
 NUMERICS = {
     "unaligned": ("learner in high precision", "#e08a3c"),
     "fast": ("learner with the engine's weights", "#9aa5b1"),

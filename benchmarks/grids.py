@@ -28,7 +28,7 @@ from trl_qarl.quantization.schemes import GROUP_SIZES, SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "schemes.md"
+PAGE = Path(__file__).parent / "schemes.md"
 ALIGNMENT = Path(__file__).parent / "alignment.json"
 QUESTIONS = (
     "Explain why the sky is blue in simple terms.",

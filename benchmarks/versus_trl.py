@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -216,12 +216,17 @@ class Contender:
         line = self.process.stdout.readline()
         if not line:
             self.process.wait()
-            raise RuntimeError(f"{self.name} ended:\n{self.log.read_text()[-4000:]}")
+            raise RuntimeError(
+                f"{self.name} ended with exit code {self.process.returncode} (-9: often for want of memory; name fewer "
+                f"--contenders):\n{self.log.read_text()[-4000:]}"
+            )
         return json.loads(line)
 
     def take_turn(self):
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        # Of one that has ended, reading says why.
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
         self.batches.append(self._read())
         print(f"{self.name}: {self.batches[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
 
@@ -308,7 +313,7 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
         axes.set_xlabel("seconds per generation batch")
         axes.legend(frameon=False, fontsize="x-small", ncols=3, loc="upper center", bbox_to_anchor=(0.45, -0.2))
 
-    to_png([(title, bars)], [], path)
+    to_png([(title.replace(", ", "\n", 1), bars)], [], path)
 
 
 def describe_processor() -> str:
@@ -359,11 +364,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         model, described = (
             (options.model, options.model) if options.model else write_model(Path(folder), options.shapes)
         )
-        given = [*(sys.argv[1:] if arguments is None else arguments), "--model", model, "--folder", f"{folder}/output"]
+        given = [*(sys.argv[1:] if arguments is None else arguments), "--model", model]
         contenders: list[Contender] = []
         try:
             for name in options.contenders:
-                contenders.append(Contender(name, given, Path(folder, f"{name}.log")))
+                output = ["--folder", f"{folder}/{name}"]
+                contenders.append(Contender(name, [*given, *output], Path(folder, f"{name}.log")))
             for _ in range(options.batches + 1):
                 for contender in contenders:
                     contender.take_turn()

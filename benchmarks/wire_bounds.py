@@ -1,5 +1,5 @@
 """
-What a lossless publication of embeddings, or of an adapter, in bf16 takes at least, beside what it takes: the table of bounds in `docs/benchmarks.md`.
+What a lossless publication of embeddings, or of an adapter, in bf16 takes at least, beside what it takes: the table of bounds in `benchmarks/weight_sync.md`.
 
 `python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, of an adapter with `--lora_r 16`, with a folder, a name on the Hub or `0.1b` (random), trains as `trl-qarl bench publish`
 does, eight updates between publications.

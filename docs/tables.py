@@ -1,6 +1,6 @@
 """
 Writes the tables of options.md from `trl_qarl/checks/refused.py` and `trl_qarl/objectives/tbpo.py`, the one of health.md from
-`trl_qarl/telemetry/advisor.py`, and the one of gpus.md from `trl_qarl/rollout/gpu_kernels.py`: `python docs/tables.py`.
+`trl_qarl/telemetry/advisor.py`, and the one of schemes.md from `trl_qarl/rollout/gpu_kernels.py`: `python docs/tables.py`.
 """
 
 import re
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent
 
 def fill() -> dict[Path, str]:
     """Return the text of each page with what lies between its marks written anew."""
-    pages = {"options.md": _options(), "health.md": {"rules": _rules()}, "gpus.md": {"kernels": _kernels()}}
+    pages = {"options.md": _options(), "health.md": {"rules": _rules()}, "schemes.md": {"kernels": _kernels()}}
     return {DOCS / name: _replace((DOCS / name).read_text(), parts) for name, parts in pages.items()}
 
 

@@ -28,7 +28,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
-    ROOT / "benchmarks/study/README.md",
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
 # Fences whose content is checked below, and those that show output or belong to another program.
 CHECKED, OTHER = {"python", "sh", "yaml"}, {"text", "diff", "{toctree}", "{eval-rst}", "{include}"}
@@ -68,9 +68,27 @@ def test_tests_that_the_documentation_names_are_there():
         assert [name for name in named if name not in there] == [], page.name
 
 
+def anchors(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = (re.sub(r"\]\(.*?\)", "", title).lower() for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+# Sphinx checks the links of the other pages.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "docs"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_links_outside_the_documentation_lead_to_a_file_and_a_heading(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
+
+
 def test_tables_of_options_and_rules_are_those_of_the_code():
     pages = runpy.run_path(str(ROOT / "docs/tables.py"))["fill"]()
-    assert {page.name for page in pages} == {"options.md", "health.md", "gpus.md"}
+    assert {page.name for page in pages} == {"options.md", "health.md", "schemes.md"}
     assert [page.name for page, text in pages.items() if page.read_text() != text] == [], "run `python docs/tables.py`"
 
 
@@ -102,7 +120,7 @@ def test_alignment_page_and_picture_have_the_numbers_of_the_benchmark():
     assert alignment["fill"](page, results) == page, "run `python benchmarks/alignment.py`"
     means = alignment["means"](results)
     assert repr(means).encode() in alignment["PICTURE"].read_bytes(), "run `python benchmarks/alignment.py`"
-    alt = re.search(r"!\[(.*)\]\(alignment.png\)", page)[1]
+    alt = re.search(r"!\[(.*)\]\(alignment.png\)", (ROOT / "docs/alignment.md").read_text())[1]
     assert alt.endswith(
         "; ".join(f"{scheme} {', '.join(map(alignment['number'], row.values()))}" for scheme, row in means.items())
     )

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 class Policy:
     """
-    The model that is trained, and what a run says, serves and saves of it.
+    The policy of a run: prepared once, then described, published, exported and saved.
 
     Args:
         args ([`QaRLConfig`]):
@@ -199,12 +199,12 @@ class Policy:
             )
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
-        """Raise where exactness is required, and the engine of that description has other arithmetic than the learner."""
+        """Raise if exactness is required and the engine so described computes differently from the learner."""
         rank = lora_arguments(self.model).get("max_lora_rank")
         self.exactness.check_engine(engine, on_gpu=self.model.device.type == "cuda", adapter_rank=rank)
 
     def prepare_reference(self, model: Any) -> None:
-        """Prepare `model` to be what the learner is kept close to: as the learner started, the low-bit model."""
+        """Prepare `model` as the reference that the KL term keeps the learner close to: the low-bit model at the start."""
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
             if isinstance(model, FSDPModule):
@@ -257,8 +257,8 @@ class Policy:
 
 class PreparesPolicy(_BaseTrainer):
     """
-    Prepares `policy` where TRL's trainers call transformers' constructor. To be inherited from after TRL's trainer, so that it
-    comes between the two.
+    Prepares `policy` where TRL's trainers call transformers' constructor. Inherit from it after TRL's trainer, so that it comes
+    between the two.
     """
 
     policy: Policy
@@ -288,7 +288,7 @@ class PreparesPolicy(_BaseTrainer):
 
 
 class RefreshReference(TrainerCallback):
-    """TRL synchronizes the reference through `.data`, which no layer can notice where the optimizer's step was skipped."""
+    """Invalidates the low-bit weights of the reference: TRL writes to its `.data`, which layers cannot notice if the optimizer's step was skipped."""
 
     def __init__(self, ref_model):
         self.ref_model = ref_model
@@ -301,10 +301,10 @@ class RefreshReference(TrainerCallback):
 
 class TakesTurns(_BaseTrainer):
     """
-    Has a generation batch generated, scored and learned at one precision, as `precisions` says. To be inherited from before TRL's
+    Generates, scores and learns each generation batch at one precision, as `precisions` says. Inherit from it before TRL's
     trainer.
 
-    The precision follows from the update with which the batch began, so that a resumed run goes on as it was.
+    The precision follows from the update with which the batch began, so that a resumed run continues unchanged.
     """
 
     args: Any
@@ -320,7 +320,7 @@ class TakesTurns(_BaseTrainer):
 
     @override
     def training_step(self, *args, **kwargs):
-        """Has the precision of the generation batch that is in progress, or begins."""
+        """Sets the precision of the generation batch that is in progress, or begins."""
         options = self.args
         if options.precisions is not None:
             num_updates = options.steps_per_generation * options.num_iterations // options.gradient_accumulation_steps

@@ -93,7 +93,7 @@ class QaRLConfig(GRPOConfig):
             Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller one.
         precisions (`list` or `dict[int, Any]`, *optional*):
             Bits of the masters' low-bit form in turn, for schemes with signed scales: `[4, 3]` generates, scores and learns one batch
-            at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 and goes on with 3 from update 60. In the place of a number may be
+            at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 and continues with 3 from update 60. Instead of a number you can give
             numbers by patterns of layers' names, `{"re:.*layers[.]0[.].*": 3, "_default": 4}`. The engine stays as it is.
             Evaluation and export have the bits of `scheme`.
         quantize_learner (`bool`, *optional*, defaults to `True`):
@@ -187,10 +187,10 @@ class QaRLConfig(GRPOConfig):
         vllm_ssl_ca_certs (`str`, *optional*):
             File with the certificates that vouch for a server at https://, such as its own. By default those of public authorities.
         vllm_allow_plain_http (`bool`, *optional*, defaults to `False`):
-            Send weights to another host over http:// nevertheless, where whoever carries them can read and change them.
+            Send weights to another host over http:// nevertheless, where every network between them can read and change them.
         vllm_delta_sync (`bool`, *optional*):
             Whether a weight sync to a server sends, of each tensor, only what changed since the last one. Trainer and server
-            each keep a copy of the low-bit policy in host memory. By default over HTTP alone, where it is faster; never with NCCL.
+            each keep a copy of the low-bit policy in host memory. By default only over HTTP, where it is faster; never with NCCL.
         publish_dir (`str`, *optional*):
             Folder to which the low-bit policy of each rollout is also written, as files that object storage can carry: the first
             whole, then what changed. `trl-qarl export --from_patches` makes an export of any of them. Not with FSDP, nor for an adapter beside its base.

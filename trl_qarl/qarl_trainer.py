@@ -58,7 +58,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         args ([`QaRLConfig`], *optional*):
             Configuration. Defaults to `QaRLConfig("{model}-QaRL")`.
 
-    All other arguments are those of [`~trl.GRPOTrainer`]; `quantization_config` is for QLoRA alone. With `peft_config`, or a model that
+    All other arguments are those of [`~trl.GRPOTrainer`]; `quantization_config` is only for QLoRA. With `peft_config`, or a model that
     has an adapter, LoRA is trained beside a frozen low-bit base.
 
     Attributes:
@@ -251,7 +251,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _tool_call_loop(self, *args, **kwargs):
-        """As TRL's; a failure of one process is raised by all."""
+        """Runs TRL's loop; a failure of one process is raised by all."""
         self._calls_tools = True
         try:
             with all_or_none(self.accelerator):
@@ -300,7 +300,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         return output
 
     def _publish_what_changed(self) -> None:
-        """In TRL's place, which looks at the step alone and not at what a callback writes into the weights at one step."""
+        """Replaces TRL's method, which looks only at the step and not at weights that a callback changes within one step."""
         if self._last_loaded_step == self.state.global_step and self.vllm_generation.is_published():
             return
         with (
@@ -313,7 +313,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def training_step(self, model, *args, **kwargs):
-        """Measures forward and backward alone; TRL's `step_time` includes what happens once per generation batch."""
+        """Measures only forward and backward; TRL's `step_time` includes what happens once per generation batch."""
         steps = self.recorder.steps_within(model) if self.is_deepspeed_enabled else nullcontext()
         with self.recorder.time("forward_backward"), steps:
             loss = super().training_step(model, *args, **kwargs)
@@ -359,10 +359,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
-        With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; where that is of the
-        last update, the run is loaded and ends. A vLLM server that
-        was started here ends with training, however that ends, SIGTERM included. The next rollout publishes whatever the
-        step count says, as `load_best_model_at_end` may have changed the weights.
+        Trains. With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; if it is that of
+        the last update, the run is loaded and ends. A vLLM server that was started here ends with training, also by SIGTERM. The
+        next rollout publishes whatever the step count says, as `load_best_model_at_end` may have changed the weights.
         """
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:

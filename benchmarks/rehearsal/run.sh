@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: benchmarks/rehearsal/run.sh RELEASE
 # What can be tried of the GPU path without a GPU, with vLLM's wheel for CUDA: the contract of what we call (contract.py), the learner on
-# fake CUDA tensors (learner.py), and the kernels that vLLM chooses by compute capability (kernels.py). docs/gpus.md says what that shows.
+# fake CUDA tensors (learner.py), and the kernels that vLLM chooses by compute capability (kernels.py). README.md here says what that shows.
 #   RELEASE  major.minor of vLLM, such as 0.32
 #   PYTHON   the interpreter of an environment with it and this package's requirements; default: one is made in .venv-rehearsal with
 #            uv, which takes 8 GB

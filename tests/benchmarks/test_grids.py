@@ -1,4 +1,4 @@
-"""Tables of docs/schemes.md."""
+"""Tables of benchmarks/schemes.md."""
 
 import runpy
 from pathlib import Path

@@ -86,7 +86,7 @@ def test_what_cannot_be_packed_closer_is_refused(scheme, arch, tiny_model, tmp_p
     is_mixture = arch != "llama"
     model = make_mixture(arch) if is_mixture else AutoModelForCausalLM.from_pretrained(tiny_model)
     prepare_model(model, scheme)
-    message = "experts .* are read in INT4's container alone" if is_mixture else rf"only \['{scheme}'\]. Add --bits 3"
+    message = "experts .* only in INT4's container" if is_mixture else rf"only \['{scheme}'\]. Add --bits 3"
     with pytest.raises(ValueError, match=rf"--compact \(is_compact=True\): .*{message}"):
         export_checkpoint(model, tmp_path, is_compact=True)
 

@@ -101,7 +101,7 @@ def test_zero_points_in_groups_of_two_sizes_load_or_are_warned_about(tmp_path, c
     folder = export_checkpoint(model, tmp_path / "export", dtype=torch.float32)
     problem = problem_of_zero_points(Inventory.of(model))
     assert (problem is None) == (problem_of_zero_points() is None)
-    assert ("vLLM alone" in (folder / "README.md").read_text()) == (problem is not None)
+    assert ("vLLM only" in (folder / "README.md").read_text()) == (problem is not None)
     tokens = torch.randint(4, 200, (2, 12))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -195,7 +195,7 @@ def test_exports_of_mixtures_load_in_transformers_and_here_with_the_learners_wei
             )
     card = (folder / "README.md").read_text()
     is_unread = name in ("w8a8", "w4a16-asym")
-    assert ("vLLM alone" in card) == is_unread == ("load_frozen_model" in card)
+    assert ("vLLM only" in card) == is_unread == ("load_frozen_model" in card)
     if is_unread:
         tokens = torch.randint(4, 200, (2, 12))
         assert torch.equal(load_deployed(str(folder))(tokens).logits, ours.eval()(tokens).logits)

@@ -318,9 +318,9 @@ def test_construction_fails_where_the_repository_cannot_be_made(tiny_model, tmp_
             {"hub_export": "int4"},
             r"hub_export='int4' is unknown\. Choose one of \['low-bit', 'master', 'both', 'adapter'\]",
         ),
-        ({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is no name of a repository"),
-        ({"hub_model_id": "my model"}, "hub_model_id='my model' is no name of a repository"),
-        ({"hub_model_id": "a" * 92, "hub_export": "both"}, "is no name of a repository"),
+        ({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is not"),
+        ({"hub_model_id": "my model"}, "hub_model_id='my model' is not"),
+        ({"hub_model_id": "a" * 92, "hub_export": "both"}, "hub_model_id=.* is not"),
     ],
 )
 def test_bad_options_of_the_hub_are_refused(tmp_path, hub, arguments, says):

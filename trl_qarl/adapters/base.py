@@ -81,7 +81,7 @@ def load_adapter(folder: str | Path, model_init_kwargs: dict[str, Any], is_train
 
 
 def _as_linear(config: "PeftConfig") -> "PeftConfig":
-    """Has PEFT take a layer without masters for the linear layer that it is, and not for one of torchao's."""
+    """Let PEFT treat a layer without masters as an ordinary linear layer and not as one of torchao's."""
     from peft.tuners.lora import Linear
 
     config._register_custom_module({QuantizedLinear: Linear})
@@ -156,7 +156,7 @@ def _check_same_schemes(model: nn.Module, plan: QuantPlan, keep_masters: bool, e
     layers = inventory.layers
     candidates = {name: m for name, m in inventory.modules.items() if name in layers or name in inventory.quantizable}
     skipped = reasons_to_skip(inventory, None)
-    # Of one scheme alone the checkpoint says which layers have it.
+    # Only with one scheme does the checkpoint say which layers have it.
     ours = (
         dict.fromkeys(layers, plan.schemes[0])
         if plan.is_uniform and plan.schemes

@@ -40,7 +40,7 @@ def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple
 
 
 def lora_arguments(model: nn.Module) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for the adapter of `model`; none if it has none."""
+    """Arguments of `vllm.LLM` for the adapter of `model`; empty without an adapter."""
     if not _runs_beside(model):
         return {}
     return {
@@ -52,7 +52,7 @@ def lora_arguments(model: nn.Module) -> dict[str, Any]:
 
 
 def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what of the adapter of `model` an engine that describes itself as `engine` could not serve."""
+    """Yield the reasons why an engine that describes itself as `engine` could not serve the adapter of `model`."""
     if not _runs_beside(model):
         return
     lora, rank = engine.get("lora"), adapter_config(model)["r"]
@@ -66,7 +66,7 @@ def adapter_problems(model: nn.Module, engine: Mapping[str, Any]) -> Iterator[st
         yield f"adapter: the engine would round it to {lora['dtype']}, its weights are {engine['dtype']}. Leave out --lora-dtype"
     missing = sorted(set(_targets(model)) - set(lora["modules"]))
     if missing:
-        yield f"adapter: the learner trains one on {missing}, the engine serves adapters on {lora['modules']} alone"
+        yield f"adapter: the learner trains one on {missing}, the engine serves adapters only on {lora['modules']}"
 
 
 def _runs_beside(model: nn.Module) -> bool:

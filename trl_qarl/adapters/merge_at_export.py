@@ -53,7 +53,7 @@ def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
     frozen = [name for name, layer in inventory.layers.items() if layer.is_frozen]
     if frozen:
         raise ValueError(
-            f"An adapter is merged into masters, which are gone here ({frozen[0]!r} is low-bit alone). Load the adapter on the "
+            f"An adapter is merged into masters, which are gone here ({frozen[0]!r} has only low-bit weights). Load the adapter on the "
             "high-precision base."
         )
     sums = torch.zeros(4, dtype=torch.float64)

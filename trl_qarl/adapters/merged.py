@@ -42,7 +42,7 @@ def merge_adapters(model: PeftModel) -> int:
     rates = {getattr(dropout, "p", 0.0) for module in adapters.values() for dropout in module.lora_dropout.values()}
     if any(rates):
         raise ValueError(
-            f"lora_dropout={max(rates)} with lora_mode='merged': it drops inputs of the adapter's branch, and there is none. Use "
+            f"lora_dropout={max(rates)} with lora_mode='merged': it drops inputs of the adapter's branch, which does not exist here. Use "
             "lora_dropout=0, `disable_dropout=True` or lora_mode='adapter'."
         )
     for module in adapters.values():
@@ -111,7 +111,7 @@ class LoraSource(MasterSource):
 
     @override
     def release(self) -> None:
-        """Have the adapter run beside the layer again."""
+        """Let the adapter run beside the layer again."""
         del self.adapter.forward, self.adapter.merge, self.adapter.unmerge
 
     def _factors(self, active: tuple[str, ...]) -> list[torch.nn.Parameter]:

@@ -25,8 +25,8 @@ torch.serialization.register_package(
 @contextmanager
 def hold_back_rotation() -> Iterator[Callable[[], None]]:
     """
-    While open, transformers deletes no older checkpoint; it would before ours is complete, and a crash between the two would
-    leave none. Yields what makes up for it.
+    Keep transformers from deleting older checkpoints while open: it would do so before ours is complete, and a crash between the two
+    would leave none. Yields a function that deletes them afterwards.
     """
     original, held_back = trainer.rotate_checkpoints, []
 

@@ -82,7 +82,7 @@ _WITH_ADAPTER = f" The LoRA adapter that was trained beside them is in `{ADAPTER
 # What an adapter is, and what its export holds.
 _LORA_MODES = {
     "adapter": (
-        "**This is a LoRA adapter trained beside a frozen low-bit base, and is the trained policy with that base alone.** Beside a "
+        "**This is a LoRA adapter trained beside a frozen low-bit base, and is the trained policy only with that base.** Beside a "
         "base in high precision it is another policy.",
         "the low-bit base with the adapter beside it",
     ),
@@ -226,7 +226,7 @@ def export_card(
     name = "DIR" if hub_model_id is None or lora_rank is not None else hub_model_id
     download = f"hf download {hub_model_id} --local-dir DIR\n" if hub_model_id and name == "DIR" else ""
     what = (_BASELINE if scheme == "bf16" else _POLICY).format(
-        scheme=scheme, readers="vLLM and transformers" if loads_in_transformers else "vLLM alone"
+        scheme=scheme, readers="vLLM and transformers" if loads_in_transformers else "vLLM only"
     )
     tags = {"trl", "qarl", "compressed-tensors", "vllm", *facts.tags}
     return _render(
@@ -366,7 +366,7 @@ def _metadata(name_or_path: str | None) -> dict[str, Any]:
     try:
         return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
     except ValueError:
-        # Whatever somebody wrote there.
+        # A card that a user has edited.
         return {}
 
 
@@ -379,7 +379,7 @@ def _hub_id(name_or_path: str | None) -> str | None:
 
 
 def _describe(name_or_path: str | None) -> str | None:
-    """Return the base model; of a folder the name alone, as a card is made to be published."""
+    """Return the base model; only the name of a folder, because a card is made to be published."""
     base = _hub_id(name_or_path)
     if base:
         return f"[{base}](https://huggingface.co/{base})"

@@ -22,7 +22,7 @@ def problem_of_compact(inventory: Inventory) -> str | None:
     """Return why the codes of a model cannot be packed closer, or `None`."""
     for name, module in inventory.layers.items():
         if isinstance(module, QuantizedExperts) and _is_coarse(module.scheme):
-            return f"experts ({name!r}) with scheme {module.scheme.name!r} are read in INT4's container alone. Leave the option out."
+            return f"experts ({name!r}) with scheme {module.scheme.name!r} can be read only in INT4's container. Leave the option out."
     schemes = [scheme for scheme, _ in inventory.formats.values()]
     if not any(map(_is_coarse, schemes)):
         names = list(dict.fromkeys(scheme.name for scheme in schemes))

@@ -79,7 +79,7 @@ def export_checkpoint(
         max_shard_size (`str` or `int`, *optional*, defaults to `"5GB"`):
             Largest size of one shard.
         card (`dict`, *optional*):
-            What README.md says beside: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
+            Further content of README.md: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
         gguf (`gguf.GGUFReader`, *optional*):
             File of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a copy of it, as
             `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
@@ -93,7 +93,7 @@ def export_checkpoint(
         of the same policy.
 
     Raises:
-        TypeError: if `model` is no model.
+        TypeError: if `model` is not a model.
         ValueError: if `output_dir` holds another model's weights, if the model has quantized layers beside experts in
             high precision, or if it has no codes to be packed closer.
     """
@@ -245,7 +245,7 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
     tensors = {name: tensor.cpu().contiguous() for name, tensor in iter_checkpoint_tensors(model, dtype)}
     inventory = Inventory.of(model)
     if not inventory.stacked_experts.keys() <= inventory.names.experts.keys():
-        # Of other layouts transformers alone knows what they are in a checkpoint.
+        # Only transformers knows the names of other layouts in a checkpoint.
         tensors = revert_weight_conversion(model, tensors)
     # Matrices of experts are views of all of a layer.
     return {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in tensors.items()}

@@ -88,7 +88,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 def allow_as_umask(paths: Iterable[Path]) -> None:
     """
     Give files the permissions that any new file gets in their folder. Those that safetensors writes are for their
-    owner alone, whatever the umask.
+    owner only, whatever the umask.
     """
     for path in paths:
         new = path.with_name(f"{path.name}.new")

@@ -100,7 +100,7 @@ def read_base(path: str | Path) -> "GGUFReader":
     Open the GGUF file of a base model.
 
     Raises:
-        ValueError: without the package `gguf`, and for a file that is none, or of an architecture whose tensors are not known here.
+        ValueError: without the package `gguf`, for a file that is not GGUF, and for an unknown architecture.
     """
     try:
         import gguf
@@ -112,7 +112,7 @@ def read_base(path: str | Path) -> "GGUFReader":
         reader = gguf.GGUFReader(path)
     except ValueError as error:
         raise ValueError(
-            f"{str(path)!r} is no GGUF file that can be read ({error}). Name one of the model that was trained."
+            f"{str(path)!r} is not a readable GGUF file ({error}). Name one of the model that was trained."
         ) from error
     architecture = _metadata(reader, "general.architecture")
     if architecture not in _ARCHITECTURES.values():
@@ -170,7 +170,7 @@ def export_gguf(
 
 
 def _write(base: "GGUFReader", policy: dict[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
-    """Write the tensors of `base` in their order, in the place of those that `policy` has the policy's."""
+    """Write the tensors of `base` in their order, replaced by those of `policy` where it has them."""
     import gguf
 
     partial = path.with_name(f"{path.name}.partial")

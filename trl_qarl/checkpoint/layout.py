@@ -200,7 +200,7 @@ def loads_in_transformers(inventory: Inventory) -> bool:
 
 
 def _targets(members: list[str], layers: Iterable[str], names: CheckpointNames) -> list[str]:
-    # A last component that occurs in this group alone stands for all layers of that name.
+    # A last component that occurs only in this group stands for all layers of that name.
     chosen = set(members)
     leaves = {leaf for name in members for leaf in _leaves(name, names)}
     shared = {leaf for name in layers if name not in chosen for leaf in _leaves(name, names)}
@@ -226,7 +226,7 @@ def _prefix_of_experts(name: str, names: CheckpointNames) -> str | None:
 
 
 def problem_of_mixture(inventory: Inventory) -> str | None:
-    """Return why vLLM cannot be given the experts of a model, or `None`: also where it has none."""
+    """Return why vLLM cannot run the experts of a model, or `None`, also for a model without experts."""
     name = architecture(inventory.model)
     for path, module in inventory.experts.items():
         if name not in MIXTURES:

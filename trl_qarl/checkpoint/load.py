@@ -230,7 +230,7 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
         elif name in stacked:
             raise ValueError(
                 f"{folder} does not hold {name!r} under a name that is known here, and transformers would leave these experts as they "
-                "are. Start a new run from its weights: `model` instead of `resume_from_checkpoint`."
+                "are. Start a new run from its weights: pass it as `model` instead of `resume_from_checkpoint`."
             )
 
 
@@ -248,7 +248,7 @@ def _schemes(described: dict[str, Any], source: str) -> list[tuple[list[str], Qu
     found = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
     if not found or any(scheme is None for _, scheme in found):
         raise ValueError(
-            f"{source} is a compressed-tensors checkpoint of none of the schemes {[*SCHEMES][:-1]}: its groups are "
+            f"{source} is a compressed-tensors checkpoint, but of none of the schemes {[*SCHEMES][:-1]}: its groups are "
             f"{groups}. Start from the high-precision checkpoint."
         )
     return found

@@ -1,5 +1,5 @@
 """
-Which checkpoint was written to its end, and still has all that was written.
+Marks checkpoints that are complete, and checks that all of their files are still there.
 
 A folder says so by the name of one file, which is `checkpoint_begun` before anything else of it is written and becomes
 `checkpoint_complete` by one renaming after everything of all processes is on disk. Whatever ends a save in between
@@ -21,7 +21,7 @@ __all__ = ["BEGUN_FILE", "COMPLETE_FILE", "begin", "complete", "is_complete", "p
 BEGUN_FILE = "checkpoint_begun"
 COMPLETE_FILE = "checkpoint_complete"
 _TRAINER_STATE_FILE = "trainer_state.json"
-# A page that people write in, and what never leaves the machine: no run goes on from either.
+# A page that users edit, and a file that is never uploaded; resuming needs neither.
 _NOT_COUNTED = (BEGUN_FILE, COMPLETE_FILE, "README.md", "training_args.bin")
 
 
@@ -66,7 +66,7 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def problem_of(folder: str | Path) -> str | None:
-    """Return why no run can go on from the checkpoint in `folder`, after the words "it is"; `None` where one can."""
+    """Return why no run can resume from the checkpoint in `folder`, to follow the words "it is", or `None` if it can."""
     folder = Path(folder)
     incomplete = "incomplete: it was not written to its end"
     try:

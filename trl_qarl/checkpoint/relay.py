@@ -9,7 +9,7 @@ Writes the policies of a training to files for object storage: the first one who
 | `lock` | held by the trainer that writes |
 
 A file gets its name when it is complete, and the manifest names it after that: whatever ends a trainer, or fills the disk, all
-versions of the manifest can be read. The entries are a chain, so that nobody who has seen its end can be given another beginning.
+versions of the manifest can be read. The entries are a chain, so that a reader who has seen its end notices another beginning.
 """
 
 import hashlib
@@ -226,7 +226,7 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
             Updates done; by default the last version.
 
     Raises:
-        ValueError: if there is no such version, or a file of it is missing, damaged or another's: it is named.
+        ValueError: if there is no such version, or a file of it is missing, damaged or belongs to another version; the message names it.
     """
     folder = Path(folder)
     entries = _entries_until(folder, version)
@@ -303,7 +303,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
                 raise ValueError(f"{sorted(entry['files'])} are not all in the folder.")
         str(manifest["run"])
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} has no {MANIFEST_FILE}: it is no folder of `publish_dir`.") from error
+        raise ValueError(f"{folder} has no {MANIFEST_FILE}: it is not a folder of `publish_dir`.") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}). Copy it again.") from error
     return manifest

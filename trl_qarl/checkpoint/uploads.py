@@ -9,7 +9,7 @@ Uploads to the Hub: the files, their repository, and the commands that repeat a 
 | `"adapter"` | the adapter, and checkpoints as above | - |
 
 Masters have a repository of their own because `from_pretrained` and `vllm serve` take a name: a folder beside the policy
-could not be served, and whoever downloads the policy would download the masters with it.
+could not be served, and every download of the policy would include the masters.
 """
 
 import logging
@@ -59,7 +59,7 @@ _CHECKPOINT_STATE = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_state_*", "trainer_state.json"),
     COMPLETE_FILE,
 )
-# `training_args.bin` holds the token where one was given as an option; completions and logs stay with whoever trained.
+# `training_args.bin` holds a token that was given as an option; completions and logs stay on the machine of the training.
 _PRIVATE = ("training_args.bin", "*.jsonl", "run.json", "*.log", "completions/*", ".*", "_*")
 # A model that was in the repository before may have had more shards, or an adapter, which `from_pretrained` would load.
 _STALE = ("model*.safetensors", "model.safetensors.index.json", "adapter_*", "model.gguf")
@@ -118,7 +118,7 @@ def repository_name(config) -> str:
     Return the repository that a configuration names, by default after its output directory.
 
     Raises:
-        ValueError: if it is no name of a repository.
+        ValueError: if it is not a name of a repository.
     """
     name = config.hub_model_id or Path(config.output_dir).absolute().name
     problem = problem_of_name(name, config.hub_export)
@@ -302,7 +302,7 @@ def problem_of_name(name: str, hub_export: str) -> str | None:
             validate_repo_id(repo_id)
     except HFValidationError as error:
         return (
-            f"hub_model_id={name!r} is no name of a repository: {str(error).rstrip('.')}. Give `hub_model_id` as 'USER/NAME', "
+            f"hub_model_id={name!r} is not a name of a repository: {str(error).rstrip('.')}. Give `hub_model_id` as 'USER/NAME', "
             "or as 'NAME' for your own."
         )
     return None

@@ -160,7 +160,7 @@ def problems_of_adapted_model(model: Any) -> Iterator[str]:
     names = [name for name in model.peft_config if name != "ref"]
     if names != [ADAPTER_NAME]:
         yield (
-            f"The model has the adapters {names}, but one is trained, {ADAPTER_NAME!r}. Load it alone: "
+            f"The model has the adapters {names}, but only {ADAPTER_NAME!r} is trained. Load only that one: "
             f"`PeftModel.from_pretrained(base, folder, adapter_name={ADAPTER_NAME!r}, is_trainable=True)`."
         )
         return

@@ -48,7 +48,7 @@ BITSANDBYTES_ON_CPU = "0.50"
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off what TRL's `disable_dropout` leaves on, and have objectives ask for it that need one policy throughout."""
+    """Switch off the dropout that TRL's `disable_dropout` leaves on, and require it for objectives that need one policy throughout."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
@@ -133,7 +133,7 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
 
 
 def problems_of_optimizer(args: Any) -> Iterator[str]:
-    """Yield that an optimizer cannot be made here, if so; transformers makes it when training starts, after the model and the engine."""
+    """Yield the reason if an optimizer cannot be created here. transformers would create it only when training starts, after model and engine."""
     if args.optim == "muon":
         return
     name = name_of_optimizer(args)
@@ -174,7 +174,7 @@ def _problems_of_trackers(args: Any) -> Iterator[str]:
     installed = get_available_reporting_integrations()
     for name in args.report_to or ():
         if name not in INTEGRATION_TO_CALLBACK:
-            yield f"report_to={name!r} is no tracker. Choose from {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
+            yield f"report_to={name!r} is not a tracker. Choose from {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
         # Of these two the list does not say whether they are installed.
         elif name not in (*installed, "azure_ml", "flyte"):
             # transformers says so after the model is loaded.

@@ -53,7 +53,7 @@ LAUNCHES_BY_FILES = {
     "optimizer_0": "FSDP2 and SHARDED_STATE_DICT",
     "optimizer.pt": "one process or DDP",
 }
-"""Launches, by what they alone write into a checkpoint with the optimizer's state; the first that is found counts."""
+"""Launches by a file that only they write into a checkpoint; the first that is found counts."""
 
 
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
@@ -70,7 +70,7 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     for name, found in (("FSDP", plugin), ("DEEPSPEED", deepspeed)):
         if found is None and os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
             raise ValueError(
-                f"accelerate was launched with {name}, but it shards on GPUs alone and would train on {accelerator.num_processes} "
+                f"accelerate was launched with {name}, but it shards only on GPUs and would train on {accelerator.num_processes} "
                 f"{accelerator.device.type.upper()} processes with whole masters. Launch with `distributed_type: MULTI_CPU`."
             )
     parallel = accelerator.parallelism_config
@@ -97,7 +97,7 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
 
 
 def shards_masters(accelerator: Accelerator) -> bool:
-    """Return whether a process will hold a part of the masters alone: with FSDP2 and ZeRO-3."""
+    """Return whether a process will hold only a part of the masters: with FSDP2 and ZeRO-3."""
     state = accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     return getattr(state, "fsdp_plugin", None) is not None or (plugin is not None and plugin.zero_stage == 3)
@@ -161,8 +161,8 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield from _problems_of_adapter(plugin, args, model)
     if not isinstance(plugin.reshard_after_forward, bool):
         yield (
-            f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: FSDP2 shards what it has gathered over fewer processes, "
-            "which it does not do with low-bit weights. Use true or false"
+            f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: a number reshards gathered weights to fewer "
+            "processes, which low-bit weights do not support. Use true or false"
         )
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         yield (
@@ -171,8 +171,8 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         )
     if args.beta != 0.0 and plugin.cpu_ram_efficient_loading:
         yield (
-            f"beta={args.beta} with fsdp_cpu_ram_efficient_loading=true: one process loads the reference, and TRL does not give the others "
-            "their part of it. Use fsdp_cpu_ram_efficient_loading: false"
+            f"beta={args.beta} with fsdp_cpu_ram_efficient_loading=true: rank 0 loads the reference model, and TRL does not "
+            "broadcast it to the other ranks. Use fsdp_cpu_ram_efficient_loading: false"
         )
     if args.sync_ref_model:
         yield (
@@ -183,7 +183,7 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
         yield f"optim={name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
     if not args.quantize_learner:
         yield (
-            "quantize_learner=False with FSDP2: low-bit weights are what it gathers. Leave it out, or launch with DDP"
+            "quantize_learner=False with FSDP2: it gathers low-bit weights and no masters. Leave it out, or launch with DDP"
         )
     yield from _problem_of_pushes(args, "FSDP2")
 
@@ -191,8 +191,8 @@ def _problems_of_fsdp(plugin: Any, args: Any, model: nn.Module) -> Iterator[str]
 def _problem_of_pushes(args: Any, launch: str) -> Iterator[str]:
     if args.push_to_hub and exports_policy(args.hub_export) and args.hub_strategy != HubStrategy.END:
         yield (
-            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with {launch} and hub_export={args.hub_export!r}: whether a push "
-            "is still under way is known to one process, and the export is gathered by all. Use hub_strategy='end'"
+            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} with {launch} and hub_export={args.hub_export!r}: only one "
+            "rank knows whether a push is still running, and all ranks gather the export. Use hub_strategy='end'"
         )
 
 
@@ -206,8 +206,8 @@ def _problems_of_adapter(plugin: Any, args: Any, model: nn.Module) -> Iterator[s
         )
     if args.lora_mode == "merged" and not plugin.reshard_after_forward:
         yield (
-            "lora_mode='merged' with fsdp_reshard_after_forward=false: what is gathered would stay while the adapter is switched off. Use "
-            "true"
+            "lora_mode='merged' with fsdp_reshard_after_forward=false: gathered weights would be kept while the adapter is "
+            "switched off. Use true"
         )
 
 

@@ -10,7 +10,7 @@ __all__ = ["check_objective", "check_ratios", "refused_by_objective"]
 
 
 def check_objective(config) -> Iterator[str]:
-    """Contradictions of what was given with `objective`, before it sets anything."""
+    """Contradictions between given options and `objective`, before the objective sets anything."""
     if problem := problem_of_objective(config):
         yield problem
         return
@@ -18,7 +18,7 @@ def check_objective(config) -> Iterator[str]:
 
 
 def refused_by_objective(config) -> Iterator[tuple[str, str]]:
-    """Options as they were given that have no meaning for the objective, and why."""
+    """Given options that have no meaning for the objective, and why."""
     if problem_of_objective(config) is None:
         yield from get_objective(config).refused(config)
 

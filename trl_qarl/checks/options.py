@@ -138,7 +138,7 @@ def _check_transport(config) -> Iterator[str]:
 
 
 def _check_gpu(config) -> Iterator[str]:
-    """Yield the schemes that an engine on this machine's GPU must not run; a server elsewhere says so itself when it starts."""
+    """Yield the schemes that an engine on this machine's GPU must not run; a server elsewhere checks this itself when it starts."""
     is_here = config.vllm_mode == "colocate" or config.vllm_server_autostart
     gpu = Gpu.here() if is_here and not config.use_cpu else None
     # What is wrong with the plan itself, `check_scheme` says.

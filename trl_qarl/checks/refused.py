@@ -10,7 +10,7 @@ __all__ = [
 ]
 
 LORA_MODES = ("adapter", "merged")
-"""Where an adapter is: beside the low-bit weights or in them."""
+"""Place of an adapter: beside the low-bit weights or inside them."""
 
 GENERATION_KWARGS_THAT_RESHAPE = frozenset(
     [

@@ -26,7 +26,7 @@ _OTHER_LAUNCHES = "it has not been tried. Leave it out, or launch with FSDP2 or 
 
 
 def given_configuration() -> Mapping[str, Any]:
-    """Return what the file of `deepspeed_config_file` says, which accelerate fills up; nothing where there is none."""
+    """Return the content of the file `deepspeed_config_file`, which accelerate completes; empty without such a file."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     return {} if file == "none" else HfDeepSpeedConfig(file).config
 
@@ -69,13 +69,13 @@ def problems_of_zero(
             yield f"{name!r} in DeepSpeed's configuration: `{option}` chooses it. Leave it out"
     if optimizer != "torch":
         yield (
-            f"optim={name_of_optimizer(args)!r} with DeepSpeed: it is given slices of all masters in a row, of which it sees no matrices, or has not "
-            "been tried. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
+            f"optim={name_of_optimizer(args)!r} with DeepSpeed: DeepSpeed hands out flat slices of masters, where it needs matrices "
+            "or is untested. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
         )
     if has_adapter and stage != 3 and args.lora_mode == "adapter":
         yield (
-            "lora_mode='adapter' with DeepSpeed: it sends every parameter to all processes when it starts, and takes no low-bit ones, "
-            "such as those of a frozen base. Use lora_mode='merged', or launch with FSDP2 or DDP"
+            "lora_mode='adapter' with DeepSpeed: it broadcasts every parameter when it starts, and cannot send the low-bit ones "
+            "of a frozen base. Use lora_mode='merged', or launch with FSDP2 or DDP"
         )
 
 
@@ -103,7 +103,7 @@ def _problems_of_slices(zero: Mapping[str, Any], args: Any, has_adapter: bool) -
 def keep_float32_masters(config: dict[str, Any]) -> None:
     """
     Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its configuration, and step with
-    `optim`, where accelerate would put DeepSpeed's own Adam into its place beside an offloaded state.
+    `optim`: with an offloaded state accelerate would substitute DeepSpeed's own Adam.
     """
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     if config.get("bf16", {}).get("enabled"):

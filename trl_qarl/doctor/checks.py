@@ -1,5 +1,5 @@
 """
-What `trl-qarl doctor` looks at before a training does: each check takes what it judges and returns findings.
+Checks of `trl-qarl doctor`: each takes the facts that it judges and returns findings.
 
 Bounds of versions come from the metadata of the installed packages, rules of schemes from [`trl_qarl.quantization`]. Memory is
 what masters, gradients, AdamW's two moments (float32 each) and the low-bit weights take; activations and a colocated engine
@@ -134,7 +134,7 @@ def _check_was_run(name: str, version: str) -> list[Finding]:
     run = " and ".join(f"{other} {release}" for other, releases in RUN_VLLM.items() for release in releases)
     text = f"no test of trl-qarl has run with {name} {version}, only with {run}"
     if name == "vllm" and release in RELEASES:
-        text += "; its calls and kernels were rehearsed without a GPU (docs/gpus.md)"
+        text += "; its calls and kernels were rehearsed without a GPU (docs/schemes.md)"
     return [Finding("warning", text, "trl-qarl doctor --engine tries it: publication, audit and sampling")]
 
 

@@ -1,4 +1,4 @@
-"""A tiny engine that is filled and asked: what `trl-qarl doctor --engine` looks at."""
+"""Check of `trl-qarl doctor --engine`: starts a tiny engine, publishes weights to it and samples."""
 
 import itertools
 import tempfile

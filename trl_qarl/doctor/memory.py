@@ -1,5 +1,5 @@
 """
-What a training takes of each GPU's memory, from the shapes of a model alone.
+Memory that a training needs on each GPU, calculated from the shapes of a model.
 
 With `P` parameters, of which `M` are in linear layers other than the head, on `N` GPUs, of which each holds `1/s` of the state
 (`s = 1` with DDP, `s = N` with FSDP2):
@@ -51,7 +51,7 @@ OPTIMIZERS = ("muon", "adamw_torch", "adamw_torch_8bit")
 @dataclass(frozen=True)
 class Run:
     """
-    What of a run memory depends on, beside the model.
+    Settings of a run that memory depends on, in addition to the model.
 
     Args:
         num_gpus (`int`): GPUs of the learner.

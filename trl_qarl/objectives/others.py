@@ -108,7 +108,7 @@ class _Bypass(SamplerRule):
 
     @override
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """With the sampler's log-probs in place of the learner's at rollout; a token without one has advantage 0."""
+        """Return the batch with the sampler's log-probs instead of the learner's at rollout; a token without one has advantage 0."""
         sampling = inputs["sampling_per_token_logps"]
         advantages = inputs["advantages"].unsqueeze(1) * ~sampling.isnan()
         return inputs | {"old_per_token_logps": sampling.nan_to_num(0.0), "advantages": advantages}

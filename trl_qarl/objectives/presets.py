@@ -58,7 +58,7 @@ class Preset(Objective):
 
     @override
     def is_corrected(self, config: Any) -> bool:
-        """Also where rollouts do not come from vLLM."""
+        """Return whether the mismatch is corrected, also for rollouts without vLLM."""
         return bool(config.vllm_importance_sampling_correction)
 
     @override
@@ -71,7 +71,7 @@ class Preset(Objective):
 
     @override
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """With advantages that carry the weight which TRL does not apply."""
+        """Return the batch with advantages that carry the weight which TRL does not apply."""
         is_weighed_by_trl = config.use_vllm and config.vllm_importance_sampling_correction
         ratio = None if is_weighed_by_trl else inputs.get("importance_sampling_ratio")
         return inputs | {"advantages": weigh_advantages(inputs["advantages"], ratio, self.is_positive_only)}

@@ -88,7 +88,7 @@ def _symmetric(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def _with_zero_points(codes: torch.Tensor, zero: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The same where the distance of the ends, zero among them, gives the scale; in steps from the code 0."""
+    """Masters for schemes with zero points, whose scale is the distance of the ends, zero included; in steps from the code 0."""
     smallest, largest = grid.quant_range
     span = grid.scale_divisor * (1 - _SMALLER)
     low, high = _ends(codes, zero)

@@ -86,6 +86,7 @@ __all__ = [
     "coarser",
     "count_code_flips",
     "dequantize",
+    "e4m3_scale",
     "fp8_gemm_weight",
     "quantize_activation",
     "quantize_weight",
@@ -274,16 +275,21 @@ def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Ten
         `(M, 1)`. A token of zeros or denormal numbers gets zero codes.
     """
     assert scheme.activation is not None
-    amax = x.abs().amax(dim=-1, keepdim=True).float()
     if scheme.activation.type == "float":
-        scale = (amax / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
+        scale = e4m3_scale(x)
         scaled = x.float() / scale if x.is_cuda else x.float() * scale.reciprocal()
         return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).contiguous(), scale
     # Below the smallest normal number the reciprocal would overflow.
+    amax = x.abs().amax(dim=-1, keepdim=True).float()
     amax = torch.where(amax / 127.0 < torch.finfo(torch.float32).tiny, 127.0, amax)
     scale = amax / 127.0
     codes = (x.float() * (127.0 / amax if x.is_cuda else scale.reciprocal())).round_().to(torch.int8)
     return codes.contiguous(), scale
+
+
+def e4m3_scale(x: torch.Tensor) -> torch.Tensor:
+    """Return the float32 scales `(M, 1)` of E4M3 activations `(M, K)`, one for each token, as vLLM chooses them."""
+    return (x.abs().amax(dim=-1, keepdim=True).float() / 448.0).clamp_(min=1.0 / (448.0 * 512.0))
 
 
 def activation_form(codes: torch.Tensor) -> ModuleType:

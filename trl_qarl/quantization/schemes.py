@@ -78,7 +78,7 @@ class Grid:
     @property
     def scale_divisor(self) -> float:
         """
-        What the largest number is divided by to give the scale: half the code range, as compressed-tensors has it (7.5 for INT4,
+        Divisor of the largest number that gives the scale: half the code range, as compressed-tensors has it (7.5 for INT4,
         127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4). With zero points
         the distance of the smallest from the largest is divided, by the whole range (15 for INT4).
         """

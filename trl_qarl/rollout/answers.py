@@ -150,7 +150,7 @@ def _check_ids(where: str, ids: Any, vocab_size: int) -> None:
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadAnswer(
-                f"{where}, token {position} of {len(ids)}: {token!r} is no token id of the learner; allowed are the integers "
+                f"{where}, token {position} of {len(ids)}: {token!r} is not a token id of the learner; allowed are the integers "
                 f"from 0 to {vocab_size - 1}."
             )
 

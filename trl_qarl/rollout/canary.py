@@ -123,7 +123,7 @@ class Canary:
             `publish/canary_picture_rounding`.
 
         Raises:
-            PublishError: if the difference is no rounding, or the engine makes another prompt of the picture.
+            PublishError: if the difference is larger than rounding explains, or the engine makes another prompt of the picture.
         """
         found: dict[str, float] = {}
         for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):

@@ -37,7 +37,7 @@ _HEALTH_SECONDS = 10
 # A server notices within milliseconds that a session's connection has gone.
 _REFUSAL_SECONDS = 10.0
 
-# All that is asked of whoever listens at the port before it has proved who it is.
+# The only requests before the process at the port has proved that it is the server.
 _HANDSHAKE_PATHS = ("/health", STATE_PATH, SESSION_PATH)
 
 
@@ -132,7 +132,7 @@ class QaRLClient(VLLMClient):
         """Become the trainer of this server. A session this client held before is given up."""
         self.close_session()
         trainer = f"process {os.getpid()} on {socket.gethostname()}"
-        # Nothing here follows a redirection: it would lead to somebody else.
+        # Redirections are not followed: they lead to another server.
         opening = {"expected": range(200, 500), "allow_redirects": False}
         challenge = self.session.request("GET", f"{self.base_url}{STATE_PATH}", **opening)
         if challenge.status_code == 404:
@@ -276,7 +276,7 @@ class QaRLClient(VLLMClient):
         self.close_session()
         instance, start, refused_since = self.instance, time.monotonic(), None
         while True:
-            # What is left of the connections leads to whoever answered before.
+            # Pooled connections still lead to the process that answered before.
             self.session.close()
             reason: Any = "it is not healthy."
             try:
@@ -392,7 +392,7 @@ class _SessionAdapter(HTTPAdapter):
 
 
 def _json_object(content: bytes) -> dict[str, Any]:
-    """The JSON object in what a server has sent, or an empty one where there is none."""
+    """The JSON object in a response, or an empty one without such an object."""
     try:
         value = json.loads(content)
     except ValueError:

@@ -68,7 +68,7 @@ _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _main(folder: str) -> None:
-    """Be the process of the second engine: score `task.json` with the checkpoint beside it."""
+    """Run as the process of the second engine: score `task.json` with the checkpoint next to it."""
     from .engines import load_engine
 
     task = json.loads((Path(folder) / "task.json").read_text())

@@ -33,7 +33,7 @@ class Deltas:
 
     def begin(self, published: Mapping[str, str]) -> dict[str, str]:
         """
-        Ask the engine what it holds, and return what of `published` is still true: all, or nothing.
+        Ask the engine for the fingerprints that it holds, and return `published` if they are equal, otherwise nothing.
 
         Args:
             published (`Mapping[str, str]`):

@@ -107,7 +107,7 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
 
 def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], dist.ProcessGroup | None]:
     """
-    Have the processes find each other, of which each `size` have one engine; all have to call.
+    Let processes that share an engine, `size` of them each, find each other. Every process must call it.
 
     Returns:
         Arguments of [`make_engine`], and the processes with which this one shares its engine, `None` where it has one of its own.
@@ -125,7 +125,7 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
         ranks = [list(range(start, start + size)) for start in range(0, count, size)]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
     if count > 1:
-        # vLLM's launcher reads these. For one process alone they would only mislead whoever looks at them next.
+        # vLLM's launcher reads these. With one process they are left out, as other libraries would take them for a launcher's.
         os.environ["RANK"] = str(accelerator.process_index)
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(count)

@@ -54,7 +54,7 @@ def all_or_none(accelerator):
 
 
 def as_lost(error: Exception, doing: str) -> EngineLost:
-    """Return what `doing` was ended by, as [`EngineLost`]; what nobody foresaw is logged with its traceback."""
+    """Return the error that ended `doing` as [`EngineLost`]; an unexpected one is logged with its traceback."""
     if isinstance(error, EngineLost):
         return error
     if not isinstance(error, (ServerLost, PublishError, ValueError)):

@@ -1,10 +1,10 @@
 """
-Which of vLLM's kernels runs a scheme on an NVIDIA GPU: what to ask an engine for, the kernel to expect, or the reason against it and the
-scheme to take instead. Everything that depends on scheme, compute capability and release is decided by [`choose_kernels`].
+Chooses vLLM's kernel for a scheme on an NVIDIA GPU: the option to ask for it, the kernel to expect, or the reason against the scheme and
+the scheme to use instead. Everything that depends on scheme, compute capability and release is decided by [`choose_kernels`].
 
 vLLM's own choice changes from release to release, and not every kernel computes what the learner does: some leave activations in 16
 bits where the scheme quantizes them, some quantize them where it does not, and one throws. So an engine is asked for the kernel
-whose reload was rehearsed, and any other that it reports is an error. `benchmarks/rehearsal/` records what each release chooses; docs/gpus.md
+whose reload was rehearsed, and any other that it reports is an error. `benchmarks/rehearsal/` records what each release chooses; docs/schemes.md
 says what such a rehearsal cannot show.
 """
 
@@ -92,7 +92,7 @@ class Gpu:
 @dataclass(frozen=True)
 class KernelChoice:
     """
-    What [`choose_kernels`] says of a scheme on a GPU.
+    Result of [`choose_kernels`] for a scheme on a GPU.
 
     Args:
         linear (`tuple[str, ...]`, *optional*, defaults to `()`):
@@ -106,7 +106,7 @@ class KernelChoice:
         refusal (`str`, *optional*, defaults to `""`):
             The reason why vLLM must not run the scheme there.
         instead (`str`, *optional*, defaults to `""`):
-            What to choose in its place.
+            The scheme to choose instead.
     """
 
     linear: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
     Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason against it.
 
     Raises:
-        NotImplementedError: for a container of which nothing is known here.
+        NotImplementedError: for an unknown container.
     """
     if not scheme.is_quantized:
         return KernelChoice()
@@ -148,7 +148,7 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
             instead="'w4a8'" if on_hopper else "'w4a16', or w4a8 on a Hopper GPU",
         )
     if container in (INT4_PACKED, INT8_PACKED, INT4_ZERO_POINTS):
-        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs on a GPU alone. Marlin is its choice elsewhere.
+        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs only on a GPU. It takes Marlin elsewhere.
         needs_marlin = container == INT4_PACKED and on_hopper and gpu.release != "0.31"
         return KernelChoice(integers, ("MarlinExperts",), experts_backend="marlin" if needs_marlin else None)
     if container == INT8_ZERO_POINTS:
@@ -163,7 +163,7 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
         # it is Humming from 0.32 on.
         return KernelChoice(linear=("MarlinMxFp4LinearKernel",), backends={"mxfp4": "marlin"})
     if container == NVFP4:
-        # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer. Both repack on a GPU alone.
+        # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer. Both repack only on a GPU.
         return KernelChoice(linear=("MarlinNvFp4LinearKernel",), backends={"nvfp4_w4a16": "marlin"})
     if container == INT8_CODES:
         if is_blackwell:

@@ -1,4 +1,4 @@
-"""Requests to a server that are answered in time, with a status that was expected and by whom they were meant for, or fail."""
+"""HTTP requests that fail unless the right server answers in time with an expected status."""
 
 import ipaddress
 import re

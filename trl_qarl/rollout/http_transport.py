@@ -51,7 +51,7 @@ class HTTPTransport(ServerTransport):
                 if error.status == 413 and self._piece_bytes > _SMALLEST_PIECE:
                     self._piece_bytes //= 2
                     logger.warning(
-                        "What is between trainer and server refuses large bodies; pieces of %d bytes.",
+                        "A proxy between trainer and server refuses large bodies; sending pieces of %d bytes.",
                         self._piece_bytes,
                     )
                     continue
@@ -63,7 +63,7 @@ class HTTPTransport(ServerTransport):
                 time.sleep(min(0.1 * 2.0**failures, 5.0))
             except (KeyError, TypeError, ValueError) as error:
                 raise PublishError(
-                    f"{UPLOAD_PATH} answered something else than how much has arrived: {error!r}"
+                    f"{UPLOAD_PATH} did not answer with the number of bytes that arrived: {error!r}"
                 ) from error
             if failures > _MAX_FAILURES:
                 raise PublishError(f"{UPLOAD_PATH}: {failures} pieces of weights had no effect.")
@@ -108,7 +108,7 @@ def choose_transport(client, wanted: str = "auto", allow_plain_http: bool = Fals
             f"Weights would travel to {client.base_url} in clear text: this host does not see the server's transfer directory "
             f"{client.transfer_dir!r}. Start the server with `--ssl-certfile` and `--ssl-keyfile` and use https:// (and "
             "`vllm_ssl_ca_certs` for a certificate of your own), give both a directory with `--transfer_dir`, or set "
-            "`vllm_allow_plain_http=True` for a network that nobody else reads."
+            "`vllm_allow_plain_http=True` for a private network."
         )
     return HTTPTransport(
         client
@@ -117,7 +117,7 @@ def choose_transport(client, wanted: str = "auto", allow_plain_http: bool = Fals
 
 def sends_changes(transport: ServerTransport, wanted: bool | None) -> bool:
     """
-    Return whether only what changed is sent: as `wanted`, by default over HTTP alone; elsewhere looking for it takes longer than
+    Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes longer than
     sending everything.
 
     Raises:

@@ -80,7 +80,7 @@ class Publisher:
         self._deltas = Deltas(transport) if delta else None
 
     def forget(self) -> None:
-        """Have the next publication send everything: the engine is a new one, or its state is unknown."""
+        """Send everything with the next publication, because the engine is new or its state is unknown."""
         self._published = {}
 
     def check_engine(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Publisher:
         changed = [name for name in lost if published.pop(name, None) is not None]
         if changed:
             logger.warning(
-                "The engine no longer held what was published to it; something else writes into its memory. Sent again: %s",
+                "The engine no longer held the published weights: something else writes into its memory. Sent again: %s",
                 ", ".join(sorted({_layer_of(name) for name in changed})),
             )
             # What was computed with them stays in blocks that attention reads whole: 0 times NaN is NaN.

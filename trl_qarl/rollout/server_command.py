@@ -15,7 +15,7 @@ from .gpu_kernels import Gpu, kernel_arguments, reason_against, schemes_of
 __all__ = ["LOCAL_HOSTS", "build_server_command", "check_engine_runs", "cpu_environment"]
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-"""Addresses at which a server listens for its own host alone."""
+"""Addresses at which only the server's own host reaches it."""
 
 _NO_DRAFT = "no weights are published to a draft model"
 
@@ -25,9 +25,9 @@ _SOME_EXPERTS = "a rank holds some experts, and the audit sees whole models only
 
 _PICTURES = "a picture must become what it is in the learner"
 
-_ONE_SERVER = "weights go through one server, which all replicas are behind; use --data-parallel-size alone"
+_ONE_SERVER = "all replicas must be behind one server, which takes the weights; use only --data-parallel-size"
 
-# vLLM options that are set here or left at their defaults, with the reason why nobody else may set them.
+# vLLM options that are set here or left at their defaults, with the reason why a user may not set them.
 _IMPOSED = {
     "--load-format": "weights come from the trainer",
     "--hf-overrides": "it carries the scheme",

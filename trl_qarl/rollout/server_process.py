@@ -69,7 +69,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the server unless it runs; what is left of one that was killed is cleared away first."""
+        """Start the server unless it runs; remains of a killed one are removed first."""
         if self.is_running:
             return
         self.stop()

@@ -43,7 +43,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 class Transport(Protocol):
-    """How tensors reach an engine."""
+    """Channel to an engine: sends tensors, begins and finishes a weight sync, and scores with the engine."""
 
     def describe(self) -> dict[str, Any]:
         """
@@ -109,7 +109,7 @@ class DirectTransport:
         return self._worker.qarl_keep_copy()
 
     def _abort_requests(self) -> None:
-        """A rollout that was interrupted left requests, which would come back with the next one's and keep their cache."""
+        """Abort requests of an interrupted rollout, whose completions would be returned with the next ones."""
         engine = self.llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         if not self.llm.reset_prefix_cache():
@@ -167,7 +167,7 @@ class DirectTransport:
 
 
 class ServerTransport:
-    """The requests that every transport to a server makes; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]."""
+    """Requests common to every transport to a server; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]."""
 
     def __init__(self, client):
         self.client = client
@@ -261,7 +261,7 @@ class FileTransport(ServerTransport):
             make_transfer_dir(directory)
         except (OSError, ValueError) as error:
             raise PublishError(
-                f"The transfer directory {directory!r} has gone and cannot be made again: {error}"
+                f"The transfer directory {directory!r} was removed and cannot be created again: {error}"
             ) from error
 
     def send(self, tensors: Tensors) -> None:

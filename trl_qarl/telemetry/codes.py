@@ -88,7 +88,7 @@ def _rows(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def _sampled_rows(weight: QuantizedWeight) -> torch.Tensor:
-    """Of all rows of the weight those that are in this process' part of it, counted from its first."""
+    """Sampled rows of the weight that are in this process' part of it, counted from the part's first row."""
     held, num_rows = weight.source.rows(weight.parameter), weight.source.shape(weight.parameter)[:-1].numel()
     stride = -(-num_rows // _NUM_SAMPLED_ROWS)
     rows = torch.arange(0, num_rows, stride, device=weight.parameter.device)

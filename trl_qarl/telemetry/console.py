@@ -85,7 +85,7 @@ class RowProgress(ProgressCallback):
 
 
 class RowPrinter(PrinterCallback):
-    """The same without a bar, for `disable_tqdm=True`."""
+    """Prints the same rows without a bar, for `disable_tqdm=True`."""
 
     _start: tuple[float, int] | None = None
 

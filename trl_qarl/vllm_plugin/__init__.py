@@ -59,7 +59,7 @@ def register() -> None:
 
 def _end_with_parent() -> None:
     """
-    Have an engine's process end when the server that has started it is gone. vLLM's goes on when that was killed, and keeps
+    Have an engine's process end when the server that has started it is gone. vLLM's own keeps running if the server was killed, and keeps
     memory and device.
     """
     global _watcher

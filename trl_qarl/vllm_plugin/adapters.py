@@ -47,7 +47,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def on_bare_model(method):
-    """Has a method of an object with a `model` see its layers as [`without_adapters`] has them."""
+    """Decorator: the method sees the layers of its object's `model` as [`without_adapters`] has them."""
 
     @wraps(method)
     def call(self, *args, **kwargs):

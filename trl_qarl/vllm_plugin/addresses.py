@@ -1,6 +1,6 @@
 """
-Where the tensors of an engine lie. A captured CUDA graph goes on reading the addresses that it was captured with,
-whatever a reload has put elsewhere.
+Addresses of the tensors of an engine. A captured CUDA graph keeps reading the addresses that it was captured with, also after a
+reload has moved the tensors.
 """
 
 import sys
@@ -22,10 +22,10 @@ from .engine_tensors import kernels_in_use
 __all__ = ["Addresses", "reachable_tensors"]
 
 _LEFT_OUT = ("_modules", "kv_cache", "vllm_config")
-"""Attributes of a layer that hold no weights of its own; what runs the engine is reached through the last."""
+"""Attributes of a layer that hold no weights of its own. The last one leads to the whole engine."""
 
 _NOT_OF_A_LAYER = ("vllm.config", "vllm.compilation", "trl_qarl.vllm_plugin.weight_transfer")
-"""Where the classes are of what a layer's objects may refer to, but what belongs to the whole engine."""
+"""Modules of classes that belong to the whole engine, although objects of a layer may refer to them."""
 
 _FOREIGN = {*sys.stdlib_module_names, "torch", "transformers"} - {"builtins", "types"}
 
@@ -102,7 +102,7 @@ class Addresses:
         # Views, which keep the memory: what nothing refers to any more could be given away.
         self._first = {name: tensor.detach() for name, tensor in reachable_tensors(model) if tensor.numel()}
 
-    # What was made in a forward pass can be written to in this mode alone.
+    # Tensors made in a forward pass can be written to only in this mode.
     @torch.inference_mode()
     def restore(self) -> list[str]:
         """
@@ -125,7 +125,7 @@ class Addresses:
                 problems.append(f"{name}: {_described(first)} before, {_described(tensor)} now")
             else:
                 _copy(tensor, first)
-                # One tensor of several names can lie in one place alone.
+                # One tensor with several names can lie in only one place.
                 if id(tensor) not in placed:
                     tensor.data = first
                 placed.add(id(tensor))

@@ -140,7 +140,7 @@ class AuditedReload:
         before = self._before or live_fingerprints(self.model)
         self.abandon()
         self._before = before
-        # With LoRA most updates are an adapter alone, for which nothing is reloaded.
+        # With LoRA most updates contain only an adapter, for which nothing is reloaded.
         if not hasattr(self.model, "lora_manager"):
             self._start_reload()
 
@@ -160,7 +160,7 @@ class AuditedReload:
 
     @on_bare_model
     def abandon(self) -> None:
-        """Give up an update that was not finished. The model holds garbage until the next one is."""
+        """Abandon an unfinished update. The model holds garbage until the next one is finished."""
         if self._is_loading:
             self._finalize()
             self._distrust()
@@ -180,7 +180,7 @@ class AuditedReload:
             self.model.load_weights(tensors)
 
     def expect(self, fingerprints: Mapping[str, str]) -> None:
-        """Say what a complete publication consists of; `finish_weight_update` compares."""
+        """Announce the tensors of a complete publication, with which `finish_weight_update` compares."""
         self._expected = dict(fingerprints)
 
     @on_bare_model
@@ -193,7 +193,7 @@ class AuditedReload:
             live = live_fingerprints(self.model)
             problems += self._problems() + self._live_problems(live)
         else:
-            # An adapter alone. What it stands on was looked at when the update began.
+            # Only an adapter. Its base was compared when the update began.
             live = self._before
             problems = fingerprint_differences(self._expected, self._kept() | self._arrived)
         if problems:
@@ -322,15 +322,15 @@ class AuditedReload:
             yield name, tensor
 
     def _load_tied(self, kept: Mapping[str, torch.Tensor]) -> None:
-        # vLLM reloads a tied output head through the embedding alone. Where the head is repacked for its kernel, as on
-        # a CPU, it would go on with the old weights.
+        # vLLM reloads a tied output head only through the embedding. Where the head is repacked for its kernel, as on
+        # a CPU, it would keep the old weights.
         for path, source in self._tied.items():
             if source in kept:
                 parameter = self.model.get_parameter(path)
                 parameter.weight_loader(parameter, kept[source])
 
     def _watch_layers(self) -> None:
-        """Have each layer tell what its parameters hold when they are loaded and not yet repacked."""
+        """Make each layer report its parameters when they are loaded and not yet repacked."""
         for prefix, layer in self.model.named_modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase) and not hasattr(method, "_qarl_process"):

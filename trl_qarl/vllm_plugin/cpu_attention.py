@@ -22,7 +22,7 @@ __all__ = ["OnePassBackend", "OnePassMetadataBuilder", "describe_attention", "re
 
 
 def register_attention() -> None:
-    """Put the backend in the place of vLLM's for CPUs; calling it again changes nothing."""
+    """Replace vLLM's attention backend for CPUs; calling it again changes nothing."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OnePassBackend.__name__}")
 
 
@@ -35,7 +35,7 @@ def describe_attention(model_runner: Any) -> str | None:
 
 
 class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Says for a step of the engine which tokens attend to what; the only thing that differs here."""
+    """Describes which tokens of an engine step attend to which; only this differs from vLLM's backend."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

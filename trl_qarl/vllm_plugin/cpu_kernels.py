@@ -4,7 +4,7 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 | scheme | vLLM's kernel | taken from here when |
 |---|---|---|
 | INT4 or INT8 and `a16` | `CPUWNA16LinearKernel`: AVX512 code for bf16 and fp16, INT4 only, four times slower than bf16 | always; in other engines float32, no AVX512, INT8 weights, odd shapes |
-| `w4a8-int8` | the same, which leaves activations alone | always |
+| `w4a8-int8` | the same, which leaves activations unrounded | always |
 | `mxfp4a16`, `nvfp4a16` | none | always |
 | `w8a8` | `CPUInt8ScaledMMLinearKernel`: oneDNN | always: NaN after the first reload, saturates without VNNI |
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
@@ -48,7 +48,7 @@ def use_in_engine(is_ours) -> None:
     Have vLLM engines for which `is_ours()` run their unquantized linear layers, output head included, through
     [`~trl_qarl.numerics.cpu.PackedLinear`]; calling it again changes nothing.
 
-    vLLM has a registry for quantized kernels alone. Its method for unquantized layers looks this function up in its module
+    vLLM has a registry only for quantized kernels. Its method for unquantized layers looks this function up in its module
     each time weights have been loaded.
     """
     from vllm.model_executor.layers import utils

@@ -33,7 +33,7 @@ def is_repeatable() -> bool:
 
 
 class _Repeatable:
-    """The part that differs from the kernels for CPUs; theirs comes after it."""
+    """Mixin with the difference from the kernels for CPUs; list it before them."""
 
     @classmethod
     def can_implement(cls, c) -> tuple[bool, str | None]:

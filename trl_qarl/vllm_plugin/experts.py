@@ -1,14 +1,14 @@
 """
-Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has none or another, and a reload that it leaves half done.
+Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has no equal one, and a complete reload of unquantized experts.
 
 | experts | vLLM on a CPU | here |
 |---|---|---|
 | `w4a16`, `w8a16` | none; with AMX a kernel that rounds activations to 8 bits, whatever the checkpoint says | the learner's product |
 | `w4a8-int8`, `w8a8`, `fp8` with scales per group or channel and token | none, or with AMX another arithmetic | the learner's product |
-| not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack at the first load alone | vLLM's, repacked each time |
+| not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack only at the first load | vLLM's, repacked each time |
 
 Parameters are made by vLLM's own methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. The method is found
-through vLLM's registry of quantization configurations, where ours takes the place of `compressed-tensors` and differs for experts alone.
+through vLLM's registry of quantization configurations, where ours replaces `compressed-tensors` and differs only for experts.
 """
 
 from fractions import Fraction
@@ -78,7 +78,7 @@ class _LowBitExperts(FusedMoEMethodBase):
 
     @override
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """There is no kernel of vLLM's to configure."""
+        """Return nothing: no kernel of vLLM's runs."""
 
     @override
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:

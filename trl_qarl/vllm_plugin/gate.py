@@ -7,7 +7,7 @@ workers ([`trl_qarl.vllm_plugin.uploads`]).
 
 - Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume` after a
   `/finish_weight_update` that has succeeded. An update that fails half way therefore leaves the door closed, and where the
-  trainer ends before it lets the engine go on, other clients get an answer.
+  trainer ends before it resumes the engine, other clients get an answer.
 - `POST /qarl/session` opens a session for a trainer that proves that it knows the secret ([`trl_qarl.wire.handshake`]),
   and keeps its response open: the session *is* the connection, so it ends when the trainer ends, however that happens. While
   one is open, a second is refused with 409.
@@ -222,7 +222,7 @@ def _is_from_a_page(headers: dict[bytes, bytes], wanted: bytes) -> bool:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`, or an empty one where there is none."""
+    """Return the JSON object in `body`, or an empty one without such an object."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):

@@ -110,7 +110,7 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
                 "activation reordering only. Serve the checkpoint with `--dtype bfloat16`."
             )
         self._scheme = get_scheme(_WEIGHT_ONLY[self.config.weight_type, self.config.zero_points])
-        # vLLM tells a kernel of activations in this way alone, and means another one.
+        # This is the only way in which vLLM tells a kernel about activations, and it means another kernel.
         if hasattr(layer, "_humming_input_quant_config"):
             if self._scheme.container != INT4_PACKED:
                 raise ValueError(
@@ -145,7 +145,7 @@ class _QaRLFp4Kernel:
     def can_implement(cls, config: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
         # vLLM asks for low-bit activations with MXFP4, whatever the checkpoint says of them.
         if _has_activations("float"):
-            return False, "the checkpoint has activations of 4 bits, this kernel has none"
+            return False, "the checkpoint has 4-bit activations, which this kernel does not support"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -183,7 +183,7 @@ class QaRLNvFp4Kernel(_QaRLFp4Kernel, NvFp4LinearKernel):
 
 
 def _has_activations(weight_type: str) -> bool:
-    """Return whether the checkpoint that is being loaded has low-bit activations beside 4-bit weights, "int" or "float"."""
+    """Return the type of the activations, "int" or "float", if the checkpoint that is being loaded has low-bit ones next to 4-bit weights."""
     config = get_current_vllm_config_or_none()
     model_config = config and config.model_config
     described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}

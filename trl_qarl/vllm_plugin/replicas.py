@@ -1,6 +1,6 @@
 """
-With `--data-parallel-size` a server has several engines, replicas of one model, and a call of their workers goes to all of them. vLLM returns
-what the first one answers, so that another which has lost a tensor would not be heard ([`hear_every_replica`]).
+Calls of the workers of all replicas (`--data-parallel-size`), which return the answers of all. vLLM returns only the first one's, so an
+error from any other replica would be lost ([`hear_every_replica`]).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ __all__ = ["call_every_replica", "hear_every_replica"]
 
 
 def hear_every_replica() -> None:
-    """Have the server's client of its engines return what all of them say; calling it again changes nothing."""
+    """Make the server's client of its engines return the answers of all of them; calling it again changes nothing."""
     # One that vLLM does not have, or calls otherwise, would be set in vain.
     assert "call_utility_async" in vars(DPLBAsyncMPClient)
     DPLBAsyncMPClient.call_utility_async = call_every_replica

@@ -70,7 +70,7 @@ class Uploads:
                         return None
                     data = message.get("body", b"")
                     if offset + len(data) > size:
-                        raise ValueError(f"The piece goes on after the end of the file, at {size} bytes.")
+                        raise ValueError(f"The piece extends beyond the end of the file, at {size} bytes.")
                     if offset <= self._received.get(digest, -1):
                         file.seek(offset)
                         file.write(data)

@@ -59,7 +59,7 @@ class FileEngine(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInf
         """Nothing to set up."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one file. The base class would then synchronize an accelerator, which a CPU has not."""
+        """Load one file. The base class would then synchronize an accelerator, which a CPU machine does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()

@@ -47,7 +47,7 @@ class WorkerExtension:
             "pictures": self._describe_pictures(),
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
-            # More than 1 for a mixture of experts alone, whose replicas work together; of others each takes itself for the only one.
+            # More than 1 only for mixtures of experts, whose replicas work together; other replicas count only themselves.
             "data_parallel_size": config.parallel_config.data_parallel_size,
             "replica": config.parallel_config.data_parallel_index,
             "enable_expert_parallel": config.parallel_config.enable_expert_parallel,
@@ -91,14 +91,14 @@ class WorkerExtension:
         return describe_attention(self.model_runner)
 
     def qarl_begin(self) -> list[str]:
-        """Clear away what an earlier trainer left unfinished; returns what has changed since the last publication."""
+        """Remove the unfinished update of an earlier trainer, and return the names that changed since the last publication."""
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.abandon()
         return self.weight_transfer_engine.changed()
 
     def qarl_keep_copy(self) -> str:
-        """Keep what is published from now on, for [`CheckpointCopy`]; returns the digest of what is here already."""
+        """Keep published tensors from now on, for [`CheckpointCopy`], and return the digest of those that are here already."""
         engine = self.weight_transfer_engine
         return engine.copy.keep(engine.published)
 

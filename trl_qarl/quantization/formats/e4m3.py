@@ -7,7 +7,7 @@ import torch
 from .int8 import count_flips, from_checkpoint, in_features, to_checkpoint
 
 
-__all__ = ["count_flips", "from_checkpoint", "in_features", "pack", "to_checkpoint", "unpack"]
+__all__ = ["count_flips", "from_checkpoint", "in_features", "pack", "round_to_grid", "to_checkpoint", "unpack"]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -29,3 +29,14 @@ def _pairs(dtype: torch.dtype) -> torch.Tensor:
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
     pairs = patterns.view(torch.float8_e4m3fn).to(dtype)
     return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64)
+
+
+def round_to_grid(x: torch.Tensor) -> torch.Tensor:
+    """
+    Round float32 `x`, of magnitudes that round to 448 at most, to numbers of E4M3, in place: `x.to(float8_e4m3fn).float()`, several
+    times faster on a CPU, which has no instruction for that conversion.
+    """
+    # Next to 1.5 * 2**(e + 20) float32 has steps of 2**(e - 3), E4M3's of numbers from 2**e on; below 2**-6 steps do not shrink any further.
+    exponent = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=(127 - 6) << 23)
+    shift = exponent.add_((20 << 23) | 1 << 22).view(torch.float32)
+    return x.add_(shift).sub_(shift)

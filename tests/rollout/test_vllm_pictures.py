@@ -5,15 +5,21 @@ shown something else. One engine for each class of models.
 
 import copy
 import gc
+import json
 from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from testing_utils import logged, start_engines_quickly
 from tiny_pictures import kinds, make_picture_problems, make_picture_trainer, make_tiny_picture_model
+from trl_qarl import prepare_model
+from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
+from trl_qarl.cli import main
 from trl_qarl.rollout import pictures
+from trl_qarl.rollout.canary import Canary
+from trl_qarl.rollout.engines import load_engine
 from trl_qarl.rollout.failures import EngineLost
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
@@ -231,3 +237,25 @@ def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, mo
     assert len(logged(trainer, "mismatch/abs_logp_mean")) == 3
     assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5
     assert max(logged(trainer, "publish/canary_picture_abs_logp")) < 1e-5
+
+
+def engine_scores(llm, text):
+    from trl_qarl.rollout.transports import DirectTransport
+
+    return torch.tensor(DirectTransport(llm).score(text.token_ids, text.pictures))[-text.num_scored :]
+
+
+def test_an_export_is_the_policy_in_transformers_and_in_vllm(one_kind, tmp_path, capsys):
+    """Whose tower vLLM quantizes neither; masters become one by the command, and the tower's scheme is that of the plan."""
+    scheme = json.dumps({r"re:.*(visual\.blocks|vision_model\.enc).*": "w8a16", "_default": "w4a16"})
+    options = {"model_name_or_path": one_kind, "output_dir": str(tmp_path), "scheme": scheme, "dtype": "float32"}
+    assert main(["export", *(word for name, value in options.items() for word in (f"--{name}", value))]) == 0
+    assert "outside the language model" in (tmp_path / "README.md").read_text()
+    policy = AutoModelForImageTextToText.from_pretrained(one_kind, dtype=torch.float32).eval()
+    prepare_model(policy, json.loads(scheme))
+    canary = Canary(policy, torch.float32, AutoProcessor.from_pretrained(tmp_path))
+    text = canary.texts[-1]
+    ours = canary._log_probs(text)
+    for model in (load_deployed(str(tmp_path)), load_frozen_model(str(tmp_path))):
+        assert (Canary(model, torch.float32, None)._log_probs(text) - ours).abs().mean() < 1e-5
+    assert (engine_scores(load_engine(tmp_path, max_model_len=256), text) - ours).abs().mean() < 1e-5

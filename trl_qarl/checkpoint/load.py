@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from ..quantization.checkpoint_names import find_checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
@@ -202,8 +203,9 @@ def _has_unread_experts(path: Path) -> bool:
 @torch.no_grad()
 def load_renamed(model: nn.Module, folder: str | Path) -> None:
     """
-    Load from masters on disk, in place, what has another name there: the experts of a mixture, and what lies around them. transformers'
-    Trainer looks for the names in the model and leaves such tensors as they are, with a warning (5.17).
+    Load from masters on disk, in place, what has another name there: the experts of a mixture, what lies around them, and models of pictures
+    that transformers saves under names of an earlier release. transformers' Trainer looks for the names in the model and leaves such tensors as
+    they are, with a warning (5.17).
 
     Raises:
         ValueError: if experts are stored such that they cannot be found.
@@ -212,7 +214,7 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     if is_adapted(model) or not files:
         return
     inventory = Inventory.of(model)
-    names = inventory.names
+    names = find_checkpoint_names(inventory.model, inventory.modules, is_mixture=False)
     stacked = inventory.stacked_experts.keys() | names.experts.keys()
     for name, tensor in inventory.tensors().items():
         if name in files:

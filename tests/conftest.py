@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 
-# torchvision, which some processors of pictures need, where .ci/pictures has put one that imports beside a CPU build of torch.
+# torchvision, which some processors of pictures need: .ci/pictures has put one there that imports beside a CPU build of torch.
 sys.path.append(os.path.join(sys.prefix, "pictures"))
 
 # One thread per process: xdist runs several, and sums come out in the same order on every machine.

@@ -1,7 +1,8 @@
 """
 Tiny random models of pictures and text with their processors, prompts with drawn pictures, and trainers of both.
 
-Processors for videos come with those of Qwen and SmolVLM and need torchvision; without it Idefics3 alone can be made, which has none.
+Processors for videos come with those of Qwen and SmolVLM and need torchvision; without it Idefics3 alone can be made,
+which has none.
 """
 
 from importlib.util import find_spec
@@ -96,7 +97,8 @@ def make_picture_config(kind: str):
 
 def make_picture_processor(kind: str):
     """
-    Its processor. Those of Qwen make 1 to 6 tokens of a picture, the others a token of each tile of 28 pixels, and one of the whole.
+    Its processor. Those of Qwen make 1 to 6 tokens of a picture, the others a token of each tile of 28 pixels, and one
+    of the whole.
     """
     import transformers
 

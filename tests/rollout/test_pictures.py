@@ -1,4 +1,4 @@
-"""Prompts with pictures, and completions in which a placeholder was sampled; what an engine makes of both is in test_vllm_pictures.py."""
+"""Prompts with pictures, and completions in which a placeholder was sampled; test_vllm_pictures.py has them in engines."""
 
 import base64
 import copy

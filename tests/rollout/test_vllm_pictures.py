@@ -1,6 +1,6 @@
 """
-Training on pictures with rollouts in vLLM: prompts, log-probs before and after updates of all weights, and what is seen when an engine is
-shown something else. One engine for each class of models.
+Training on pictures with rollouts in vLLM: prompts, log-probs before and after updates of all weights, and what is
+seen when an engine is shown something else. One engine for each class of models.
 """
 
 import copy
@@ -60,7 +60,7 @@ def trained(kind, tmp_path_factory):
 
 
 def test_log_probs_of_learner_and_engine_agree_before_and_after_updates_of_all_weights(trained):
-    """In float32 the order of sums differs alone. Rollouts were checked to have the learner's prompts, token by token."""
+    """In float32 only the order of sums differs. Each rollout was checked to have the learner's prompts, token by token."""
     trainer, before = trained
     assert len(logged(trainer, "mismatch/abs_logp_mean")) == 3
     assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5
@@ -246,7 +246,7 @@ def engine_scores(llm, text):
 
 
 def test_an_export_is_the_policy_in_transformers_and_in_vllm(one_kind, tmp_path, capsys):
-    """Whose tower vLLM quantizes neither; masters become one by the command, and the tower's scheme is that of the plan."""
+    """Masters become one by the command; the tower has the scheme of the plan."""
     scheme = json.dumps({r"re:.*(visual\.blocks|vision_model\.enc).*": "w8a16", "_default": "w4a16"})
     options = {"model_name_or_path": one_kind, "output_dir": str(tmp_path), "scheme": scheme, "dtype": "float32"}
     assert main(["export", *(word for name, value in options.items() for word in (f"--{name}", value))]) == 0

@@ -203,9 +203,9 @@ def _has_unread_experts(path: Path) -> bool:
 @torch.no_grad()
 def load_renamed(model: nn.Module, folder: str | Path) -> None:
     """
-    Load from masters on disk, in place, what has another name there: the experts of a mixture, what lies around them, and models of pictures
-    that transformers saves under names of an earlier release. transformers' Trainer looks for the names in the model and leaves such tensors as
-    they are, with a warning (5.17).
+    Load from masters on disk, in place, what has another name there: the experts of a mixture, what lies around them,
+    and models of pictures that transformers saves under names of an earlier release. transformers' Trainer looks for
+    the names in the model and leaves such tensors as they are, with a warning (5.17).
 
     Raises:
         ValueError: if experts are stored such that they cannot be found.

@@ -49,8 +49,9 @@ def find_checkpoint_names(
 ) -> CheckpointNames:
     """
     Return the names that `model`, with these `modules`, has in a checkpoint. There are none for a model without experts that can be
-    quantized, or whose checkpoints do not have the experts' matrices one by one. With `is_mixture=False` there are names for any model:
-    those that `save_pretrained` writes, as `visual.` for Qwen2.5-VL's `model.visual.`, where exports and engines take both.
+    quantized, or whose checkpoints do not have the experts' matrices one by one. With `is_mixture=False` there are
+    names for any model: those that `save_pretrained` writes, as `visual.` for Qwen2.5-VL's `model.visual.`, where
+    exports and engines take both.
     """
     stacked = {
         f"{name}.{leaf}": (module.num_experts, blocks)

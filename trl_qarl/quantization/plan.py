@@ -141,7 +141,8 @@ class QuantPlan:
             parts (`Mapping[str, Sequence[Sequence[str]]]`, *optional*):
                 For layers of several matrices that share a scheme, what these are called, in one or more ways.
             outside (`Mapping[str, str]`, *optional*):
-                Layers that stay in high precision unless a pattern fits such layers alone, and why: those around a language model.
+                Layers that stay in high precision unless a pattern fits such layers alone, and why: those around a
+                language model.
 
         Raises:
             ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only layers that are skipped, and if more

@@ -58,8 +58,8 @@ def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, i
 
 def layers_around(inventory: Inventory) -> dict[str, str]:
     """
-    Return the quantizable layers of a model that are not its language model's, as those of a vision tower and its connector, and the reason
-    why they stay in high precision unless a plan names them.
+    Return the quantizable layers of a model that are not its language model's, as those of a vision tower and its
+    connector, and the reason why they stay in high precision unless a plan names them.
     """
     model = inventory.model
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:

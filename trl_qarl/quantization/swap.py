@@ -126,8 +126,8 @@ def prepare_model(
     Quantize the forward of every linear layer of `model`, and of the experts of a mixture: each is replaced by a [`QuantizedLinear`] or
     [`~trl_qarl.quantization.experts.QuantizedExperts`] with the same parameters.
 
-    Output head, embeddings (and whatever shares their weight) and MoE routers are never touched. Layers around a language model, as those of
-    a vision tower, are quantized by a pattern that fits such layers alone.
+    Output head, embeddings (and whatever shares their weight) and MoE routers are never touched. Layers around a
+    language model, as those of a vision tower, are quantized by a pattern that fits such layers alone.
 
     Args:
         model (`nn.Module`):

@@ -97,8 +97,9 @@ class Canary:
 
     def score(self) -> list[tuple[torch.Tensor, float]]:
         """
-        Return for each text the learner's log-probs of the tokens that are compared, `(T,)` in nats on the CPU, and how much they change, on
-        average, when everything is rounded otherwise. Where masters are sharded, every process calls it.
+        Return for each text the learner's log-probs of the tokens that are compared, `(T,)` in nats on the CPU, and
+        how much they change, on average, when everything is rounded otherwise. Where masters are sharded, every
+        process calls it.
         """
         scores = []
         for text in self.texts:
@@ -123,7 +124,8 @@ class Canary:
             `publish/canary_picture_rounding`.
 
         Raises:
-            PublishError: if the difference is larger than rounding explains, or the engine makes another prompt of the picture.
+            PublishError: if the difference is larger than rounding explains, or the engine makes another prompt of the
+            picture.
         """
         found: dict[str, float] = {}
         for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):

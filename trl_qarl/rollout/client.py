@@ -329,7 +329,7 @@ class QaRLClient(VLLMClient):
 
     @override
     def _generate_from_features(self, prompts, features, sampling_params, *args, **kwargs):
-        """Sends pictures with prompts that have one placeholder for each, and returns the prompts that the server makes of them."""
+        """Sends pictures with prompts that have one placeholder for each; returns the prompts that the server makes of them."""
         post = partial(self._post, f"{self.base_url}{PICTURE_PATH}")
         return complete_prompts(post, self.model, prompts, features, sampling_params, self.placeholders)
 

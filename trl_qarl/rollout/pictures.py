@@ -1,9 +1,11 @@
 """
-Prompts with pictures: their token ids for learner and engine, the model classes that have them, and the picture of the canary.
+Prompts with pictures: their token ids for learner and engine, the model classes that have them, and the picture of the
+canary.
 
-The learner's processor replaces the placeholder of a picture by one for each of its patches, or by rows of tiles. A vLLM engine does the
-same with the token ids that it is sent, so it is sent one placeholder for each picture (https://github.com/huggingface/trl/issues/6294).
-The prompt that comes back with the completions is the engine's, which must be the learner's, token by token.
+The learner's processor replaces the placeholder of a picture by one for each of its patches, or by rows of tiles. A
+vLLM engine does the same with the token ids that it is sent, so it is sent one placeholder for each picture
+(https://github.com/huggingface/trl/issues/6294). The prompt that comes back with the completions is the engine's,
+which must be the learner's, token by token.
 """
 
 import base64
@@ -102,7 +104,8 @@ class ExpandedPrompt(list):
 
 def check_rows(prompts: Sequence[Any]) -> None:
     """
-    Raise a `ValueError` for conversations of which some have pictures and others none: TRL 1.16 calls the processor with `None` for these.
+    Raise a `ValueError` for conversations of which some have pictures and others none: TRL 1.16 calls the processor
+    with `None` for these.
     """
     if not isinstance(prompts[0], list):
         return
@@ -145,10 +148,11 @@ def placeholders_of(processing_class: Any) -> frozenset[int]:
 
 def engine_arguments(model: nn.Module) -> dict[str, Any]:
     """
-    Return the arguments of `vllm.LLM` with which an engine sees the pictures that the learner sees; none for a model of text.
+    Return the arguments of `vllm.LLM` with which an engine sees the pictures that the learner sees; none for a model
+    of text.
 
-    By default vLLM leaves the normalization of some processors to buffers of the model, which no publication fills; without, its processor
-    normalizes as the learner's.
+    By default vLLM leaves the normalization of some processors to buffers of the model, which no publication fills;
+    without, its processor normalizes as the learner's.
     """
     if model.config.get_text_config() is model.config:
         return {}
@@ -164,8 +168,8 @@ def draw_again(
     """
     Replace completions in which the placeholder of a picture was sampled, which the learner would take for a picture.
 
-    What is left is drawn from the policy on condition that it has none. A trained model gives a placeholder no weight; one with random
-    weights and a small vocabulary does.
+    What is left is drawn from the policy on condition that it has none. A trained model gives a placeholder no weight;
+    one with random weights and a small vocabulary does.
 
     Args:
         outputs (`list`):
@@ -296,8 +300,8 @@ def _data_url(picture: Any) -> str:
 
 def canary_prompt(processor: Any, num_tokens: int) -> tuple[ExpandedPrompt, Mapping[str, torch.Tensor], list]:
     """
-    Return a prompt of a picture and a text of about `num_tokens` tokens after it, the tensors of the picture for the learner's forward, and
-    the picture: a gradient in three colours, whose sides differ.
+    Return a prompt of a picture and a text of about `num_tokens` tokens after it, the tensors of the picture for the
+    learner's forward, and the picture: a gradient in three colours, whose sides differ.
     """
     from PIL import Image
 

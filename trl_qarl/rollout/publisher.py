@@ -85,8 +85,8 @@ class Publisher:
 
     def check_engine(self) -> dict[str, Any]:
         """
-        Compare scheme, group sizes, exclude list, dtype, log-prob mode, model configuration, tokenizer, vision tower and image processor
-        with the engine's, and return its description.
+        Compare scheme, group sizes, exclude list, dtype, log-prob mode, model configuration, tokenizer, vision tower
+        and image processor with the engine's, and return its description.
 
         Raises:
             ValueError: naming both values of everything that differs.

@@ -71,8 +71,9 @@ class Transport(Protocol):
 
     def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
         """
-        The engine's log-probs of the tokens from the second on, NaN where there is none; replica by replica. With `pictures` the tokens are
-        an [`~trl_qarl.rollout.pictures.ExpandedPrompt`]. Raises [`PublishError`] if the engine makes another prompt of it.
+        The engine's log-probs of the tokens from the second on, NaN where there is none; replica by replica. With
+        `pictures` the tokens are an [`~trl_qarl.rollout.pictures.ExpandedPrompt`]. Raises [`PublishError`] if the
+        engine makes another prompt of it.
         """
 
     def clear_cache(self) -> None:

@@ -79,7 +79,8 @@ def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 def noisy_buffers(model: nn.Module) -> list[str]:
     """
-    Names of the buffers that dummy loading has filled with noise. The scales of attention have defaults, and quantized layers make their own.
+    Names of the buffers that dummy loading has filled with noise. The scales of attention have defaults, and quantized
+    layers make their own.
     """
     return [
         f"{prefix}.{leaf}" if prefix else leaf

@@ -175,8 +175,8 @@ PICTURE_OPTIONS = {
     "mm_processor_kwargs": None,
 }
 """
-Options of vLLM's `MultiModalConfig` that change what a picture becomes: pictures are normalized by the processor, as the learner's are,
-with no other settings, and each rank has a part of the tower's weights, which an audit can compare.
+Options of vLLM's `MultiModalConfig` that change what a picture becomes: pictures are normalized by the processor, as
+the learner's are, with no other settings, and each rank has a part of the tower's weights, which an audit can compare.
 """
 
 # Where the settings came from, and how tensors are returned.

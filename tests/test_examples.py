@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from testing_utils import launch_environment, make_tiny_model
-from tiny_pictures import make_tiny_picture_model
+from tiny_pictures import make_tiny_picture_model, needs_torchvision
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -80,6 +80,7 @@ def test_counting_rewards_the_last_answer():
     assert load("pictures").correct(completions, ["3"] * 3) == [1, 0, 0]
 
 
+@needs_torchvision
 @pytest.mark.slow
 def test_pictures_trains_and_exports(tmp_path, monkeypatch, capsys):
     from trl_qarl.checkpoint.export import is_export

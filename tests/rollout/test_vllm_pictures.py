@@ -6,14 +6,19 @@ seen when an engine is shown something else. One engine for each class of models
 import copy
 import gc
 import json
-from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from testing_utils import logged, start_engines_quickly
-from tiny_pictures import kinds, make_picture_problems, make_picture_trainer, make_tiny_picture_model
+from tiny_pictures import (
+    KINDS,
+    make_picture_problems,
+    make_picture_trainer,
+    make_tiny_picture_model,
+    needs_torchvision,
+)
 from trl_qarl import prepare_model
 from trl_qarl.checkpoint.load import load_deployed, load_frozen_model
 from trl_qarl.cli import main
@@ -26,7 +31,7 @@ from trl_qarl.wire.protocol import PublishError
 
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("pictures")]
+pytestmark = [needs_torchvision, pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("pictures")]
 
 SEVERAL = ((56, 42), (84, 28))
 
@@ -39,7 +44,7 @@ def quick_engines():
         yield
 
 
-@pytest.fixture(scope="module", params=kinds())
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return request.param
 
@@ -156,15 +161,12 @@ def test_a_rollout_whose_prompt_is_expanded_twice_is_lost(trained, monkeypatch):
 
 @pytest.fixture(scope="module")
 def one_kind(tmp_path_factory):
-    """A model for what is the same for all classes: the one that can be made here."""
-    kind = "qwen2_5_vl" if find_spec("torchvision") else "idefics3"
-    return make_tiny_picture_model(tmp_path_factory.mktemp("model"), kind)
+    """A model for what is the same for all classes."""
+    return make_tiny_picture_model(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
 
 
 def test_buffers_that_nothing_fills_and_another_normalization_are_refused(one_kind, tmp_path, monkeypatch):
     """As vLLM makes them by default. The text alone has the learner's log-probs."""
-    if "qwen" not in one_kind:
-        pytest.skip("vLLM normalizes pictures of this class in the processor")
     monkeypatch.setattr("trl_qarl.rollout.engines.engine_arguments", lambda model: {})
     with pytest.raises(ValueError, match="pictures.mm_device_do_normalize: learner False, engine True"):
         make_picture_trainer(one_kind, tmp_path, scheme="w4a16")
@@ -221,7 +223,7 @@ def test_lora_on_the_language_model_is_trained_and_the_export_is_what_was_sample
 
 
 @pytest.mark.xdist_group("warm_servers")
-@pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
 def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, monkeypatch, warm_servers):
     warm_servers.serve(monkeypatch)
     trainer = make_picture_trainer(

@@ -1,5 +1,5 @@
 # Every target first sets up the virtual environment it needs (.ci/setup). CI runs the same targets.
-.PHONY: help check quickstart test lint format docs clean
+.PHONY: help check quickstart test nightly lint format docs clean
 MAKEFLAGS += --no-print-directory
 # Set to 1 by some container images: every process that a test starts would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,12 +22,17 @@ quickstart:  ## train a small pretrained model with QaRL; ARGS="--help" lists th
 check:  ## lint and the tests that need no vLLM, one process and seconds each; ARGS="-k swap" selects some
 	.ci/setup .venv-check $(CHECK_EXTRAS)
 	$(MAKE) lint VENV=.venv-check LINT_EXTRAS=$(CHECK_EXTRAS)
-	.venv-check/bin/python -m pytest -q -n 2 --dist loadgroup -m "not vllm and not distributed and not slow and not gpu" $(ARGS)
+	.venv-check/bin/python -m pytest -q -n 2 --dist loadgroup -m "not vllm and not distributed and not slow and not nightly and not gpu" $(ARGS)
 
 test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 	.ci/setup .venv-test $(TEST_EXTRAS)
 	.ci/pictures .venv-test
-	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu" --durations=25 --durations-min=5 $(ARGS)
+	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu and not nightly" --durations=25 --durations-min=5 $(ARGS)
+
+nightly:  ## run what `make test` leaves out: further cases of what it proves, for most of an hour
+	.ci/setup .venv-test $(TEST_EXTRAS)
+	.ci/pictures .venv-test
+	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "nightly and not gpu" --durations=25 $(ARGS)
 
 lint:  ## style and types, as CI checks them
 	.ci/setup $(VENV) $(LINT_EXTRAS)

@@ -1,7 +1,7 @@
 """
 Writes the tables of alignment.md and draws docs/alignment.png from alignment.json: `python benchmarks/alignment.py` (needs matplotlib).
 
-The JSON holds what `trl-qarl bench alignment --dtypes bfloat16 --tokens 3000 --json FILE` wrote, the same with
+The JSON holds what `python -m benchmarks.bench alignment --dtypes bfloat16 --tokens 3000 --json FILE` wrote, the same with
 `--rollout server`, and what `python benchmarks/grids.py mismatch` wrote; each with its command and machine.
 """
 
@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from trl_qarl.bench.alignment import summarize_alignment
+from bench.alignment import summarize_alignment
 
 
 FOLDER = Path(__file__).parent

@@ -15,9 +15,9 @@ os.environ |= {
 import torch
 from vllm import LLM
 
-from trl_qarl.bench.alignment import _learner_logps, _mismatch, _sample
-from trl_qarl.bench.engines import load_learner
-from trl_qarl.bench.vllm import _model_path
+from bench.alignment import _learner_logps, _mismatch, _sample
+from bench.engines import load_learner
+from bench.vllm import _model_path
 
 
 def main() -> None:

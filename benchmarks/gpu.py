@@ -1,5 +1,5 @@
 """
-The pieces of `benchmarks/gpu.sh`: each is a command of `trl-qarl bench`, or a check, and adds its rows to `rows.jsonl`, from which
+The pieces of `benchmarks/gpu.sh`: each is a command of `python -m benchmarks.bench`, or a check, and adds its rows to `rows.jsonl`, from which
 `tables.md` is written, for docs/benchmarks.md.
 """
 
@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from bench.command import make_parser, run
 from trl_qarl.cli import main as trl_qarl
 
 
@@ -41,7 +42,7 @@ _PYTEST = ["pytest", "-q", "-o", "addopts="]
 
 
 def gpu_pieces() -> dict[str, list[str]]:
-    """Arguments of `trl-qarl` by the name of the piece, or of another command; what tells most comes first, and what needs no vLLM."""
+    """Command and arguments by the name of the piece; what tells most comes first, and what needs no vLLM."""
     products = [*_PYTEST, "-m", "gpu and not vllm"]
     pieces = {
         "env": ["env"],
@@ -113,19 +114,15 @@ def run_piece(name: str, argv: list[str], out: Path) -> None:
     if argv[0] == "pytest":
         subprocess.run([sys.executable, "-m", *argv], check=True)
     elif argv[0] == "env":
-        _finish(trl_qarl(argv))
+        if status := trl_qarl(argv):
+            raise SystemExit(status)
         if _gpu():
             subprocess.run(["nvidia-smi"], check=True)
     else:
         result_file = out / f"{name}.json"
-        _finish(trl_qarl([*argv, "--json", str(result_file)]))
+        run(make_parser().parse_args([*argv[1:], "--json", str(result_file)]))
         _collect(name, argv, json.loads(result_file.read_text()), out)
     (out / f"{name}.done").touch()
-
-
-def _finish(status: int) -> None:
-    if status:
-        raise SystemExit(status)
 
 
 def _collect(name: str, argv: list[str], result: dict[str, Any], out: Path) -> None:
@@ -133,7 +130,7 @@ def _collect(name: str, argv: list[str], result: dict[str, Any], out: Path) -> N
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     about = {
         "piece": name,
-        "command": f"trl-qarl {' '.join(argv)}",
+        "command": f"python -m benchmarks.{' '.join(argv)}",
         "model": result["model"],
         "hardware": result["machine"].partition(";")[0],
         "gpu": _gpu(),

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from trl_qarl.bench.alignment import summarize_alignment
-from trl_qarl.bench.vllm import run as run_bench
+from bench.alignment import summarize_alignment
+from bench.vllm import measure
 from trl_qarl.checkpoint.gguf import gguf_type
 from trl_qarl.packages import installed
 from trl_qarl.quantization.schemes import GROUP_SIZES, SCHEMES, get_scheme
@@ -208,7 +208,7 @@ def mismatches() -> None:
     asked = {"dtypes": ["bfloat16"], "rollout": "colocate", "tokens": 1000, "new_tokens": 128}
     for setting in (("bf16",), *KL_SCHEMES):
         args = Namespace(mode="alignment", model_name_or_path=None, schemes=[get_scheme(*setting)], **asked)
-        found = run_bench(args)
+        found = measure(args)
         rows += found["rows"]
         # What was measured is kept when a later scheme fails.
         results = json.loads(ALIGNMENT.read_text())

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_qarl import prepare_model
 from trl_qarl.checkpoint.gguf import export_gguf, read_base
 from trl_qarl.demo.smollm2 import convert_smollm2, find_gguf
-from trl_qarl.demo.sums import make_problems
 from trl_qarl.quantization.schemes import get_scheme
+from trl_qarl.scripts.quickstart import make_problems
 
 
 NUM_SUMS, NUM_TOKENS = 40, 32

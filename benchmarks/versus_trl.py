@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from trl_qarl.bench.machine import describe_machine, peak_bytes
-from trl_qarl.bench.shapes import make_config, random_model, write_random_model
+from bench.machine import describe_machine, peak_bytes
+from bench.shapes import make_config, random_model, write_random_model
 
 
 TRL = "TRL"
@@ -344,7 +344,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--new_tokens", type=int, default=128, help="tokens of every completion")
     parser.add_argument("--learning_rate", type=float, default=1e-6)
     parser.add_argument(
-        "--shapes", default="smollm2-135m", help="of `trl_qarl.bench.shapes`, with random weights but for this one"
+        "--shapes", default="smollm2-135m", help="of `bench.shapes`, with random weights but for this one"
     )
     parser.add_argument("--model", help="checkpoint to train in place of it")
     parser.add_argument("--without_vllm", action="store_true", help="rollouts by the learner's own layers")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_qarl.bench.shapes import SHAPES
+from bench.shapes import SHAPES
 from trl_qarl.doctor.memory import Run, parts_of_memory
 from trl_qarl.quantization.plan import get_plan
 

@@ -1,7 +1,7 @@
 """
 What a lossless publication of embeddings, or of an adapter, in bf16 takes at least, beside what it takes: the table of bounds in `benchmarks/weight_sync.md`.
 
-`python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, of an adapter with `--lora_r 16`, with a folder, a name on the Hub or `0.1b` (random), trains as `trl-qarl bench publish`
+`python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, of an adapter with `--lora_r 16`, with a folder, a name on the Hub or `0.1b` (random), trains as `python -m benchmarks.bench publish`
 does, eight updates between publications.
 
 A value in bf16 changes when its float32 master crosses a boundary of rounding. The receiver knows the value, not the master's place within
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 import torch
 from peft import LoraConfig, get_peft_model
 
-from trl_qarl.bench.engines import load_learner
-from trl_qarl.bench.publish import train
-from trl_qarl.bench.shapes import SHAPES, write_random_model
+from bench.engines import load_learner
+from bench.publish import train
+from bench.shapes import SHAPES, write_random_model
 from trl_qarl.wire.delta import elements, pack_delta
 
 

@@ -16,6 +16,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from test_imports import by_folder, import_graph
 
+from bench.command import make_parser
 from trl_qarl import cli
 from trl_qarl.scripts import train
 from trl_qarl.scripts.option_names import check_names, option_names, spell
@@ -30,8 +31,6 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*.md")),
     *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
-# Fences whose content is checked below, and those that show output or belong to another program.
-CHECKED, OTHER = {"python", "sh", "yaml"}, {"text", "diff", "{toctree}", "{eval-rst}", "{include}"}
 
 
 def modules_of_architecture():
@@ -92,40 +91,6 @@ def test_tables_of_options_and_rules_are_those_of_the_code():
     assert [page.name for page, text in pages.items() if page.read_text() != text] == [], "run `python docs/tables.py`"
 
 
-def test_headline_picture_has_the_numbers_of_the_study():
-    pytest.importorskip("scipy")
-    headline = runpy.run_path(str(ROOT / "benchmarks/study/headline.py"))
-    scores = headline["read_scores"](json.loads(headline["RESULTS"].read_text()))
-    assert repr(scores).encode() in headline["PICTURE"].read_bytes(), "run `python benchmarks/study/headline.py`"
-    alt = re.search(r"!\[(.*)\]\(docs/headline.png\)", (ROOT / "README.md").read_text())[1]
-    numbers = [round(mean) for runs in scores.values() for mean, _ in runs.values()]
-    assert [int(number) for number in re.findall(r"(\d+) %", alt)] == numbers
-
-
-def test_tables_of_the_study_are_those_of_its_results():
-    pytest.importorskip("scipy")
-    fill = runpy.run_path(str(ROOT / "benchmarks/study/long_tables.py"))["fill"]
-    results = json.loads((ROOT / "benchmarks/study/study.json").read_text())
-    page = (ROOT / "benchmarks/study/README.md").read_text()
-    shown = re.findall(r"<!-- (\w+): \w+ -->", page)
-    assert set(shown) == {cell["study"] for cell in results}
-    assert fill(page, results) == page, (
-        "run `python benchmarks/study/long_tables.py benchmarks/study/study.json --fill benchmarks/study/README.md`"
-    )
-
-
-def test_alignment_page_and_picture_have_the_numbers_of_the_benchmark():
-    alignment = runpy.run_path(str(ROOT / "benchmarks/alignment.py"))
-    results, page = alignment["read_results"](), alignment["PAGE"].read_text()
-    assert alignment["fill"](page, results) == page, "run `python benchmarks/alignment.py`"
-    means = alignment["means"](results)
-    assert repr(means).encode() in alignment["PICTURE"].read_bytes(), "run `python benchmarks/alignment.py`"
-    alt = re.search(r"!\[(.*)\]\(alignment.png\)", (ROOT / "docs/alignment.md").read_text())[1]
-    assert alt.endswith(
-        "; ".join(f"{scheme} {', '.join(map(alignment['number'], row.values()))}" for scheme, row in means.items())
-    )
-
-
 def test_only_the_named_lines_differ_between_the_grpo_script_and_ours():
     theirs, ours = (block.splitlines() for block in blocks(ROOT / "examples/from_grpo.md", "python"))
     assert [line for line in theirs if line not in ours] == [
@@ -143,11 +108,6 @@ def blocks(page, language):
 
 def python_blocks(page):
     return blocks(page, "python")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_fence_has_a_language_that_is_checked_or_shows_output(page):
-    assert {*re.findall(r"^```(\S*).*\n(?:.*\n)*?```$", page.read_text(), re.MULTILINE)} <= CHECKED | OTHER
 
 
 def shell_commands(page):
@@ -220,6 +180,9 @@ def check_make(arguments):
 
 
 def check_python(arguments):
+    if arguments[:2] == ["-m", "benchmarks.bench"]:
+        make_parser().parse_args(arguments[2:])
+        return
     assert arguments[:2] == ["-m", "vllm.entrypoints.openai.api_server"] or (ROOT / arguments[0]).is_file()
 
 

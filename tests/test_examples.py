@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from testing_utils import launch_environment, make_tiny_model
-from tiny_pictures import make_tiny_picture_model, needs_torchvision
+from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from trainings import make
+from testing_utils.trainings import make
 from trl_qarl.forward import takes_positions
 
 

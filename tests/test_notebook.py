@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testing_utils import make_tiny_model
+from testing_utils import make_tiny_model, path_without
 
 
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
@@ -28,6 +28,7 @@ def test_every_cell_runs_with_a_tiny_model(tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("NOTEBOOK_MODEL", make_tiny_model(tmp_path / "model"))
     monkeypatch.setenv("NOTEBOOK_UPDATES", "2")
+    monkeypatch.setenv("PYTHONPATH", path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
         notebook, timeout=600, startup_timeout=300, resources={"metadata": {"path": str(tmp_path)}}

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from testing_utils import TRAINING, make_problems, make_trainer, spread
-from trl_qarl import QaRLConfig, QaRLTrainer
-from trl_qarl.checks import arguments as checks
+from testing_utils import TRAINING, make_trainer
+from trl_qarl import QaRLConfig
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -105,33 +104,6 @@ def test_without_the_count_of_steps_a_silent_write_is_missed(tiny_model, tmp_pat
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
     trainer, compare = updates_with(optim, tiny_model, tmp_path)
     assert compare.stale[-1] == set(quantized_layers(trainer.model))
-
-
-def make(tmp_path, model="no such model", **arguments):
-    return QaRLTrainer(model, spread, QaRLConfig(str(tmp_path), **(TRAINING | arguments)), make_problems())
-
-
-def test_an_optimizer_whose_package_is_missing_is_refused_before_the_model_is_loaded(tmp_path):
-    assert find_spec("galore_torch") is None
-    with pytest.raises(ValueError, match=r"optim='galore_adamw' cannot be made: You need to install `galore_torch`"):
-        make(tmp_path, optim="galore_adamw", optim_target_modules=["q_proj"])
-
-
-def test_torchaos_optimizers_are_refused_where_nothing_is_compiled(tmp_path):
-    # The settings' own way: with pytest's the setting would be gone afterwards, for vLLM too.
-    refused = pytest.raises(
-        ValueError, match=r"optim='adamw_torch_4bit' compiles its step, but compiling is switched off"
-    )
-    with torch._dynamo.config.patch(disable=True), refused:
-        make(tmp_path, optim="adamw_torch_4bit")
-    assert not torch._dynamo.config.disable
-
-
-@needs_bitsandbytes
-def test_a_bitsandbytes_without_optimizers_for_a_cpu_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "version", lambda name: "0.49.2")
-    with pytest.raises(ValueError, match=r"bitsandbytes 0\.49\.2 has its optimizers on GPUs only.*>=0\.50"):
-        make(tmp_path, optim="adamw_8bit")
 
 
 @pytest.mark.parametrize("optim", ["lomo", "adalomo"])

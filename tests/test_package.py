@@ -1,7 +1,6 @@
 """The package as installed: what importing it loads, what it exports, what its files hold."""
 
 import ast
-import re
 import subprocess
 import sys
 from importlib import metadata, resources
@@ -49,17 +48,3 @@ def test_type_checking_imports_match_the_lazy_ones():
     imported = {alias.name: node.module for node in block.body for alias in node.names}
     assert imported == trl_qarl._MODULES
     assert set(trl_qarl.__all__) == {*imported, "__version__"}
-
-
-def test_no_tracked_file_names_a_directory_of_one_machine():
-    try:
-        listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("not a git checkout")
-    local = re.compile(rb"(?<![\w.~-])/(?:work|opt|root|home|Users|tmp/uv)[a-z-]*/[\w.]")
-    found = [
-        name
-        for name in listing.stdout.split("\0")
-        if (ROOT / name).is_file() and local.search((ROOT / name).read_bytes())
-    ]
-    assert found == []

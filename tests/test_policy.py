@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer import grpo_trainer
 
 from testing_utils import make_problems, make_tiny_model, make_trainer
-from trainings import SIGNED, arguments
+from testing_utils.trainings import SIGNED, arguments
 from trl_qarl import QaRLConfig
 from trl_qarl.policy import Policy
 from trl_qarl.quantization.swap import quantized_layers

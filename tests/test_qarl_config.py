@@ -8,7 +8,7 @@ import re
 import pytest
 from trl import GRPOConfig
 
-from trainings import config
+from testing_utils.trainings import config
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.quantization.plan import get_plan
 

@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, make_problems, make_tiny_model, make_tiny_tokenizer, spread
-from trainings import EXPERTS, arguments, make, parameters, rows
+from testing_utils.trainings import EXPERTS, arguments, make, parameters, rows
 from trl_qarl.objectives.registry import find_objective
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer

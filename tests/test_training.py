@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import ADAPTED_PLAN, make_problems, spread
-from trainings import SIGNED, arguments, parameters, rows, without_times
+from testing_utils.trainings import SIGNED, arguments, parameters, rows, without_times
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.registry import OBJECTIVES, get_objective
@@ -207,7 +207,14 @@ def check_what_was_written(case, trainer, folder):
         assert torch.equal(exported[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# Each kind of layer, adapter and numerics; the others when there is time for more than these.
+QUICK = ("w4a16", "w8a8", "fp8", "several schemes", "rollout only", "engine numerics, w4a16", "LoRA", "merged LoRA")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_a_training(tiny_model, tmp_path, case):
     trainer, batches = make(case, tiny_model, tmp_path / "whole", [SaveAt(case.stop)])
     before = parameters(trainer)

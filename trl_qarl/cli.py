@@ -34,7 +34,6 @@ COMMANDS = {
     "quickstart": "Train a small pretrained model on arithmetic, without a hub or a GPU",
     "compare": "Train every cell of a grid of schemes, objectives and seeds, with a quantized learner or not",
     "report": "Write an HTML page that compares training runs",
-    "bench": "Time the quantized model against bf16 on this machine",
     "doctor": "Check versions, hardware, a model's shapes and memory, and with --engine vLLM, before a training does",
     "estimate": "Add up what a training takes of each GPU's memory, and say which launch fits",
     "env": "Print versions, hardware and the kernel of each scheme",
@@ -130,7 +129,7 @@ def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: 
 
 def _train(argv: list[str]) -> int:
     from .scripts.train import USAGE, arrange_help, make_parser
-    from .scripts.train_inputs import check_early
+    from .scripts.train_inputs import check_inputs
 
     if not argv:
         print(f"usage: {USAGE}\nSee `trl-qarl train --help`.", file=sys.stderr)
@@ -146,8 +145,6 @@ def _train(argv: list[str]) -> int:
     # TRL takes the file as a word of its own.
     words = (word.split("=", 1) if word.startswith("--config=") else [word] for word in argv)
     argv = [part for word in words for part in word]
-    with configuration_errors():
-        check_early(argv)
 
     import subprocess
 
@@ -164,12 +161,13 @@ def _train(argv: list[str]) -> int:
         check_names(argv, known)
         try:
             # What the command line leaves over is an ordered subsequence of it; what the YAML leaves over is not.
-            *_, config_remaining, cli_remaining = parser.parse_args_and_config(
+            *parsed, config_remaining, cli_remaining = parser.parse_args_and_config(
                 argv, return_remaining_strings=True, separate_remaining_strings=True
             )
         except yaml.YAMLError as error:
             raise ValueError(error) from error
         check_names(config_remaining, known)
+        check_inputs({name: value for options in parsed for name, value in vars(options).items()})
         on_cpu = not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ
         launch_args = build_launch_args(
             script_args=_subtract_subsequence(argv, cli_remaining),

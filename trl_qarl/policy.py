@@ -36,7 +36,6 @@ from .checks.options import raise_problems
 from .numerics.attach import attach_engine_numerics
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
-from .quantization.global_scales import global_scales
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, precision_at, problems_of_patterns, set_precision
@@ -215,7 +214,7 @@ class Policy:
     def record(self) -> dict[str, Any]:
         """Return what the weights of a checkpoint are trained for, to tell it from others."""
         record = scheme_record(self.args, self.swap_report.plan, self.dtype)
-        if scales := global_scales(Inventory.of(self.model).layers):
+        if scales := Inventory.of(self.model).global_scales:
             record["global_scales"] = scales
         if self.has_adapter:
             record |= {"lora_mode": self.args.lora_mode, "base": self._base}

@@ -12,7 +12,7 @@ from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .checkpoint.uploads import HUB_EXPORTS
-from .checks.objective import check_objective, check_ratios, refused_by_objective
+from .checks.objective import check_objective, check_ratios
 from .checks.options import (
     CPU_WEIGHTS,
     EXACT,
@@ -28,13 +28,12 @@ from .checks.options import (
     check_scheme,
     check_vllm,
     raise_problems,
-    raise_problems_of_config,
     refused_by_all,
 )
 from .checks.refused import LORA_MODES
 from .checks.zero import keep_float32_masters
 from .objectives.options import UNSET, trl_default
-from .objectives.registry import OBJECTIVES, get_objective, problem_of_objective
+from .objectives.registry import get_objective, problem_of_objective
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import QuantPlan, get_plan, parse_scheme
 
@@ -250,7 +249,6 @@ class QaRLConfig(GRPOConfig):
     weight_decay: float = 0.01
 
     def __post_init__(self):
-        loss_type = self.loss_type
         self.scheme = parse_scheme(self.scheme)
         self.objective_kwargs = as_dict(self.objective_kwargs) or None
         self._choose_device()
@@ -260,12 +258,10 @@ class QaRLConfig(GRPOConfig):
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
         problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
         problems += check_adapters(self)
-        refused = [*refused_by_objective(self)]
         self._apply_objective()
         problems += [*check_ratios(self), *check_inherited(self), *check_probe(self), *check_vllm(self)]
         problems += check_hub(self)
-        alternative = loss_type if loss_type in OBJECTIVES else "grpo"
-        raise_problems_of_config(problems, self.objective, refused, alternative)
+        raise_problems(problems)
         is_on_policy = get_objective(self).is_on_policy
         if self.steps_per_generation is None and self.generation_batch_size is None:
             self.steps_per_generation = (1 if is_on_policy else 8) * self.gradient_accumulation_steps

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.command import make_parser
+from bench.engines import START_SECONDS
 from testing_utils import start_engines_quickly
-from trl_qarl.bench.engines import START_SECONDS
-from trl_qarl.cli import main
-from trl_qarl.scripts import bench
 
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +48,7 @@ def unpack(out, folder):
 
 @pytest.mark.parametrize("name", ["gpu_pieces", "dry_pieces"])
 def test_every_piece_is_a_command_that_is_understood(name):
-    parser = bench.make_parser("trl-qarl bench")
+    parser = make_parser()
     for piece, (command, *arguments) in pieces[name]().items():
         assert command in ("bench", "env", "pytest")
         if command == "bench":
@@ -68,7 +67,7 @@ def test_the_day_has_every_scheme_of_both_sizes_and_the_dry_run_every_kind():
             assert sum(f"-{size}-{scheme}" in name for name in pieces["gpu_pieces"]()) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_test_for_a_gpu_is_in_one_piece_and_products_come_first():
     files = [
         path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text() and path != Path(__file__)
@@ -112,7 +111,7 @@ def test_an_unknown_piece_and_a_piece_that_fails_are_named(tmp_path):
     assert {path.name for path in left.iterdir()} == {"env.done", "decode-1.7b-w4a16.log"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -140,7 +139,9 @@ def test_the_dry_run_measures_every_kind_and_goes_on_where_it_was(tmp_path, monk
     rows = rows_of(work)
     assert {row["piece"] for row in rows} == {*names} - {"env"}
     for row in rows:
-        assert row["versions"]["torch"] and row["hardware"] and row["command"].startswith("trl-qarl bench ")
+        assert (
+            row["versions"]["torch"] and row["hardware"] and row["command"].startswith("python -m benchmarks.bench ")
+        )
     tables = (work / "tables.md").read_text()
     assert all(f"## {row['piece']}\n" in tables for row in rows)
     pack(work, out)
@@ -154,8 +155,8 @@ def test_the_dry_run_measures_every_kind_and_goes_on_where_it_was(tmp_path, monk
 def test_random_shapes_are_those_of_the_models(tmp_path, monkeypatch):
     from transformers import AutoConfig, AutoTokenizer
 
-    from trl_qarl.bench.engines import make_prompts
-    from trl_qarl.bench.shapes import SHAPES, SIZES, has_weights, make_config, write_random_model
+    from bench.engines import make_prompts
+    from bench.shapes import SHAPES, SIZES, has_weights, make_config, write_random_model
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     linear = {"smollm2-135m": 106, "qwen3-1.7b": 1409, "qwen3-8b": 6946}
@@ -174,11 +175,3 @@ def test_random_shapes_are_those_of_the_models(tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == SHAPES["tiny"]["vocab_size"] and tokenizer.decode([300, 301]) == "<300><301>"
     assert max(map(max, make_prompts(folder, 4))) < 256
-
-
-def test_bench_takes_random_shapes(tmp_path, capsys):
-    file = tmp_path / "rows.json"
-    argv = ["--shapes", "tiny", "--num_layers", "1", "--tokens", "8", "--repeats", "1", "--schemes", "w4a16"]
-    assert main(["bench", "learner", *argv, "--json", str(file)]) == 0
-    assert "a random qwen3 (1 layers, hidden size 128, vocabulary 512" in capsys.readouterr().out
-    assert len(json.loads(file.read_text())["rows"]) == 2

@@ -37,7 +37,7 @@ def test_the_gain_of_the_reward_is_its_slope_over_minutes_of_training():
     assert BENCHMARK["gain_per_minute"]([batch(30, reward=0.1 * i) for i in range(8)]) == pytest.approx(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_contenders_take_turns_on_the_same_tokens(tmp_path, capsys):
     sizes = ["--sequences", "4", "--prompts", "2", "--new_tokens", "6", "--batches", "2"]

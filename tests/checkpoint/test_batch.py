@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from testing_utils import stop_at
-from trainings import arguments, make
+from testing_utils.trainings import arguments, make
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"steps_per_generation": 8},
-        {"steps_per_generation": 2},
         {"per_device_train_batch_size": 8},
         {"num_generations": 2},
         {"num_iterations": 2},

@@ -7,10 +7,10 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_problems, make_tiny_model, make_trainer
-from trl_qarl import QaRLConfig, QaRLTrainer, export_checkpoint, prepare_model
+from testing_utils import make_tiny_model, make_trainer
+from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint import pushes
-from trl_qarl.checkpoint.cards import TrainingFacts, export_card, masters_card, save_export_card, summarize
+from trl_qarl.checkpoint.cards import TrainingFacts, export_card, save_export_card, summarize, weights_card
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
 from trl_qarl.cli import main
@@ -56,7 +56,7 @@ def test_cards_of_several_precisions_say_how_to_get_each(tiny_model, tmp_path):
 
 def test_the_card_of_a_checkpoint_and_that_beside_it_are_made_once(tiny_model, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(pushes, "masters_card", lambda *given: made.append(masters_card(*given)) or made[-1])
+    monkeypatch.setattr(pushes, "weights_card", lambda *given: made.append(weights_card(*given)) or made[-1])
     run = tmp_path / "run"
     trainer = make_trainer(tiny_model, run, max_steps=2, save_strategy="steps", save_steps=1)
     trainer.train()
@@ -192,11 +192,3 @@ def test_serving_an_export_for_training_names_the_command_that_serves_it(tiny_mo
     with pytest.raises(SystemExit, match="2"):
         main(["vllm-serve", "--model", folder, "--print_command"])
     assert f"run `vllm serve {folder}`" in capsys.readouterr().err
-
-
-def test_reward_without_its_package_is_refused_before_the_model_is_loaded(monkeypatch, tmp_path):
-    from trl.rewards import accuracy_reward
-
-    monkeypatch.setattr("trl_qarl.checks.arguments.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"`accuracy_reward` needs .*`pip install math-verify`"):
-        QaRLTrainer("no/such-model", accuracy_reward, QaRLConfig(str(tmp_path)), make_problems())

@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing_utils import MIXTURES, make_mixture, make_tiny_model
-from trainings import RECORD
+from testing_utils.trainings import RECORD
 from trl_qarl.checkpoint import layout
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import problem_of_zero_points
@@ -26,6 +27,7 @@ from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_
 
 
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.is_quantized]
+ARCHS = ["llama", "qwen2", "qwen3", "gemma"]
 
 
 def tensors_of(folder):
@@ -41,8 +43,9 @@ def load(tmp_path, arch="llama", **overrides):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize(
+    ("arch", "name"), [*((arch, "w8a8") for arch in ARCHS), *zip(itertools.cycle(ARCHS), QUANTIZED, strict=False)]
+)
 def test_exported_tensors_equal_the_learners_and_decompress_to_them(tmp_path, arch, name):
     model, tokenizer = load(tmp_path, arch)
     prepare_model(model, name, scale_dtype=torch.bfloat16)
@@ -251,7 +254,7 @@ def test_large_models_are_sharded_with_an_index(tmp_path):
     AutoModelForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ["w4a16", "nvfp4a16", "bf16"])
 def test_exports_are_overwritten_and_masters_are_not(tmp_path, name):
     model, _ = load(tmp_path)
     model.save_pretrained(tmp_path / "masters")

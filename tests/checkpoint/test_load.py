@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from testing_utils import make_mixture, make_tiny_config
-from tiny_pictures import KINDS, make_picture_model
+from testing_utils.pictures import KINDS, make_picture_model
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_masters, load_renamed
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme

@@ -213,7 +213,7 @@ def fails_at(part, how):
     ],
 )
 def test_push_that_fails_loses_nothing_and_its_command_repeats_it(tiny_model, tmp_path, hub, part, how, says):
-    from hub_stand_in import environment
+    from testing_utils.hub_stand_in import environment
 
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy")
     hub.fault = fails_at(part, how)
@@ -334,7 +334,7 @@ def test_bad_options_of_the_hub_are_refused(tmp_path, hub, arguments, says):
 
 def test_push_without_a_token_or_offline_is_refused_before_anything_is_loaded(tmp_path, hub, monkeypatch):
     QaRLConfig(str(tmp_path / "run"), push_to_hub=True)
-    with pytest.raises(ValueError, match="hub_model_id='my run' is no name"):
+    with pytest.raises(ValueError, match="hub_model_id='my run' is not"):
         QaRLConfig(str(tmp_path / "my run"), push_to_hub=True)
     monkeypatch.delenv("HF_TOKEN")
     QaRLConfig(str(tmp_path / "run"), push_to_hub=True, hub_token="hf_given")

@@ -43,7 +43,7 @@ def documented(start):
 
 
 def test_documented_commands_push_an_export(trained, in_its_parent, hub, tmp_path, capsys):
-    from hub_stand_in import environment
+    from testing_utils.hub_stand_in import environment
 
     assert main(documented("trl-qarl export")[1:]) == 0
     assert "Pushed to someone/NAME. To serve it: vllm serve someone/NAME\n" in capsys.readouterr().out

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from testing_utils import make_problems, make_tiny_config, spread
-from tiny_pictures import make_picture_config
-from trainings import SIGNED
+from testing_utils.pictures import make_picture_config
+from testing_utils.trainings import SIGNED
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.checks.adapter import (
     problems_of_adapted_model,

@@ -1,7 +1,5 @@
 """Arguments of the trainer that are refused, most before the model is loaded."""
 
-import importlib.util
-
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -10,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, spread
-from trainings import EXPERTS, arguments, make
+from testing_utils.trainings import EXPERTS, arguments, make
 from trl_qarl.checks.arguments import problems_of_pictures
 from trl_qarl.qarl_trainer import QaRLTrainer
 
@@ -164,7 +162,6 @@ def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
         ({"quantization_config": object()}, ValueError, "high precision"),
         ({"train_dataset": Dataset.from_dict({"question": ["1 +"]})}, ValueError, r"`prompt`.*question"),
         ({"args": GRPOConfig("x", use_cpu=True)}, TypeError, "QaRLConfig"),
-        ({"args": {"report_to": ["none_of_them"]}}, ValueError, "report_to='none_of_them' .*, wandb"),
     ],
 )
 def test_unsupported_arguments_raise_at_once(tiny_model, tmp_path, kwargs, error, match):
@@ -173,14 +170,6 @@ def test_unsupported_arguments_raise_at_once(tiny_model, tmp_path, kwargs, error
         arguments_["args"] = arguments(tmp_path, **arguments_["args"])
     with pytest.raises(error, match=match):
         QaRLTrainer(tiny_model, spread, **arguments_)
-
-
-@pytest.mark.parametrize("name", ["wandb", "comet_ml"])
-def test_a_tracker_that_is_not_installed_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, name):
-    found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda n, *a: None if n in ("wandb", "comet_ml") else found(n, *a))
-    with pytest.raises(ValueError, match=rf"report_to='{name}'.*`pip install {name.replace('_', '-')}`"):
-        QaRLTrainer("no/such-model", spread, arguments(tmp_path, report_to=name), make_problems())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from trl import GRPOConfig
 
-from trainings import config
+from testing_utils.trainings import config
 from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.registry import OBJECTIVES, all_objectives
 

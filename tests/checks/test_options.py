@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from trainings import SIGNED, config
+from testing_utils.trainings import SIGNED, config
 from trl_qarl.checks.options import check_vllm, low_precision_masters
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.rollout.gpu_kernels import Gpu
@@ -191,7 +191,6 @@ def test_problems_of_every_kind_come_in_one_message(tmp_path):
         ),
         ({"vllm_delta_sync": True, "use_vllm": False}, "vllm_delta_sync=True is for weights that travel to a server"),
         ({"generation_kwargs": {"logit_bias": {5: 9.0}}}, r"\['logit_bias'\], which change what vLLM samples"),
-        ({"vllm_enable_sleep_mode": True, "use_cpu": True}, "sleep mode"),
     ],
     ids=str,
 )

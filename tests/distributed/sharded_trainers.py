@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes, give_completions
 from sharded_runs import (
     COLOCATED,
     LORA,
@@ -26,6 +25,7 @@ from torchao.optim.subclass_4bit import OptimState4bit
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import make_tiny_model
+from testing_utils.live_bytes import LiveBytes, give_completions
 from trl_qarl import qarl_trainer
 from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.doctor.memory import Run, parts_of_memory

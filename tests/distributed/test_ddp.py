@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from hub_stand_in import StandInHub
-from hub_stand_in import environment as hub_environment
 
 from testing_utils import fixed_completions, logged, make_tiny_model, make_trainer, relative_error
+from testing_utils.hub_stand_in import StandInHub
+from testing_utils.hub_stand_in import environment as hub_environment
 from trl_qarl.rollout.server_process import free_port
 
 

@@ -112,19 +112,18 @@ def test_gpus_that_lack_what_the_scheme_needs(capability, scheme, expected, text
 
 
 def test_kernels_that_fail_or_are_emulated():
-    lines = [
-        "fp8, bfloat16, 1 row: emulated FP8",
-        "w8a8, bfloat16, 1 row: fails: no",
-        "w8a8, bfloat16, 1024 rows: aten::x",
-        "w4a16, bfloat16, 1 row: aten::y",
-        "w4a16, bfloat16, 1024 rows: aten::y",
-        "w8a16, bfloat16, 1 row: aten::y",
-    ]
-    emulated, failing, fine = doctor.check_kernels(lines)
+    kernels = {
+        "fp8": {"1 row": "emulated FP8"},
+        "w8a8": {"1 row": "fails: no", "1024 rows": "aten::x"},
+        "w4a16": {"1 row": "aten::y", "1024 rows": "aten::y"},
+        "w8a16": {"1 row": "aten::y"},
+    }
+    emulated, failing, fine = doctor.check_kernels(kernels)
     assert str(emulated).startswith("warning  kernel of fp8: emulated FP8 -> slow here")
     assert str(failing).startswith("error    kernel of w8a8: 1 row: fails: no; 1024 rows: aten::x -> use another")
     assert str(fine) == "ok       kernels of w4a16, w8a16 run (`trl-qarl env` names them)"
-    assert str(doctor.check_kernels(lines[3:5], are_chosen=True)[0]) == "ok       kernel of w4a16: aten::y"
+    (chosen,) = doctor.check_kernels({"w4a16": kernels["w4a16"]}, are_chosen=True)
+    assert str(chosen) == "ok       kernel of w4a16: aten::y"
 
 
 def test_zero_points_that_transformers_does_not_read_are_a_warning(monkeypatch):

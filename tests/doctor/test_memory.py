@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from live_bytes import LiveBytes, give_completions
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_tiny_model, make_trainer
+from testing_utils.live_bytes import LiveBytes, give_completions
 from trl_qarl import cli
 from trl_qarl.doctor.memory import LAUNCHES, Run, launch_configuration, parts_of_memory
 from trl_qarl.quantization.formats import int4_packed

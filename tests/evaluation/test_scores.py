@@ -7,9 +7,8 @@ from trl_qarl.evaluation import scores as evaluation
 
 
 def test_every_sample_has_a_seed_of_its_own_and_counts(tiny_model):
-    sampler, tokenizer = evaluation.make_transformers_sampler(
-        tiny_model, max_new_tokens=8, temperature=1.0, top_p=1.0, batch_size=2
-    )
+    model, tokenizer = evaluation.load_policy(tiny_model)
+    sampler = evaluation.make_transformers_sampler(model, tokenizer, max_new_tokens=8, temperature=1.0, batch_size=2)
     prompts = ["x", "x", "yyyy"]
     tokens = [evaluation.encode(tokenizer, prompt) for prompt in prompts]
     first, second = sampler(tokens, 0, ()), sampler(tokens, 1, ())

@@ -724,14 +724,16 @@ def main(root: Path, at_once: int) -> None:
     for line in sys.stdin:
         waiting, running = json.loads(line), {}
         while waiting or running:
-            while waiting and len(running) < at_once:
-                scenario = waiting.pop(0)
+            while waiting and len(running) < (at_once if undisturbed else 1):
+                # The first scenario of a kind is the one that the others are compared with: they wait for it.
+                unknown = {kind_of(scenario) for scenario, _ in running.values()} - undisturbed.keys()
+                scenario = next((scenario for scenario in waiting if kind_of(scenario) not in unknown), None)
+                if scenario is None:
+                    break
+                waiting.remove(scenario)
                 report = root / f"report-{time.monotonic_ns()}.json"
                 known = undisturbed.get(kind_of(scenario))
                 running[fork(lambda: run(scenario, known, report))] = scenario, report  # noqa: B023
-                if known is None:
-                    # The first scenario of its kind is the one that the others are compared with.
-                    break
             pid, _ = os.wait()
             scenario, path = running.pop(pid)
             if path.exists():

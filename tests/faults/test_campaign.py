@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scenarios import ENDPOINTS, FAMILIES, HTTP_ENDPOINTS, KINDS, MOMENTS
+from scenarios import CHOSEN, ENDPOINTS, FAMILIES, HTTP_ENDPOINTS, KINDS, MOMENTS
 
 
 HERE = Path(__file__).parent
@@ -73,17 +73,27 @@ def test_a_training_that_sends_changes_over_http_learns_the_same(campaign):
     assert changes["megabytes"] < 0.9 * campaign.undisturbed["megabytes"]
 
 
+def find(names) -> list[dict]:
+    scenarios = {scenario["name"]: scenario for family in FAMILIES.values() for scenario in family}
+    return [scenarios[name] for name in names]
+
+
 @needs_vllm
 @pytest.mark.slow
-# Up to 56 trainings, three at a time: on a machine that others use, too, that takes a while.
+# Dozens of trainings, three at a time: on a machine that others use, too, that takes a while.
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_fault_changes_what_is_learned(campaign, family):
+@pytest.mark.parametrize(
+    "scenarios",
+    [
+        pytest.param(find(CHOSEN), id="one of each"),
+        *(pytest.param(scenarios, id=family, marks=pytest.mark.nightly) for family, scenarios in FAMILIES.items()),
+    ],
+)
+def test_no_fault_changes_what_is_learned(campaign, scenarios):
     assert campaign.undisturbed["problems"] == []
-    scenarios = FAMILIES[family]
     reports = campaign.run(scenarios)
     assert {report["name"] for report in reports} == {scenario["name"] for scenario in scenarios}
-    if family == "signals to the trainer":
+    if scenarios is FAMILIES["signals to the trainer"]:
         # Some come after the end.
         assert {"SIGKILL", "SystemExit", "KeyboardInterrupt"} <= {report["ended"][0] for report in reports}
     failed = [report for report in reports if report["problems"]]
@@ -99,6 +109,10 @@ def test_the_page_on_reliability_lists_the_families_that_are_run():
     assert re.findall(r"^\| ([a-z0-9, ]+) \|", table, re.MULTILINE)[1:] == list(FAMILIES)
     names = [scenario["name"] for scenarios in FAMILIES.values() for scenario in scenarios]
     assert len(set(names)) == len(names) >= 100
+
+
+def test_each_family_has_a_scenario_that_runs_every_time():
+    assert [family for family, scenarios in FAMILIES.items() if not {s["name"] for s in scenarios} & set(CHOSEN)] == []
 
 
 def test_each_request_meets_each_fault_before_and_after_its_effect_and_at_each_moment():

@@ -1,6 +1,5 @@
 """
-vLLM's platform for CUDA on a machine without a GPU: all its Python code with a compute capability of choice, over
-tensors on the CPU.
+vLLM's code for CUDA in the wheel for CPUs: [`fake_gpu`]'s platform, and what that wheel lacks.
 
 The extensions' repacking functions are replaced by permutations of the same shape, dtype and strides, so that what was
 repacked can be told from what was not. Nothing is multiplied. For a process of its own: [`install`] changes torch and
@@ -12,12 +11,7 @@ import sys
 import types
 
 import torch
-
-
-_MEMORY = 80 * 2**30
-
-capability = (8, 0)
-"""The compute capability that vLLM sees; layers that exist keep what they have chosen."""
+from rehearsal import fake_gpu
 
 
 def install() -> None:
@@ -30,58 +24,13 @@ def install() -> None:
         "vllm_flash_attn._vllm_fa3_C",
     ):
         sys.modules.setdefault(f"vllm.{name}", types.ModuleType(f"vllm.{name}"))
-    import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-    from vllm.platforms.interface import DeviceCapability
-
-    class FakeCuda(NonNvmlCudaPlatform):
-        get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(*capability))
-        get_device_name = classmethod(lambda cls, device_id=0: "a GPU that is not there")
-        get_device_total_memory = classmethod(lambda cls, device_id=0: _MEMORY)
-        is_integrated_gpu = classmethod(lambda cls, device_id=0: False)
-        num_compute_units = classmethod(lambda cls, device_id=0: 108)
-        device_count = classmethod(lambda cls: 1)
-        set_device = classmethod(lambda cls, device: None)
-        manual_seed_all = classmethod(lambda cls, seed: None)
-        get_current_memory_usage = classmethod(lambda cls, device=None: 0.0)
 
     # Layers look up what they would compute with. It is not called.
     CpuPlatform.import_kernels()
-    vllm.platforms._current_platform = FakeCuda()
-    _answer_for_torch()
-    _replace_operations()
-
-
-def _answer_for_torch() -> None:
-    properties = types.SimpleNamespace(
-        name="a GPU that is not there",
-        multi_processor_count=108,
-        total_memory=_MEMORY,
-        warp_size=32,
-        shared_memory_per_block_optin=163 * 1024,
-    )
-    answers = {
-        "current_device": 0,
-        "current_device_index": 0,
-        "current_stream": contextlib.nullcontext(),
-        "device_count": 1,
-        "empty_cache": None,
-        "get_device_properties": properties,
-        "max_memory_allocated": 0,
-        "mem_get_info": (_MEMORY, _MEMORY),
-        "memory_allocated": 0,
-        "memory_reserved": 0,
-        "reset_peak_memory_stats": None,
-        "synchronize": None,
-    }
-    for module in (torch.cuda, torch.accelerator):
-        for name, answer in answers.items():
-            if hasattr(module, name):
-                setattr(module, name, lambda *args, answer=answer, **kwargs: answer)
+    fake_gpu.install(fake_gpu.capability)
     torch.cuda.Stream = torch.cuda.Event = contextlib.nullcontext
-    torch.cuda.get_device_capability = lambda *args, **kwargs: capability
-    torch.cuda.get_device_name = lambda *args, **kwargs: properties.name
+    _replace_operations()
 
 
 def _permuted(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MethodType, SimpleNamespace
 
 import fake_cuda
+from rehearsal import fake_gpu
 
 
 NUM_PUBLICATIONS = 4
@@ -50,7 +51,7 @@ def rehearse(arch: str, scheme: str, capability: tuple[int, int], nccl: bool = F
     from trl_qarl.vllm_plugin.engine_tensors import kernels_in_use
     from trl_qarl.wire.fingerprint import fingerprint
 
-    fake_cuda.capability = tuple(capability)
+    fake_gpu.capability = tuple(capability)
     with tempfile.TemporaryDirectory() as folder:
         path = (make_tiny_mixture if arch in MIXTURES else make_tiny_model)(folder, arch, **overrides)
         learner = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -32,32 +32,42 @@ INT8, FP8 = "CutlassInt8ScaledMMLinearKernel", "CutlassFP8ScaledMMLinearKernel"
 # Qwen2 has biases, and so does Qwen2-MoE; Qwen3 has norms of queries and keys. Where a capability is left out, the
 # choice is the same.
 CASES = [
-    ("qwen2", "w4a16", (8, 0), {}, MARLIN),
     # Marlin pads what 64 does not divide, and a bias with it.
     ("qwen2", "w4a16", (8, 0), {"hidden_size": 160, "num_attention_heads": 4, "head_dim": 40}, MARLIN),
-    ("qwen2", "w8a16", (8, 9), {}, MARLIN),
-    ("qwen2", "w4a16-asym", (10, 0), {}, MARLIN),
-    ("qwen2", "w4a16", (9, 0), {}, MACHETE),
-    ("qwen2", "mxfp4a16", (8, 0), {}, "MarlinMxFp4LinearKernel"),
     ("qwen2", "nvfp4a16", (8, 9), {}, "MarlinNvFp4LinearKernel"),
     ("qwen3", "w8a8", (8, 0), {}, INT8),
     ("qwen2", "fp8", (8, 9), {}, FP8),
     ("llama", "w4a8", (9, 0), {}, "CutlassW4A8LinearKernel"),
-    ("llama", "w4a16", (8, 0), {"tie_word_embeddings": True}, MARLIN),
     ("qwen2_moe", "w4a16", (8, 0), {}, "MarlinExperts"),
-    ("qwen3_moe", "w8a8", (9, 0), {}, "TritonExperts"),
-    ("qwen3_moe", "bf16", (8, 0), {}, "TritonExperts"),
     ("qwen3_moe", "fp8", (9, 0), {}, "TritonOrCutlassExperts"),
     # Over NCCL, with a queue in its place.
     ("qwen3", "w4a16", (9, 0), {"nccl": True}, MACHETE),
 ]
+# Kernels and paths of the same kind.
+OTHERS = [
+    ("qwen2", "w4a16", (8, 0), {}, MARLIN),
+    ("qwen2", "w8a16", (8, 9), {}, MARLIN),
+    ("qwen2", "w4a16-asym", (10, 0), {}, MARLIN),
+    ("qwen2", "w4a16", (9, 0), {}, MACHETE),
+    ("qwen2", "mxfp4a16", (8, 0), {}, "MarlinMxFp4LinearKernel"),
+    ("llama", "w4a16", (8, 0), {"tie_word_embeddings": True}, MARLIN),
+    ("qwen3_moe", "w8a8", (9, 0), {}, "TritonExperts"),
+    ("qwen3_moe", "bf16", (8, 0), {}, "TritonExperts"),
+]
+
+
+def parameters(cases, *marks):
+    return [
+        pytest.param(*case, id="-".join([arch, scheme, "{}.{}".format(*number), *options]), marks=marks)
+        for case in cases
+        for arch, scheme, number, options, _ in [case]
+    ]
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("arch", "scheme", "capability", "options", "kernel"),
-    CASES,
-    ids=["-".join([arch, scheme, "{}.{}".format(*number), *options]) for arch, scheme, number, options, _ in CASES],
+    [*parameters(CASES), *parameters(OTHERS, pytest.mark.nightly)],
 )
 def test_after_each_publication_the_engine_holds_the_export_where_its_graphs_read(
     rehearse, arch, scheme, capability, options, kernel

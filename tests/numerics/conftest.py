@@ -2,7 +2,7 @@
 
 import pytest
 
-from learners import VLLM
+from testing_utils.learners import VLLM
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics import low_bit
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from learners import make_adapted, make_model, make_sequences
+from testing_utils.learners import make_adapted, make_model, make_sequences
 from trl_qarl import convert_model, restore_model
 from trl_qarl.numerics import attach
 from trl_qarl.numerics.attach import (

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learners import VLLM, make_adapted, make_model
 from testing_utils import make_mixture, make_tiny_config
+from testing_utils.learners import VLLM, make_adapted, make_model
 from trl_qarl import QaRLConfig
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.availability import COVERED_CLASSES, check_engine_numerics, choose_numerics, obstacles

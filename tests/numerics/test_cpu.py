@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from trl_qarl.numerics import cpu as kernels
+from trl_qarl.numerics.backends import backend_of
 
 
 # The last two have more input features than BLAS sums at once: `F.linear` fails there, and oneDNN with a single row.
@@ -13,7 +14,7 @@ def test_a_packed_linear_gives_a_row_the_same_bits_among_any_others(shape, arith
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, shape[1], generator=generator).bfloat16()
     weight, bias = torch.randn(shape, generator=generator).bfloat16(), torch.randn(shape[0], generator=generator)
-    product = kernels.PackedLinear(weight)
+    product = backend_of(weight).PackedLinear(weight)
     together = product(x, bias)
     torch.testing.assert_close(together.float(), F.linear(x.float(), weight.float(), bias), rtol=2**-6, atol=2**-4)
     for num_rows in (1, 2, 3, 4, 5, 16, 31, 33, 64, 200):

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model
 from trl_qarl import QaRLConfig, prepare_model
 from trl_qarl.checks.options import check_numerics
-from trl_qarl.numerics import cpu as kernels
-from trl_qarl.numerics import cuda, ops
+from trl_qarl.numerics import backends, cuda, ops
 from trl_qarl.numerics.attach import attach_engine_numerics
 from trl_qarl.numerics.availability import check_engine_numerics, choose_numerics
 from trl_qarl.numerics.exact import check_arithmetic
@@ -128,7 +127,7 @@ def gpu_kernels(monkeypatch):
         return paged_attention(**kwargs)
 
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", attend, raising=False)
-    monkeypatch.setattr(kernels, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(backends, "is_on_gpu", lambda x: True)
     cuda._layout.cache_clear()
     return calls
 
@@ -306,7 +305,7 @@ def test_a_step_on_them_has_the_gradient_of_the_same_model_on_a_cpu(tmp_path, gp
     ids = torch.randint(4, 260, (2, 24), generator=torch.Generator().manual_seed(0))
     gradients = []
     for on_gpu in (True, False):
-        monkeypatch.setattr(kernels, "is_on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr(backends, "is_on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
         model.zero_grad()
         for layer in model.modules():
             if hasattr(layer, "_product_version"):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.alignment import measure_alignment, summarize_alignment
 from testing_utils import make_tiny_model
 from trl_qarl import prepare_model
-from trl_qarl.bench.alignment import measure_alignment, summarize_alignment
 from trl_qarl.numerics import cuda
 from trl_qarl.numerics.attach import attach_engine_numerics
 from trl_qarl.numerics.exact import check_arithmetic

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from testing_utils import logged, make_tiny_model, make_vllm_trainer
+from testing_utils import logged, make_tiny_model, make_vllm_trainer, start_engines_quickly
 from testing_utils import make_trainer as make_plain_trainer
 from trl_qarl import prepare_model
 from trl_qarl.numerics import cpu as kernels
@@ -40,6 +40,7 @@ def quiet(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     # An engine that another test started has made vLLM remember its environment.
     vllm_envs.disable_envs_cache()
+    start_engines_quickly(monkeypatch)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,12 +79,18 @@ def record_batches(trainer):
 @pytest.mark.parametrize(
     ("arch", "scheme"),
     [
-        *itertools.product(["qwen3", "llama"], ["bf16", "w4a16", "w8a8", "fp8", "w4a8-int8"]),
+        # Other schemes: tests/rollout/test_vllm_plans.py.
+        *itertools.product(["qwen3"], ["bf16", "w4a16", "fp8", "w8a16-asym"]),
+        *itertools.product(["llama"], ["w8a8", "w4a8-int8", "w2a8-int8"]),
         ("qwen2", "w8a16"),
-        ("qwen3", "w8a16-asym"),
-        ("llama", "w4a16-asym"),
-        ("qwen3", "mxfp4a16"),
-        ("llama", "w2a8-int8"),
+        *(
+            pytest.param(arch, scheme, marks=pytest.mark.nightly)
+            for arch, schemes in {
+                "qwen3": ["w8a8", "w4a8-int8", "mxfp4a16"],
+                "llama": ["bf16", "w4a16", "fp8", "w4a16-asym"],
+            }.items()
+            for scheme in schemes
+        ),
     ],
 )
 def test_rollout_and_learner_agree_in_every_bit_while_weights_change(tmp_path, arch, scheme):
@@ -105,7 +112,12 @@ def test_rollout_and_learner_agree_in_every_bit_while_weights_change(tmp_path, a
 
 @pytest.mark.parametrize(
     ("arch", "scheme"),
-    [("qwen3_moe", "w4a16"), ("qwen2_moe", "bf16"), ("mixtral", "w8a8"), ("qwen3_moe", "w4a8-int8")],
+    [
+        ("qwen3_moe", "w4a16"),
+        ("qwen2_moe", "bf16"),
+        ("mixtral", "w8a8"),
+        pytest.param("qwen3_moe", "w4a8-int8", marks=pytest.mark.nightly),
+    ],
 )
 def test_mixtures_agree_in_every_bit_while_weights_and_routes_change(tmp_path, arch, scheme):
     trainer = make_trainer(tmp_path, arch, scheme=scheme, numerics=None, exact="require", router_aux_loss_coef=0.01)
@@ -139,7 +151,13 @@ def test_a_token_that_goes_to_other_experts_is_named_with_its_layer(tmp_path, mo
 
 @pytest.mark.parametrize(
     ("lora_mode", "scheme"),
-    [("merged", "w4a16"), ("merged", "w8a8"), ("adapter", "bf16"), ("adapter", "w4a16"), ("adapter", "fp8")],
+    [
+        ("merged", "w4a16"),
+        ("adapter", "w4a16"),
+        ("adapter", "fp8"),
+        pytest.param("merged", "w8a8", marks=pytest.mark.nightly),
+        pytest.param("adapter", "bf16", marks=pytest.mark.nightly),
+    ],
 )
 def test_lora_beside_and_inside_the_layers_agrees_in_every_bit_while_it_is_trained(tmp_path, lora_mode, scheme):
     peft = pytest.importorskip("peft")
@@ -216,9 +234,9 @@ LENGTH = 2048
 @pytest.mark.parametrize(
     ("arch", "head_dim", "fields"),
     [
-        ("qwen3", 64, {}),
         ("qwen3", 128, {}),
-        ("mistral", 128, {"sliding_window": 1000}),
+        pytest.param("qwen3", 64, {}, marks=pytest.mark.nightly),
+        pytest.param("mistral", 128, {"sliding_window": 1000}, marks=pytest.mark.nightly),
         ("qwen2", 64, {"sliding_window": 300, "use_sliding_window": True, "max_window_layers": 0}),
     ],
 )
@@ -262,9 +280,11 @@ def tokens(ids):
     return {"prompt_token_ids": ids}
 
 
-def test_a_server_in_another_process_agrees_too(tmp_path, monkeypatch):
-    # That process is the engine's; one more would import everything once more.
+@pytest.mark.xdist_group("warm_servers")
+def test_a_server_in_another_process_agrees_too(tmp_path, monkeypatch, warm_servers):
+    # That process is the engine's, too.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    warm_servers.serve(monkeypatch)
     server = {"vllm_mode": "server", "vllm_server_autostart": True, "vllm_server_port": free_port()}
     trainer = make_trainer(tmp_path, "qwen3_moe", scheme="w4a16", **server)
     trainer.train()
@@ -452,7 +472,14 @@ def hf_rms_norm(x, weight, epsilon, dtype):
     return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, epsilon).to(dtype)
 
 
-@pytest.mark.parametrize("replacement", [hf_add, hf_rotate, hf_rms_norm])
+@pytest.mark.parametrize(
+    "replacement",
+    [
+        hf_rms_norm,
+        pytest.param(hf_add, marks=pytest.mark.nightly),
+        pytest.param(hf_rotate, marks=pytest.mark.nightly),
+    ],
+)
 def test_other_arithmetic_in_the_learner_is_found_and_its_layer_named(
     tmp_path, monkeypatch, lenient_canary, replacement
 ):

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from learners import needs_vllm
+from testing_utils.learners import needs_vllm
 from trl_qarl.numerics import low_bit as products
 from trl_qarl.numerics.exact import check_arithmetic
-from trl_qarl.quantization.quantize import dequantize, quantize_activation
+from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
 from trl_qarl.quantization.schemes import INT8, SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.wire.protocol import CPU_WEIGHTS_VARIABLE
@@ -60,12 +60,14 @@ def test_a_row_has_the_same_bits_among_any_others_and_so_has_a_channel(name, sha
     for rows in (1, 2, 5, 16, 33, 47, 64):
         assert torch.equal(products.low_bit_linear(x[-rows:], low_bit, bias)[0], y[-rows:]), rows
     # An engine holds several layers of the learner as one.
-    part = LowBitTensor.of_parts(
-        [t[:32] for t in low_bit.parts()], low_bit.scheme, low_bit.orig_dtype, None, low_bit.global_scale
-    )
+    part = low_bit.take(slice(32))
     assert torch.equal(products.low_bit_linear(x, part, bias[:32])[0], y[:, :32])
     scheme = low_bit.scheme
-    rows = x.double() if scheme.activation is None else dequantize(*quantize_activation(x, scheme), torch.float64)
+    rows = (
+        x.double()
+        if scheme.activation is None
+        else dequantize_activation(*quantize_activation(x, scheme), torch.float64)
+    )
     exact = rows @ low_bit.gemm_weight().dequantize(torch.float64).t() + bias
     # Roundings of weight, sum and scaled sum to bfloat16; a code of an activation on the other side of a tie.
     assert (y.double() - exact).norm() < 2**-7 * exact.norm()

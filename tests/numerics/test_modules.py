@@ -6,8 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learners import LENGTHS, make_adapted, make_model, make_sequences, needs_vllm, packed_log_probs, padded_log_probs
 from testing_utils import make_tiny_config, relative_error
+from testing_utils.learners import (
+    LENGTHS,
+    make_adapted,
+    make_model,
+    make_sequences,
+    needs_vllm,
+    packed_log_probs,
+    padded_log_probs,
+)
 from trl_qarl.numerics.attach import (
     attach_engine_numerics,
     engine_numerics,

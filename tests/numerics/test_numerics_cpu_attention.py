@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learners import make_attention, needs_vllm
+from testing_utils.learners import make_attention, needs_vllm
 from trl_qarl.numerics import cpu_attention
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from learners import make_attention, needs_vllm
 from testing_utils import logged, make_vllm_trainer
-from trl_qarl.numerics import cpu as kernels
+from testing_utils.learners import make_attention, needs_vllm
 from trl_qarl.numerics import portable
+from trl_qarl.numerics.backends import backend_of
 from trl_qarl.quantization.gemm import linear_in_blocks
 
 
@@ -23,7 +23,7 @@ def test_rotation_in_torch_is_vllms_bit_for_bit(torch_kernels):
     x = torch.randn(300, 3, 64, generator=generator).bfloat16()
     cache = torch.randn(512, 64, generator=generator).bfloat16()
     positions = torch.randint(0, 512, (300,), generator=generator)
-    in_torch = kernels.rotate(x, positions, cache)
+    in_torch = backend_of(x).rotate(x, positions, cache)
     assert in_torch is not x and torch.equal(in_torch, portable.rotate(x, positions, cache))
     theirs = x.flatten(1).clone()
     torch.ops._C.rotary_embedding(positions, theirs, None, 64, cache, True)
@@ -31,10 +31,12 @@ def test_rotation_in_torch_is_vllms_bit_for_bit(torch_kernels):
 
 
 def test_a_processor_without_bf16_multiplies_in_float32(torch_kernels, monkeypatch):
-    monkeypatch.setattr(kernels, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(portable, "has_fast_bf16", lambda: False)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (50, 32))
-    assert torch.equal(kernels.PackedLinear(weight)(x), linear_in_blocks(x.float(), weight.float()).bfloat16())
+    assert torch.equal(
+        backend_of(weight).PackedLinear(weight)(x), linear_in_blocks(x.float(), weight.float()).bfloat16()
+    )
 
 
 def test_rollouts_without_vllm_have_the_bits_of_scoring(tmp_path, torch_kernels):

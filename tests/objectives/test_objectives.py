@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batches import make_batch
 from reference.objectives_naive import (
     TEMPERATURES,
     naive_objective,
     naive_of_others,
 )
+from testing_utils.batches import make_batch
 from trl_qarl.forward import Batch
 from trl_qarl.objectives.presets import Preset
 from trl_qarl.objectives.ratios import (

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trainings import make, parameters, rows
+from testing_utils.trainings import make, parameters, rows
 from trl_qarl.objectives import registry
 from trl_qarl.objectives.registry import get_objective
 from trl_qarl.qarl_config import QaRLConfig

@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 
-from batches import make_batch
 from reference.objectives_naive import (
     naive_binary_kl,
     naive_mismatch_ratio,
 )
+from testing_utils.batches import make_batch
 from trl_qarl.objectives.ratios import (
     binary_kl,
     mismatch_ratio,

@@ -10,7 +10,7 @@ from torch import nn
 from trl_qarl.quantization import gemm
 from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.quantize import dequantize, quantize_activation
+from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -88,7 +88,7 @@ def test_every_kernel_computes_the_dequantized_product_and_its_gradients(monkeyp
                     gradients = torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)
                     seen = x.detach().double()
                     if layer.scheme.activation is not None:
-                        seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
+                        seen = dequantize_activation(*quantize_activation(x.detach(), layer.scheme), torch.float64)
                     grad, bias = grad.double(), layer.bias.detach().double()
                     # One rounding more, and what the four of them add to each other.
                     is_scaled = layer.scheme.activation is not None

@@ -9,7 +9,7 @@ from testing_utils import make_tiny_config, make_tiny_model
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
-from trl_qarl.quantization.global_scales import global_scales, share_global_scales
+from trl_qarl.quantization.global_scales import share_global_scales
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.swap import freeze_model, quantized_layers, restore_model
 
@@ -28,7 +28,7 @@ def model(tmp_path):
 def test_layers_of_one_matrix_share_the_divisor_of_the_largest_weight(model):
     prepare_model(model, "nvfp4a16", scale_dtype=torch.bfloat16)
     layers = quantized_layers(model)
-    scales = global_scales(layers)
+    scales = Inventory.of(model).global_scales
     assert scales.keys() == layers.keys() and len(set(scales.values())) > 2
     for name, scale in scales.items():
         parent, _, leaf = name.rpartition(".")
@@ -40,33 +40,37 @@ def test_layers_of_one_matrix_share_the_divisor_of_the_largest_weight(model):
 def test_others_may_be_given_later_and_a_frozen_base_keeps_its_own(model):
     prepare_model(model, {"re:.*mlp.*": "nvfp4a16", "_default": "w8a8"})
     layers = quantized_layers(model)
-    before = {name: layer.low_bit_weight().global_scale for name, layer in layers.items()}
+    before = {name: layer.low_bit_weight().shared_scale for name, layer in layers.items()}
     halves = {name: scale / 2 for name, scale in before.items() if scale is not None}
     assert halves.keys() == {name for name in layers if ".mlp." in name}
     share_global_scales(layers, halves)
-    assert {name: layers[name].low_bit_weight().global_scale for name in halves} == global_scales(layers) == halves
+    assert (
+        {name: layers[name].low_bit_weight().shared_scale for name in halves}
+        == Inventory.of(model).global_scales
+        == halves
+    )
     freeze_model(model)
     share_global_scales(layers)
-    assert global_scales(layers) == halves
+    assert Inventory.of(model).global_scales == halves
 
 
 def test_a_model_whose_weights_are_not_loaded_yet_has_none():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(make_tiny_config())
     prepare_model(model, "nvfp4a16")
-    assert global_scales(quantized_layers(model)) == {}
+    assert Inventory.of(model).global_scales == {}
 
 
 def test_an_update_does_not_change_it_and_layers_of_several_are_not_exported(model, tmp_path):
     prepare_model(model, "nvfp4a16", scale_dtype=torch.bfloat16)
     layers = quantized_layers(model)
-    before = global_scales(layers)
+    before = Inventory.of(model).global_scales
     with torch.no_grad():
         for layer in layers.values():
             layer.low_bit_weight()
             layer.weight *= 3
             layer.low_bit_weight()
-    assert global_scales(layers) == before
+    assert Inventory.of(model).global_scales == before
     export_checkpoint(model, tmp_path / "export")
     tensors = load_file(tmp_path / "export" / "model.safetensors")
     assert {name: tensors[f"{name}.weight_global_scale"].item() for name in before} == before
@@ -78,7 +82,7 @@ def test_an_update_does_not_change_it_and_layers_of_several_are_not_exported(mod
 def test_masters_are_exported_with_the_divisors_of_their_run(model, tmp_path):
     prepare_model(model, "nvfp4a16", scale_dtype=torch.bfloat16)
     layers = quantized_layers(model)
-    scales = global_scales(layers)
+    scales = Inventory.of(model).global_scales
     with torch.no_grad():
         for layer in layers.values():
             layer.weight *= 3

@@ -14,7 +14,7 @@ from testing_utils import product_reference, relative_error
 from trl_qarl.quantization import gemm
 from trl_qarl.quantization.gemm import int4_kernel_operands
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.quantize import dequantize, quantize_activation
+from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_straight_through_estimator(name):
     reference_w = layer.weight.detach().double().requires_grad_()
     seen = x
     if layer.scheme.activation is not None:
-        seen = dequantize(*quantize_activation(x, layer.scheme), torch.float64)
+        seen = dequantize_activation(*quantize_activation(x, layer.scheme), torch.float64)
     low_bit = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     y = straight_through(reference_x, seen.double()) @ straight_through(reference_w, low_bit).t()
     y.backward(grad.double())
@@ -444,11 +444,11 @@ def test_int4_kernel_copy_lives_through_a_rollout_only():
     layer = make(dtype=torch.bfloat16)
     with torch.no_grad():
         layer(torch.randn(4, 256, dtype=torch.bfloat16))
-        assert int4_kernel_operands in held(layer)._operands
+        assert int4_kernel_operands in held(layer)._kept
         layer(torch.randn(400, 256, dtype=torch.bfloat16))
-        assert int4_kernel_operands in held(layer)._operands, "scoring a prompt does not end the rollout"
+        assert int4_kernel_operands in held(layer)._kept, "scoring a prompt does not end the rollout"
     layer(torch.randn(400, 256, dtype=torch.bfloat16))
-    assert int4_kernel_operands not in held(layer)._operands
+    assert int4_kernel_operands not in held(layer)._kept
 
 
 def test_extra_memory_of_w4a16_is_below_30_percent_of_bf16():

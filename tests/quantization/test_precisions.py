@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from trainings import SIGNED
+from testing_utils.trainings import SIGNED
 from trl_qarl.quantization.formats.registry import format_of
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.precisions import (

@@ -7,7 +7,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, quanti
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from reference.signed_scales_naive import naive_signed
-from trl_qarl.quantization.quantize import count_code_flips, quantize_activation, scale_values
+from trl_qarl.quantization.quantize import quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -113,7 +113,7 @@ def test_dequantized_weight_equals_compressed_tensors(name):
 def test_zero_and_denormal_groups_stay_finite(name):
     scheme = get_scheme(name)
     low_bit = LowBitTensor.from_hp(awkward_weight(0, torch.float32), scheme, torch.bfloat16)
-    scale = scale_values(low_bit.scale, torch.float32, low_bit.global_scale)
+    scale = low_bit.scale_values()
     assert torch.isfinite(scale).all() and (scale.abs() > 0).all()
     restored = low_bit.dequantize(torch.float32)
     assert torch.isfinite(restored).all()
@@ -125,9 +125,7 @@ def test_error_is_at_most_half_a_step(name):
     weight = torch.randn(64, 256)
     low_bit = LowBitTensor.from_hp(weight, get_scheme(name), torch.float32)
     error = (low_bit.dequantize(torch.float32) - weight).abs()
-    scale = scale_values(low_bit.scale, torch.float32, low_bit.global_scale).repeat_interleave(
-        256 // low_bit.scale.shape[1], dim=1
-    )
+    scale = low_bit.scale_values().repeat_interleave(256 // low_bit.scale.shape[1], dim=1)
     # E4M3 has 3 mantissa bits: half a step is 1/16 of the value, or 2**-10 scales below the smallest normal number.
     bound = torch.maximum(weight.abs() / 16, scale * 2**-10) if name == "fp8" else scale.abs() / 2
     if name in FP4:
@@ -254,7 +252,7 @@ def test_codes_come_from_the_master_not_from_a_rounded_copy():
     scheme = get_scheme("w4a16")
     ours = LowBitTensor.from_hp(weight, scheme, torch.bfloat16)
     rounded = LowBitTensor.from_hp(weight.bfloat16().float(), scheme, torch.bfloat16)
-    assert count_code_flips(ours.qdata, rounded.qdata, scheme.container) > 0
+    assert ours.format.count_flips(ours.qdata, rounded.qdata) > 0
 
 
 def engines_weight(codes, scale):
@@ -439,8 +437,8 @@ def test_code_flips_are_counted_exactly(name):
             unpack_from_int32(unpacked, 4, (32, 128)) if scheme.container.num_bits == 4 else unpacked.view(torch.uint8)
         )
 
-    assert count_code_flips(before.qdata, after.qdata, scheme.container) == (codes(before) != codes(after)).sum() > 0
-    assert count_code_flips(before.qdata, before.qdata, scheme.container) == 0
+    assert before.format.count_flips(before.qdata, after.qdata) == (codes(before) != codes(after)).sum() > 0
+    assert before.format.count_flips(before.qdata, before.qdata) == 0
 
 
 def test_dequantize_does_not_change_the_low_bit_tensors():

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from layers import LAYERS, tiny
-from tiny_pictures import KINDS, make_picture_config
+from testing_utils.layers import LAYERS, tiny
+from testing_utils.pictures import KINDS, make_picture_config
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.linear import QuantizedLinear

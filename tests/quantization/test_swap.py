@@ -6,7 +6,7 @@ from torch import nn
 from torchao.quantization import FqnToConfig, quantize_
 from transformers import AutoModelForCausalLM
 
-from layers import LAYERS, tiny
+from testing_utils.layers import LAYERS, tiny
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
 from trl_qarl.quantization.gemm import has_fast_bf16

@@ -240,8 +240,8 @@ BAD_ROLLOUTS = {
     "a prompt more": (lambda o: o["prompt_ids"].append([5]), "^there are 3 prompts in place of 2"),
     "a list of log-probs fewer": (lambda o: o["logprobs"].pop(), "^there are 1 lists of log-probs in place of 2"),
     "no tokens": (lambda o: o["completion_ids"][0].clear(), "^completion 0 of 2 has no tokens"),
-    "prompt outside": (put("prompt_ids", 1, 0, 260), f"^prompt 1 of 2, token 0 of 1: 260 is no .*{IDS}"),
-    "token outside": (put("completion_ids", 1, 7, 260), f"^completion 1 of 2, token 7 of 40: 260 is no .*{IDS}"),
+    "prompt outside": (put("prompt_ids", 1, 0, 260), f"^prompt 1 of 2, token 0 of 1: 260 is not .*{IDS}"),
+    "token outside": (put("completion_ids", 1, 7, 260), f"^completion 1 of 2, token 7 of 40: 260 is not .*{IDS}"),
     "token of a tensor of floats": (
         put("completion_ids", 0, torch.tensor([1.0, 2.0, 3.0])),
         r"^completion 0 of 2, token 0 of 3: 1\.0 is not a token id",

@@ -115,8 +115,8 @@ def move_masters(model, seed):
     ("arch", "scheme", "dtype"),
     [
         ("qwen2", "w4a16", torch.bfloat16),
-        ("qwen2", "w4a16", torch.float32),
-        ("qwen2_moe", "w4a16", torch.bfloat16),
+        pytest.param("qwen2", "w4a16", torch.float32, marks=pytest.mark.nightly),
+        pytest.param("qwen2_moe", "w4a16", torch.bfloat16, marks=pytest.mark.nightly),
         ("qwen2_moe", "w4a16", torch.float32),
     ],
     ids=lambda value: str(value).removeprefix("torch."),

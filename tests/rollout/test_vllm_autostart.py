@@ -50,21 +50,19 @@ class KillServer:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "arch", "moment"),
+    ("scheme", "arch", "moment", "has_engine_process"),
     [
-        ("w8a8", "qwen2", ("during a publication", 1)),
-        ("fp8", "gemma", ("reward", 1)),
-        ("bf16", "qwen3", ("after a publication", 2)),
+        pytest.param("w8a8", "qwen2", ("during a publication", 1), False, id="w8a8 during"),
+        pytest.param("fp8", "gemma", ("reward", 1), False, id="fp8 reward"),
+        # The default, with a process for each part of it, whose message queues it must not leave behind.
+        pytest.param("fp8", "gemma", ("reward", 1), True, id="as users start it", marks=pytest.mark.nightly),
+        pytest.param("bf16", "qwen3", ("after a publication", 2), False, id="bf16 after"),
     ],
-    ids=["w8a8 during", "fp8 reward", "bf16 after"],
 )
 @pytest.mark.xdist_group("warm_servers")
 def test_a_server_that_is_killed_is_replaced_and_costs_no_step(
-    tmp_path, monkeypatch, warm_servers, scheme, arch, moment
+    tmp_path, monkeypatch, warm_servers, scheme, arch, moment, has_engine_process
 ):
-    # The default in one, with a process for each part of it, whose message queues it must not leave behind. Starts of the others
-    # cost little.
-    has_engine_process = scheme == "fp8"
     if has_engine_process:
         # An engine in this process has set it.
         monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)

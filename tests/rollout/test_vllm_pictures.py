@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from testing_utils import logged, start_engines_quickly
-from tiny_pictures import (
+from testing_utils.pictures import (
     KINDS,
     make_picture_problems,
     make_picture_trainer,

@@ -11,7 +11,6 @@ from testing_utils import logged, make_vllm_trainer, start_engines_quickly
 from trl_qarl import load_engine
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.numerics import cpu as kernels
-from trl_qarl.quantization.quantize import scale_values
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.rollout.scoring import engine_log_probs
 
@@ -69,7 +68,7 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
     folder = trainer.export_model(tmp_path / "export")
     weights = {name: layer.low_bit_weight() for name, layer in layers.items()}
     for name, weight in weights.items():
-        assert (scale_values(weight.scale) < 0).any() == layers[name].scheme.grid.has_signed_scales
+        assert (weight.scale_values() < 0).any() == layers[name].scheme.grid.has_signed_scales
     for group in json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values():
         assert group["weights"]["num_bits"] in (4, 8)
     # transformers, through compressed-tensors, has the dense weights of codes and scales.
@@ -83,7 +82,7 @@ def test_a_policy_trains_exactly_and_everything_reads_the_same_values_of_its_exp
         assert layer.scheme.name == layers[name].scheme.name and layer.group_size == layers[name].group_size
         assert torch.equal(read.qdata.view(torch.uint8), weights[name].qdata.view(torch.uint8))
         assert torch.equal(read.dequantize(torch.float32), weights[name].dequantize(torch.float32))
-        scale = scale_values(read.scale, torch.float64, read.global_scale)
+        scale = read.scale_values(torch.float64)
         levels = read.dequantize(torch.float64).view(*scale.shape, -1) / scale.unsqueeze(-1)
         if read.zero_point is not None:
             assert torch.equal(read.zero_point, weights[name].zero_point)

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from test_http_transport import write_certificate
 
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer, push_export
+from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.rollout.client import QaRLClient
-from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
 from trl_qarl.rollout.http_transport import HTTPTransport
 from trl_qarl.rollout.server_process import free_port
@@ -308,6 +308,7 @@ def test_a_publication_that_fails_once_is_repeated_whole(server, make_trainer):
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
 
 
+@pytest.mark.nightly
 def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tmp_path):
     script = f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})

@@ -6,10 +6,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from testing_utils import audit_in_this_process, logged, make_vllm_trainer, push_export
 from trl_qarl.checkpoint.marker import is_complete
+from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.objectives.ratios import mismatch_ratio
 from trl_qarl.quantization.swap import quantized_forward
 from trl_qarl.rollout import canary
-from trl_qarl.rollout.deep_audit import deep_audit
 from trl_qarl.rollout.failures import EngineLost
 
 
@@ -50,7 +50,7 @@ class TestColocated:
             ("w4a16", "gemma", {"temperature": 0.7, "mismatch_probe_steps": 1}),
             ("w8a8", "llama", {"objective": "dapo"}),
             ("fp8", "qwen3", {"objective": "grpo", "beta": 0.1}),
-            ("bf16", "llama", {}),
+            pytest.param("bf16", "llama", {}, marks=pytest.mark.nightly),
         ],
         ids=str,
     )
@@ -104,7 +104,7 @@ class TestColocated:
         assert trainer.state.global_step == 4 and max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
         assert logged(trainer, "rollout/weight_version") == [0, 2]
 
-    @pytest.mark.parametrize("objective", ["grpo-tis", "mis-gspo"])
+    @pytest.mark.parametrize("objective", ["grpo-tis", pytest.param("mis-gspo", marks=pytest.mark.nightly)])
     def test_weight_of_the_mismatch_is_the_one_that_embedded_rollouts_get(self, tmp_path, objective):
         trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", max_steps=1, objective=objective)
         args, generation = trainer.args, trainer.vllm_generation

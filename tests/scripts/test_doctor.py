@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from testing_utils import make_tiny_config
-from tiny_pictures import make_picture_config
+from testing_utils.pictures import make_picture_config
 from trl_qarl.cli import main
 
 
@@ -61,6 +61,7 @@ def broken_torchvision(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

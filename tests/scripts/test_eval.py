@@ -12,7 +12,7 @@ from testing_utils import (
     make_tiny_model,
     start_engines_quickly,
 )
-from trainings import RECORD, SIGNED
+from testing_utils.trainings import RECORD, SIGNED
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.record import write_scheme
 from trl_qarl.cli import main

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainings import RECORD, SIGNED
+from testing_utils.trainings import RECORD, SIGNED
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.cli import main
 from trl_qarl.quantization.precisions import at_bits

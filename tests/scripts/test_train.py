@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from testing_utils import path_without
 from trl_qarl.cli import main
 from trl_qarl.scripts import train
 
@@ -123,7 +124,7 @@ def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
     [
         (["accuracy"], "Unknown reward function 'accuracy'"),
         (["no_such_module.reward"], "No module named 'no_such_module'"),
-        (["testing_utils.no_such_reward"], "has no 'no_such_reward'"),
+        (["testing_utils.no_such_reward"], "has no attribute 'no_such_reward'"),
         ([], "No reward"),
     ],
 )
@@ -328,7 +329,7 @@ def test_training_through_accelerate_launch_with_yaml(train_argv, tmp_path):
         "def digits(completions, **kwargs):\n    return [float(sum(map(str.isdigit, text))) for text in completions]\n"
     )
     # The package may be a checkout that is on this process's path only.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "PYTHONPATH": path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes")}
     command = [sys.executable, "-m", "trl_qarl.cli", "train", "--config", "config.yaml", "--num_machines", "1"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

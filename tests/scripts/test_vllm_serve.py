@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model
-from tiny_pictures import make_picture_config, make_picture_model
+from testing_utils.pictures import make_picture_config, make_picture_model
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main

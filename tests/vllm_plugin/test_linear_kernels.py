@@ -72,5 +72,5 @@ def test_a_checkpoint_with_activations_of_4_bits_is_not_served_without_them(monk
         return init_mxfp4_linear_kernel(kMxfp4Dynamic)
 
     assert type(kernel_for(None)) is linear_kernels.QaRLMxFp4Kernel
-    with pytest.raises(ValueError, match="the checkpoint has activations of 4 bits"):
+    with pytest.raises(ValueError, match="4-bit activations"):
         kernel_for(weights | {"dynamic": True})

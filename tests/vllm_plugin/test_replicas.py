@@ -1,19 +1,19 @@
 """What a server makes of the answers of its replicas; with a real one in `tests/rollout/test_vllm_replicas.py`."""
 
 import asyncio
-import os
-import subprocess
-import sys
 
 import pytest
 
 
 pytest.importorskip("vllm")
 
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from trl_qarl.vllm_plugin import register
 from trl_qarl.vllm_plugin.replicas import call_every_replica
-from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE
+from trl_qarl.wire import handshake
+from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 
 pytestmark = pytest.mark.vllm
@@ -53,15 +53,13 @@ def test_a_replica_that_fails_or_differs_is_named():
         ask("collective_rpc", [None], EngineDeadError())
 
 
-@pytest.mark.parametrize("variable", [TOKEN_FILE_VARIABLE, "HOME"])
-def test_only_servers_of_ours_hear_all(variable):
-    code = (
-        "from trl_qarl.vllm_plugin import register; register()\n"
-        "from vllm.v1.engine.core_client import DPLBAsyncMPClient as client\n"
-        "print(client.call_utility_async.__name__)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN_FILE_VARIABLE} | {variable: "x"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.split()[-1] == (
-        "call_every_replica" if variable == TOKEN_FILE_VARIABLE else "call_utility_async"
-    )
+def test_only_servers_of_ours_hear_all(monkeypatch):
+    monkeypatch.setattr(DPLBAsyncMPClient, "call_utility_async", theirs := object())
+    monkeypatch.setattr(handshake, "_taken", None)
+    for variable in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    register()
+    assert DPLBAsyncMPClient.call_utility_async is theirs
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, "x")
+    register()
+    assert DPLBAsyncMPClient.call_utility_async is call_every_replica

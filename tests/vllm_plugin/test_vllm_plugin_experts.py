@@ -182,7 +182,9 @@ def test_an_expert_that_has_changed_in_the_engine_is_sent_again(publisher, caplo
 
 # Other engines: the one above has ended with the first.
 @needs_engine
-@pytest.mark.parametrize(("arch", "scheme"), [("mixtral", "bf16"), ("qwen2_moe", "w8a8")])
+@pytest.mark.parametrize(
+    ("arch", "scheme"), [pytest.param("mixtral", "bf16", marks=pytest.mark.nightly), ("qwen2_moe", "w8a8")]
+)
 def test_a_reload_leaves_what_an_engine_has_that_loads_the_export(engine_environment, tmp_path, arch, scheme):
     publisher = make_publisher(tmp_path, arch, scheme)
     llm, model = publisher.transport.llm, publisher.model

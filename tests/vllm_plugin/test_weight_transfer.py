@@ -83,11 +83,16 @@ CASES = [
     ("w4a16", "gemma", torch.bfloat16),
     ("w8a16", "qwen3", torch.float32),
     ("w8a8", "llama", torch.float32),
-    ("w8a8", "gemma", torch.bfloat16),
     ("fp8", "gemma", torch.float32),
-    ("fp8", "qwen2", torch.bfloat16),
-    ("bf16", "gemma", torch.float32),
     ("bf16", "llama", torch.bfloat16),
+    *(
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in (
+            ("w8a8", "gemma", torch.bfloat16),
+            ("fp8", "qwen2", torch.bfloat16),
+            ("bf16", "gemma", torch.float32),
+        )
+    ),
 ]
 
 

@@ -218,9 +218,6 @@ def _add_grid(digest, weight: LowBitTensor) -> None:
     _, *scales = weight.parts()
     for tensor in scales:
         _add(digest, tensor)
-    if weight.global_scale is not None:
-        # Of a base and of twice that base NVFP4 has the same codes and scales.
-        digest.update(str(weight.global_scale).encode())
 
 
 def _add(digest, tensor: torch.Tensor) -> None:

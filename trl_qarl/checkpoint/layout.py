@@ -17,19 +17,12 @@ from torch import nn
 from ..packages import installed
 from ..quantization.checkpoint_names import CheckpointNames
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.formats.registry import format_of
 from ..quantization.global_scales import check_global_scales
 from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import architecture
 from ..quantization.partitioned import shape_of
-from ..quantization.schemes import (
-    E4M3,
-    E4M3_CODES,
-    INT4_PACKED,
-    INT8,
-    INT8_CODES,
-    SCHEMES,
-    QuantScheme,
-)
+from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.selection import ROUTER_NAMES
 from ..quantization.sharded import is_sharded, whole, whole_low_bit
 from ..quantization.tensors import LowBitTensor
@@ -47,8 +40,6 @@ __all__ = [
 
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Mixtures of experts whose names, layouts and log-probs in vLLM have been compared with the learner's."""
-
-_EXPERTS = ((INT4_PACKED, None), (INT4_PACKED, INT8), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
 
 
 def iter_checkpoint_layers(
@@ -194,10 +185,8 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
 
 def loads_in_transformers(inventory: Inventory) -> bool:
     """True if transformers reads the checkpoint. Among experts it supports FP8 codes, and packed codes without zero points (5.17)."""
-    # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers.
     return problem_of_zero_points(inventory) is None and not any(
-        isinstance(layer, QuantizedExperts)
-        and (layer.scheme.container == INT8_CODES or layer.scheme.grid.has_zero_points)
+        isinstance(layer, QuantizedExperts) and not format_of(layer.scheme.container).experts_in_transformers
         for layer in inventory.layers.values()
     )
 
@@ -238,7 +227,11 @@ def problem_of_mixture(inventory: Inventory) -> str | None:
                 f"{', '.join(MIXTURES)} has. Use one of these, a dense model, or use_vllm=False."
             )
         scheme = getattr(module, "scheme", None)
-        if scheme is not None and (scheme.container, scheme.activation) not in _EXPERTS:
-            known = [known.name for known in SCHEMES.values() if (known.container, known.activation) in _EXPERTS]
+        if scheme is not None and not _has_compared_experts(scheme):
+            known = [known.name for known in SCHEMES.values() if _has_compared_experts(known)]
             return f"experts ({path!r}) with scheme {scheme.name!r} have not been compared in vLLM; those with {['bf16', *known]} have."
     return None
+
+
+def _has_compared_experts(scheme: QuantScheme) -> bool:
+    return scheme.is_quantized and scheme.activation in format_of(scheme.container).experts_in_vllm

@@ -30,6 +30,7 @@ from transformers.utils import cached_file
 
 from ..quantization.checkpoint_names import find_checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
+from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import is_adapted
@@ -282,18 +283,7 @@ def _fill(
         )
     scales = {name.removesuffix(".weight_scale"): t for name, t in tensors.items() if name.endswith(".weight_scale")}
     low_bit = {
-        name: {
-            leaf: tensors.pop(f"{name}.{leaf}")
-            for leaf in (
-                "weight",
-                "weight_packed",
-                "weight_shape",
-                "weight_scale",
-                "weight_zero_point",
-                "weight_global_scale",
-            )
-            if f"{name}.{leaf}" in tensors
-        }
+        name: {leaf: tensors.pop(f"{name}.{leaf}") for leaf in CHECKPOINT_NAMES if f"{name}.{leaf}" in tensors}
         for name in scales
     }
     inventory = Inventory.of(model)

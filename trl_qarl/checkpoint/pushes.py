@@ -1,11 +1,13 @@
 """Model cards and pushes of a trainer: uploads the low-bit policy, which is the one that was trained."""
 
 import logging
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from safetensors import SafetensorError
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 from trl.trainer.base_trainer import _BaseTrainer
@@ -13,7 +15,7 @@ from typing_extensions import override
 
 from ..quantization.sharded import is_sharded
 from . import uploads as hub
-from .cards import TrainingFacts, adapter_card, masters_card
+from .cards import TrainingFacts, weights_card
 
 
 __all__ = ["PushesPolicy"]
@@ -60,9 +62,8 @@ class PushesPolicy(_BaseTrainer):
     def _weights_card(self):
         title = self._card_arguments.get("model_name") or Path(self.args.output_dir).name
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
-        facts = self._training_facts()
-        make_card = adapter_card if self.policy.has_adapter else masters_card
-        return make_card(title, self.model.name_or_path, masters, facts, policy)
+        facts, is_adapter = self._training_facts(), self.policy.has_adapter
+        return weights_card(title, self.model.name_or_path, facts, masters, policy, is_adapter)
 
     def _training_facts(self) -> TrainingFacts:
         tags = self._card_arguments.get("tags", ())
@@ -148,23 +149,34 @@ class PushesPolicy(_BaseTrainer):
         self.create_model_card(**{"model_name": self.hub_model_id.rpartition("/")[2], **kwargs})
         revision = revision or args.hub_revision
         uploads = self._write_for_hub(Path(args.output_dir), revision, private, **kwargs)
-        push_arguments = (uploads, commit_message, token, private, revision)
-        if blocking:
-            return hub.push(*push_arguments)
-        job = hub.push_in_background(*push_arguments)
+        given = (commit_message, token, private, revision)
+        return hub.push(uploads, *given) if blocking else self._push_in_background(uploads, *given)
+
+    def _push_in_background(self, *args):
+        job = hub.push_in_background(*args)
         self.push_in_progress = PushInProgress([job])
         return job
 
     def _is_private(self, private: bool | None) -> bool | None:
         return self.args.hub_private_repo if private is None else private
 
-    def _write_for_hub(self, masters: Path, revision: str | None, private: bool | None, **kwargs) -> list[hub.Upload]:
-        """Exports the policy if it is pushed; `masters` is where masters are saved."""
-        args = self.args
-        if hub.exports_policy(args.hub_export):
-            with hub.written_to(self.export_dir, masters, self.hub_model_id, private, revision):
-                self.export_model(**{"model_name": self.hub_model_id.rpartition("/")[2], **kwargs})
-        return hub.plan(args.hub_export, self.hub_model_id, self.export_dir, masters)
+    def _write_for_hub(
+        self, masters: Path, revision: str | None, private: bool | None, checkpoint: str | None = None, **kwargs
+    ) -> list[hub.Upload]:
+        """Export the policy if it is pushed, and return what is uploaded; `masters` is where masters are saved."""
+        policy, name = self.export_dir, self.hub_model_id
+        try:
+            if hub.exports_policy(self.args.hub_export):
+                self.export_model(**{"model_name": name.rpartition("/")[2], **kwargs})
+        except (OSError, SafetensorError) as error:
+            argv = ["trl-qarl", "export", "--model_name_or_path", masters, "--output_dir", policy, "--push_to_hub"]
+            argv += ["--hub_model_id", name] + ["--hub_private_repo"] * bool(private)
+            command = shlex.join(map(str, argv + (["--hub_revision", revision] if revision else [])))
+            raise hub.PushFailed(
+                f"Nothing was pushed to {name}: the low-bit policy could not be written to {policy}: {error}\nNothing is "
+                f"lost: the masters are saved in {masters}. Make room, or choose another folder, and repeat:\n  {command}"
+            ) from error
+        return hub.plan(self.args.hub_export, name, policy, masters, checkpoint)
 
     @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -177,14 +189,12 @@ class PushesPolicy(_BaseTrainer):
         # It reads the folder that is written next.
         self._finish_current_push()
         self.callback_handler.on_push_begin(args, self.state, self.control)
+        places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
         try:
-            uploads = self._write_for_hub(folder, args.hub_revision, args.hub_private_repo)
+            place = places.get(args.hub_strategy)
+            uploads = self._write_for_hub(folder, args.hub_revision, args.hub_private_repo, place)
         except hub.PushFailed as error:
             logger.error("%s", error)
             return
-        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
-            uploads.append(hub.checkpoint_upload(args.hub_export, self.hub_model_id, folder, name))
         message = f"Training in progress, step {self.state.global_step}"
-        job = hub.push_in_background(uploads, message, args.hub_token, args.hub_private_repo, args.hub_revision)
-        self.push_in_progress = PushInProgress([job])
+        self._push_in_background(uploads, message, args.hub_token, args.hub_private_repo, args.hub_revision)

@@ -15,16 +15,13 @@ could not be served, and every download of the policy would include the masters.
 import logging
 import os
 import shlex
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, HfApi, constants, get_token, hf_hub_download
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 
 from .._version import __version__
 from .marker import COMPLETE_FILE
@@ -35,20 +32,17 @@ __all__ = [
     "PushFailed",
     "Upload",
     "cache_card",
-    "checkpoint_upload",
     "create_repositories",
     "exports_policy",
     "full_name",
     "names",
     "plan",
-    "policy_upload",
     "problem_of_access",
     "problem_of_name",
     "push",
     "push_in_background",
     "repositories",
     "repository_name",
-    "written_to",
 ]
 
 logger = logging.getLogger(__name__)
@@ -104,7 +98,7 @@ class Upload:
 
 
 def exports_policy(hub_export: str) -> bool:
-    """Return whether the low-bit policy is pushed."""
+    """Return `True` if the low-bit policy is pushed."""
     return hub_export in ("low-bit", "both")
 
 
@@ -138,12 +132,7 @@ def names(hub_export: str, name: str | None) -> tuple[str | None, str | None]:
     return repo_id if exports_policy(hub_export) else None, None if hub_export == "low-bit" else masters_id
 
 
-def plan(
-    hub_export: str,
-    name: str,
-    policy: Path,
-    masters: Path,
-) -> list[Upload]:
+def plan(hub_export: str, name: str, policy: Path, masters: Path, checkpoint: str | None = None) -> list[Upload]:
     """
     Return what is uploaded.
 
@@ -156,28 +145,22 @@ def plan(
             Folder of the low-bit policy.
         masters (`Path`):
             Folder of masters or adapter: output directory or checkpoint.
+        checkpoint (`str`, *optional*):
+            Folder of the repository for all of `masters`, a checkpoint from which training can go on.
     """
     repo_id, masters_id = repositories(hub_export, name)
     uploads = []
     if exports_policy(hub_export):
-        uploads.append(policy_upload(repo_id, policy))
+        uploads.append(Upload(repo_id, policy, exclude=(".*",), delete=_STALE))
     if hub_export != "low-bit":
         exclude = (*_PRIVATE, *_CHECKPOINT_STATE, "checkpoint-*")
         if policy.is_relative_to(masters):
             exclude += (f"{policy.relative_to(masters)}/*",)
         delete = _STALE if hub_export != "adapter" else _STALE[:2]
         uploads.append(Upload(masters_id, masters, exclude=exclude, delete=delete))
+    if checkpoint is not None:
+        uploads.append(Upload(masters_id, masters, checkpoint, exclude=_PRIVATE, delete=("*",)))
     return uploads
-
-
-def policy_upload(repo_id: str, policy: Path) -> Upload:
-    """Return the low-bit policy, at the top of its repository."""
-    return Upload(repo_id, policy, exclude=(".*",), delete=_STALE)
-
-
-def checkpoint_upload(hub_export: str, name: str, checkpoint: Path, folder: str) -> Upload:
-    """Return a checkpoint, whole, so that training can go on from it; `folder` is its place in the repository."""
-    return Upload(repositories(hub_export, name)[1], checkpoint, folder, exclude=_PRIVATE, delete=("*",))
 
 
 def push(
@@ -226,26 +209,15 @@ def push(
 
 def push_in_background(*args, **kwargs) -> Future:
     """Run [`push`] in another thread; training goes on, and a failure is logged."""
-    job = _api().run_as_future(push, *args, **kwargs)
-    job.add_done_callback(_log_failure)
-    return job
 
+    def run() -> CommitInfo:
+        try:
+            return push(*args, **kwargs)
+        except PushFailed as error:
+            logger.error("%s", error)
+            raise
 
-@contextmanager
-def written_to(
-    policy: Path, masters: Path, name: str, private: bool | None = None, revision: str | None = None
-) -> Iterator[None]:
-    """Turn what happens while the policy is written, such as a full disk, into [`PushFailed`]."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        argv = ["trl-qarl", "export", "--model_name_or_path", masters, "--output_dir", policy, "--push_to_hub"]
-        argv += ["--hub_model_id", name] + ["--hub_private_repo"] * bool(private)
-        command = shlex.join(map(str, argv + (["--hub_revision", revision] if revision else [])))
-        raise PushFailed(
-            f"Nothing was pushed to {name}: the low-bit policy could not be written to {policy}: {error}\nNothing is lost: "
-            f"the masters are saved in {masters}. Make room, or choose another folder, and repeat:\n  {command}"
-        ) from error
+    return _api().run_as_future(run)
 
 
 def create_repositories(hub_export: str, name: str, token: str | None, private: bool | None) -> str:
@@ -287,12 +259,6 @@ def cache_card(name_or_path: str | None, token: str | None = None) -> None:
             hf_hub_download(name_or_path, constants.REPOCARD_NAME, token=token)
         except Exception as error:
             logger.debug("No card of %s: %s", name_or_path, error)
-
-
-def _log_failure(job: Future) -> None:
-    error = None if job.cancelled() else job.exception()
-    if error is not None:
-        logger.error("%s", error)
 
 
 def problem_of_name(name: str, hub_export: str) -> str | None:

@@ -2,17 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
-import torch
-from packaging.version import Version
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import Trainer
-from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..adapters.tensors import is_adapter_folder, saved_adapter_config
 from ..checkpoint.layout import problem_of_mixture
@@ -30,7 +23,7 @@ from .adapter import (
     problems_of_quantized_base,
     problems_of_start,
 )
-from .options import low_precision_masters, name_of_optimizer, raise_problems
+from .options import low_precision_masters, raise_problems
 
 
 __all__ = [
@@ -42,9 +35,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-BITSANDBYTES_ON_CPU = "0.50"
-"""First release of bitsandbytes whose optimizers run on a CPU."""
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
@@ -132,58 +122,6 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
         )
 
 
-def problems_of_optimizer(args: Any) -> Iterator[str]:
-    """Yield the reason if an optimizer cannot be created here. transformers would create it only when training starts, after model and engine."""
-    if args.optim == "muon":
-        return
-    name = name_of_optimizer(args)
-    try:
-        optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(args)
-    except ImportError as error:
-        yield f"optim={name!r} cannot be made: {error}"
-        return
-    except ValueError:
-        # GaLore, APOLLO and LOMO ask for the model, which is not loaded yet.
-        return
-    if optimizer_class.__module__.startswith("torchao") and torch._dynamo.config.disable:
-        yield (
-            f"optim={name!r} compiles its step, but compiling is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE). Unset "
-            "that; `torch.compiler.set_stance('force_eager')` before training runs the step without compiling."
-        )
-    if not args.use_cpu or not optimizer_class.__module__.startswith("bitsandbytes"):
-        return
-    installed = version("bitsandbytes")
-    if Version(installed) < Version(BITSANDBYTES_ON_CPU):
-        yield (
-            f"optim={name!r} with use_cpu=True: bitsandbytes {installed} has its optimizers on GPUs only. Install "
-            f"bitsandbytes>={BITSANDBYTES_ON_CPU}, or use 'adamw_torch_8bit', which is torchao's."
-        )
-
-
-def _problems_of_rewards(reward_funcs) -> Iterator[str]:
-    from trl.rewards import accuracy_reward, reasoning_accuracy_reward
-
-    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
-        # TRL says so at the first reward, after the model is loaded and a batch is generated.
-        if function in (accuracy_reward, reasoning_accuracy_reward) and find_spec("math_verify") is None:
-            yield f"`{function.__name__}` needs the package math-verify. Install it: `pip install math-verify`."
-            return
-
-
-def _problems_of_trackers(args: Any) -> Iterator[str]:
-    installed = get_available_reporting_integrations()
-    for name in args.report_to or ():
-        if name not in INTEGRATION_TO_CALLBACK:
-            yield f"report_to={name!r} is not a tracker. Choose from {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
-        # Of these two the list does not say whether they are installed.
-        elif name not in (*installed, "azure_ml", "flyte"):
-            # transformers says so after the model is loaded.
-            yield (
-                f"report_to={name!r}: the package is not installed. Run `pip install {name.replace('_', '-')}`, or leave "
-                "`report_to` out: every metric is in metrics.jsonl."
-            )
-
-
 def has_pictures(*datasets: Any) -> bool:
     """Return whether a dataset, or one of several by name, has a column that TRL reads pictures from."""
     splits = [split for data in datasets for split in (data.values() if isinstance(data, dict) else [data])]
@@ -231,7 +169,6 @@ def _problems_of_videos(datasets: tuple, environment_factory: Any) -> Iterator[s
 def check_arguments(
     *,
     model,
-    reward_funcs,
     args,
     train_dataset,
     eval_dataset,
@@ -277,10 +214,6 @@ def check_arguments(
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
-    if optimizers[0] is None:
-        problems += problems_of_optimizer(args)
-    problems += _problems_of_rewards(reward_funcs)
-    problems += _problems_of_trackers(args)
     problems += _problems_of_videos((train_dataset, eval_dataset), environment_factory if args.use_vllm else None)
     if isinstance(model, nn.Module):
         problems += problems_of_masters(model, args, has_adapter)

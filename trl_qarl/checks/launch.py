@@ -130,7 +130,7 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
         )
     if deepspeed is None:
         return
-    # Each of its own, where machines do not share the folder.
+    # Every process lists the files that it sees, because machines need not share the folder.
     parts = [path.name for path in folder.glob(_DEEPSPEED_STATES)]
     count = len(set(gather_object(parts)))
     if count != accelerator.num_processes:
@@ -149,7 +149,7 @@ def _check_fsdp(plugin: Any, args: Any, model: nn.Module) -> None:
     raise_problems([*_problems_of_fsdp(plugin, args, model)])
     policy = plugin.mixed_precision_policy
     if policy is not None and args.numerics == "engine":
-        # Its operations round masters themselves, and what passes from layer to layer is not rounded.
+        # Engine operations round masters themselves, and activations between layers are not rounded.
         policy = plugin.mixed_precision_policy = replace(policy, param_dtype=None, output_dtype=None)
     if policy is not None and policy.reduce_dtype not in (None, torch.float32):
         logger.info("FSDP2 adds up gradients in float32, not in %s.", policy.reduce_dtype)
@@ -264,7 +264,7 @@ def check_units(model: nn.Module) -> None:
 
 def shard_when_prepared(accelerator: Accelerator) -> None:
     """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights."""
-    # On the instance: there is nothing else that accelerate calls once a model is sharded.
+    # Patched on the instance: accelerate has no hook after a model is sharded.
     accelerator.prepare = _Sharding(accelerator)  # pyrefly: ignore[bad-assignment]
 
 

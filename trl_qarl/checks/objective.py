@@ -6,7 +6,7 @@ from ..objectives.options import default
 from ..objectives.registry import all_objectives, get_objective, problem_of_objective
 
 
-__all__ = ["check_objective", "check_ratios", "refused_by_objective"]
+__all__ = ["check_objective", "check_ratios"]
 
 
 def check_objective(config) -> Iterator[str]:
@@ -15,12 +15,6 @@ def check_objective(config) -> Iterator[str]:
         yield problem
         return
     yield from get_objective(config).contradictions(config)
-
-
-def refused_by_objective(config) -> Iterator[tuple[str, str]]:
-    """Given options that have no meaning for the objective, and why."""
-    if problem_of_objective(config) is None:
-        yield from get_objective(config).refused(config)
 
 
 def check_ratios(config) -> Iterator[str]:

@@ -41,7 +41,6 @@ __all__ = [
     "low_precision_masters",
     "name_of_optimizer",
     "raise_problems",
-    "raise_problems_of_config",
     "refused_by_all",
 ]
 
@@ -78,8 +77,8 @@ def check_numerics(config) -> Iterator[str]:
         if getattr(config, name) not in known:
             yield f"{name}={getattr(config, name)!r} is unknown. Choose one of {[value for value in known if value]}."
     if config.numerics == "engine":
-        for option, reason in contradicting_options(config):
-            yield f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'."
+        for problem in contradicting_options(config):
+            yield f"numerics='engine' contradicts {problem}, or use numerics='fast'."
 
 
 def check_adapters(config) -> Iterator[str]:
@@ -141,7 +140,7 @@ def _check_gpu(config) -> Iterator[str]:
     """Yield the schemes that an engine on this machine's GPU must not run; a server elsewhere checks this itself when it starts."""
     is_here = config.vllm_mode == "colocate" or config.vllm_server_autostart
     gpu = Gpu.here() if is_here and not config.use_cpu else None
-    # What is wrong with the plan itself, `check_scheme` says.
+    # Errors of the plan itself come from `check_scheme`.
     with suppress(ValueError):
         if gpu is not None:
             reasons = (reason_against(scheme, gpu) for scheme in config.plan.schemes)
@@ -180,8 +179,6 @@ def check_vllm(config) -> Iterator[str]:
             "models. Use 'vllm'."
         )
     yield from _check_gpu(config)
-    if config.vllm_enable_sleep_mode and config.use_cpu:
-        yield ("vllm_enable_sleep_mode=True with use_cpu=True: vLLM has sleep mode on GPUs only. Set it to `False`.")
     if config.vllm_server_autostart and config.vllm_server_host not in ("0.0.0.0", "127.0.0.1", "localhost"):
         yield (
             f"vllm_server_host={config.vllm_server_host!r} with vllm_server_autostart=True: the server is started on this "
@@ -270,23 +267,6 @@ def raise_problems(problems: list[str]) -> None:
         raise ValueError(problems[0])
     if problems:
         raise ValueError("\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)]))
-
-
-def raise_problems_of_config(
-    problems: list[str], objective: str, refused: list[tuple[str, str]], alternative: str
-) -> None:
-    """Raise one `ValueError` for all `problems` and options that are `refused` by `objective` and taken by `alternative`."""
-    if len(refused) == 1:
-        option, why = refused[0]
-        problems = [*problems, f"{option} is not honoured by objective={objective!r}: {why}."]
-    elif refused:
-        lines = [f"{len(refused)} options do not apply to objective={objective!r}:"]
-        lines += [f"- {option}: {why}." for option, why in refused]
-        lines += [f"objective={alternative!r} takes them as TRL does."]
-        if problems:
-            lines += ["Apart from them:", *(f"- {problem}" for problem in problems)]
-        raise ValueError("\n".join(lines))
-    raise_problems(problems)
 
 
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None:

@@ -60,7 +60,7 @@ def problems_of_zero(
         if device not in (None, "none", "cpu"):
             yield f"{name}_device={device!r} with DeepSpeed: it has not been tried. Use none or cpu"
     for name in ("bf16", "fp16", "torch_autocast"):
-        # What accelerate makes of `mixed_precision: bf16` is taken back.
+        # `bf16.enabled` that accelerate derives from `mixed_precision: bf16` is undone later.
         found = (given if name == "bf16" else config).get(name) or {}
         if found.get("enabled") is True:
             yield f"{name}.enabled=true in DeepSpeed's configuration: {_ROUNDED}"
@@ -113,7 +113,7 @@ def keep_float32_masters(config: dict[str, Any]) -> None:
 
 def compute_in_bfloat16(model: nn.Module) -> None:
     """Have the model's forward compute under autocast and return float32, as accelerate does with DDP; also in PEFT's `generate`."""
-    # Which leaves out the forward of an adapted model.
+    # PEFT's `generate` bypasses the forward of the adapted model.
     model = base_model(model)
     device = next(model.parameters()).device
     model.forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(model.forward))

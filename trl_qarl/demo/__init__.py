@@ -1,1 +1,1 @@
-"""A model and a task for the quickstart, without a hub."""
+"""A model for the quickstart, without a hub."""

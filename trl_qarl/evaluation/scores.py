@@ -21,6 +21,7 @@ __all__ = [
     "evaluate_problems",
     "format_score",
     "is_right",
+    "load_policy",
     "load_problems",
     "make_transformers_sampler",
     "make_vllm_sampler",
@@ -110,8 +111,8 @@ def evaluate_problems(
     return [total / num_samples for total in sums]
 
 
-def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, batch_size: int):
-    """Return a sampler over transformers, and its tokenizer."""
+def load_policy(path: str):
+    """Return a model as it is deployed, on the accelerator if there is one, and its tokenizer."""
     import torch
     from transformers import AutoTokenizer
 
@@ -123,6 +124,15 @@ def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: fl
     model = load_deployed(path)
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())
+    return model, tokenizer
+
+
+def make_transformers_sampler(
+    model, tokenizer, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0, batch_size: int = 16
+) -> Sampler:
+    """Return a sampler over transformers."""
+    import torch
+
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
 
     def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
@@ -143,7 +153,7 @@ def make_transformers_sampler(path: str, *, max_new_tokens: int, temperature: fl
             texts += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return texts
 
-    return sample, tokenizer
+    return sample
 
 
 def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, max_model_len: int | None):

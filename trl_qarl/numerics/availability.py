@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
+from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import adapted_layers, base_model
-from ..quantization.schemes import E4M3_CODES, QuantScheme
+from ..quantization.schemes import QuantScheme
 from ..quantization.weight import QuantizedLayer
 from . import cpu as kernels
 from . import cuda
@@ -59,8 +60,8 @@ def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[
     """
     if config.numerics == "engine":
         # What can be said without loading vLLM, the configuration has said.
-        for option, reason in contradicting_options(config, loads_vllm=True):
-            raise ValueError(f"numerics='engine' contradicts {option}: {reason}, or use numerics='fast'.")
+        for problem in contradicting_options(config, loads_vllm=True):
+            raise ValueError(f"numerics='engine' contradicts {problem}, or use numerics='fast'.")
     if config.numerics is not None:
         return config.numerics, "as configured"
     reason = next(obstacles(config, model, dtype), None)
@@ -78,16 +79,16 @@ def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str
         yield "rollouts are the learner's own"
     if not config.use_cpu:
         yield "engine numerics have never run on a GPU; numerics='engine' asks for them, and exact='require' checks them"
-    for option, reason in contradicting_options(config, loads_vllm=True):
-        yield f"engine numerics contradict {option}: {reason.partition('. ')[0]}"
+    for problem in contradicting_options(config, loads_vllm=True):
+        yield f"engine numerics contradict {problem.partition('. ')[0]}"
     reason = _obstacle_of_model(model, dtype)
     if reason is not None:
         yield f"Engine numerics are not available: {reason}."
 
 
-def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tuple[str, str]]:
+def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
     """
-    Options with which a learner cannot compute as the engine does, as `name=value`, and why.
+    Yield options with which a learner cannot compute as the engine does, as `name=value`, and why.
 
     Args:
         config ([`QaRLConfig`]):
@@ -142,7 +143,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[tup
         ),
     ):
         if not is_met:
-            yield option, reason
+            yield f"{option}: {reason}"
 
 
 def _schemes(config: Any) -> tuple[QuantScheme, ...]:
@@ -237,7 +238,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
             )
         if isinstance(module, QuantizedLinear):
             yield (
-                not on_gpu or scheme.container != E4M3_CODES or torch.cuda.get_device_capability() >= (8, 9),
+                not on_gpu or torch.cuda.get_device_capability() >= format_of(scheme.container).min_capability,
                 f"{path!r} has scheme {scheme.name!r}, which vLLM runs with 16-bit activations below compute capability 8.9",
             )
 

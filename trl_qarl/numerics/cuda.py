@@ -27,14 +27,16 @@ import torch
 
 from ..packages import installed
 from ..quantization import gemm
+from ..quantization.formats.registry import format_of
 from ..quantization.quantize import quantize_activation
-from ..quantization.schemes import E4M3, E4M3_CODES, INT4_PACKED, INT8, INT8_CODES, SCHEMES, QuantScheme
+from ..quantization.schemes import INT8, SCHEMES, QuantScheme
 from .compare import first_difference_on_gpu
 
 
 __all__ = [
     "ENGINE_ARGUMENTS",
     "ENVIRONMENT",
+    "PackedLinear",
     "attention",
     "covered_schemes",
     "covers",
@@ -50,9 +52,6 @@ __all__ = [
     "silu_mul",
     "use_one_tiling",
 ]
-
-COVERED = ((INT4_PACKED, None), (INT8_CODES, INT8), (E4M3_CODES, E4M3))
-"""Containers and activations whose product is compared with the engine's."""
 
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
@@ -162,7 +161,7 @@ def prepare_process() -> None:
 
 def covers(scheme: QuantScheme) -> bool:
     """Return whether learner and engine share the product of `scheme`, whatever its grid."""
-    return (scheme.container, scheme.activation) in COVERED
+    return scheme.is_quantized and scheme.activation in format_of(scheme.container).repeated_on_gpus
 
 
 def covered_schemes() -> list[str]:
@@ -173,6 +172,17 @@ def covered_schemes() -> list[str]:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` `(N,)` in any dtype, or `None`. vLLM decides when it is added."""
     return _batch_invariant().linear_batch_invariant(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+class PackedLinear:
+    """[`~trl_qarl.numerics.backends.Backend.PackedLinear`]: [`linear`] by one weight."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._weight = weight
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x.reshape(-1, x.shape[-1]), self._weight, bias).view(*x.shape[:-1], len(self._weight))
 
 
 def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
@@ -191,7 +201,7 @@ def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`trl_qarl.numerics.cpu.rotate`]."""
+    """[`~trl_qarl.numerics.backends.Backend.rotate`]."""
     import vllm._custom_ops as ops
 
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
@@ -229,8 +239,10 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return _batch_invariant().log_softmax(logits, -1)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
-    """[`trl_qarl.numerics.cpu.attention`] by FlashAttention, keys and values in blocks and not split."""
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+    """[`~trl_qarl.numerics.backends.Backend.attention`] by FlashAttention, keys and values in blocks and not split."""
+    if window is not None:
+        raise NotImplementedError("Only vLLM's kernels for CPUs have attention to a window of keys.")
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     slots, table, query_starts, lengths = _layout(query_lengths, key_lengths, query.device)

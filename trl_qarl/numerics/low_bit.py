@@ -23,13 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from ..quantization import gemm
-from ..quantization.formats import e4m3
+from ..quantization.formats.e4m3 import round_to_grid
 from ..quantization.quantize import e4m3_scale, quantize_activation
 from ..quantization.schemes import INT8, INT8_CODES, QuantScheme, get_scheme
 from ..quantization.tensors import LowBitTensor
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE
-from . import cpu as kernels
-from . import cuda
+from . import backends, cuda
 from .cpu import PackedLinear, reason_not_to_call, vllm_version
 from .cpu_attention import IN_ONE_PASS
 
@@ -51,7 +50,7 @@ def low_bit_linear(
     Raises:
         MemoryError: if the operand does not fit into the memory that is free.
     """
-    if kernels.is_on_gpu(rows):
+    if backends.is_on_gpu(rows):
         return cuda.low_bit_linear(rows, low_bit, bias)
     product = _product_of(low_bit, rows.dtype)
     if product is None:
@@ -103,7 +102,7 @@ class _Expanded:
                 f"{free >> 20} MiB are free. Set cpu_weights='packed' (in the environment of a server {CPU_WEIGHTS_VARIABLE}=packed): "
                 "weights then stay in low bits, and products are up to three times slower."
             )
-        self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype), is_compared=True)
+        self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype))
 
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         bias = None if bias is None else bias.to(rows.dtype)
@@ -111,7 +110,7 @@ class _Expanded:
             return self._product(rows.to(self.dtype), bias).to(rows.dtype)
         scale = e4m3_scale(rows)
         # The values of `quantize_activation`'s codes, without a detour through codes. PyTorch's own mixed `bfloat16 * float32` is slower.
-        values = e4m3.round_to_grid(rows.float().mul_(scale.reciprocal()))
+        values = round_to_grid(rows.float().mul_(scale.reciprocal()))
         y = self._product(values.to(self.dtype)).float().mul_(scale).to(rows.dtype)
         return y if bias is None else y.add_(bias)
 

@@ -6,6 +6,7 @@ What passes between decoder layers is the residual stream in float32, before the
 """
 
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -26,8 +27,8 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from ..quantization.linear import weight_version
-from . import cpu as kernels
 from . import experts, ops
+from .backends import backend_of
 
 
 __all__ = [
@@ -121,7 +122,7 @@ class _Packed(EngineOperation):
     """
 
     weights: tuple[str, ...]
-    packing: type
+    packing: Callable[..., Any]
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -143,7 +144,7 @@ class _Packed(EngineOperation):
 
 
 class _Linear(_Packed):
-    weights, packing = ("weight",), kernels.PackedLinear
+    weights, packing = ("weight",), staticmethod(lambda weight: backend_of(weight).PackedLinear(weight))
 
     def forward(self, x):
         return ops.linear(x, self.module.weight, self.module.bias, self.product())

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from . import cpu as kernels
+from .backends import Product, backend_of
+from .cpu import lora
 
 
 __all__ = [
@@ -46,26 +47,26 @@ def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """[`~trl_qarl.numerics.cpu.rms_norm`] of `x` by a master `weight`, rounded to `dtype`, with gradients to both."""
+    """[`~trl_qarl.numerics.backends.Backend.rms_norm`] of `x` by a master `weight`, rounded to `dtype`, with gradients to both."""
     return _RMSNorm.apply(x, weight, epsilon, dtype)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.cpu.silu_mul`] with gradients to both."""
+    """[`~trl_qarl.numerics.backends.Backend.silu_mul`] with gradients to both."""
     return _SiluMul.apply(gate, up)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`~trl_qarl.numerics.cpu.rotate`] with a gradient to `x`."""
+    """[`~trl_qarl.numerics.backends.Backend.rotate`] with a gradient to `x`."""
     return _Rotate.apply(x, positions, cache)
 
 
 def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
-    """[`~trl_qarl.numerics.cpu.attention`] with gradients to `query`, `key` and `value`."""
+    """[`~trl_qarl.numerics.backends.Backend.attention`] with gradients to `query`, `key` and `value`."""
     return _Attention.apply(query, key, value, query_lengths, key_lengths, scale, window)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: kernels.PackedLinear):
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product):
     """
     `x @ weight.T + bias` through `product`, made of the rounded `weight`, with gradients to `x`, `weight` and `bias`.
     """
@@ -93,7 +94,7 @@ def head_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    product: kernels.PackedLinear,
+    product: Product,
     tokens: torch.Tensor,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +106,7 @@ def head_log_probs(
         hidden (`torch.Tensor`): `(N, K)` in the engine's dtype.
         weight (`torch.Tensor`): `(V, K)`, the head's master.
         bias (`torch.Tensor` or `None`): `(V,)`.
-        product ([`~trl_qarl.numerics.cpu.PackedLinear`]): made of the rounded `weight`.
+        product ([`~trl_qarl.numerics.backends.Product`]): made of the rounded `weight`.
         tokens (`torch.Tensor`): `(N,)` int64.
         temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
 
@@ -136,7 +137,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x, weight, epsilon, dtype):
         ctx.save_for_backward(x, weight)
         ctx.epsilon, ctx.dtype = epsilon, dtype
-        return kernels.rms_norm(x, weight.to(dtype), epsilon)
+        return backend_of(x).rms_norm(x, weight.to(dtype), epsilon)
 
     @staticmethod
     @once_differentiable
@@ -160,7 +161,7 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return kernels.silu_mul(gate, up)
+        return backend_of(gate).silu_mul(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -173,7 +174,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, positions, cache):
         ctx.save_for_backward(positions, cache)
-        return kernels.rotate(x, positions, cache)
+        return backend_of(x).rotate(x, positions, cache)
 
     @staticmethod
     @once_differentiable
@@ -194,7 +195,7 @@ class _Attention(torch.autograd.Function):
             )
         ctx.save_for_backward(query, key, value)
         ctx.lengths, ctx.scale, ctx.window = query_lengths, scale, window
-        return kernels.attention(query, key, value, query_lengths, key_lengths, scale, window)
+        return backend_of(query).attention(query, key, value, query_lengths, key_lengths, scale, window)
 
     @staticmethod
     @once_differentiable
@@ -264,7 +265,7 @@ class _AddLora(torch.autograd.Function):
     def forward(ctx, y, x, a, b, scaling, rank):
         padding = rank - a.shape[0]
         rows, scaled = x.reshape(-1, x.shape[-1]), (b * scaling).to(x.dtype)
-        inner, added = kernels.lora(rows, F.pad(a.to(x.dtype), (0, 0, 0, padding)), F.pad(scaled, (0, padding)))
+        inner, added = lora(rows, F.pad(a.to(x.dtype), (0, 0, 0, padding)), F.pad(scaled, (0, padding)))
         ctx.save_for_backward(x, a, scaled, inner)
         ctx.scaling, ctx.b_dtype = scaling, b.dtype
         return y + added.view_as(y)
@@ -363,7 +364,7 @@ def _score(logits, tokens, temperature, has_entropies=True) -> tuple[torch.Tenso
     log_probs, entropies = logits.new_empty(2, len(tokens), dtype=torch.float32)
     parts = (tensor.split(size) for tensor in (logits, tokens, log_probs, entropies))
     for rows, token, log_prob, entropy in zip(*parts, strict=True):
-        all_log_probs = kernels.log_softmax(rows, temperature)
+        all_log_probs = backend_of(rows).log_softmax(rows, temperature)
         log_prob.copy_(all_log_probs.gather(1, token[:, None])[:, 0])
         if has_entropies:
             torch.sum(all_log_probs.exp().mul_(all_log_probs), dim=-1, out=entropy).neg_()

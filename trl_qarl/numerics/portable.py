@@ -1,5 +1,5 @@
 """
-Rotation and attention in torch, where vLLM's kernels are not installed: decoding with a cache and scoring agree bit for bit.
+The engine's operations in torch, where vLLM's kernels are not installed: decoding with a cache and scoring agree bit for bit.
 
 A row of a matrix product keeps its bits only if the shapes of the product stay the same, as BLAS chooses the order of sums by
 them. So everything that is summed here is a product of one fixed shape, filled up with zeros, and sums over several of them are
@@ -9,22 +9,57 @@ taken from the first to the last. Queries, keys and values are bfloat16; product
 import torch
 import torch.nn.functional as F
 
+from ..quantization.gemm import has_fast_bf16, linear_in_blocks
 
-__all__ = ["attention", "rotate"]
+
+__all__ = ["PackedLinear", "attention", "log_softmax", "rms_norm", "rotate", "silu_mul"]
 
 NUM_ROWS = 48  # a multiple of the rows that BLAS takes at once, as in `trl_qarl.quantization.gemm`
 NUM_KEYS = 128
 
 
+class PackedLinear:
+    """[`~trl_qarl.numerics.backends.Backend.PackedLinear`] in blocks of as many rows."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._weight = weight if has_fast_bf16() else weight.float()
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(self._weight.dtype)
+        y = linear_in_blocks(rows, self._weight).to(x.dtype)
+        return (y if bias is None else y + bias.to(y.dtype)).view(*x.shape[:-1], y.shape[1])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """[`~trl_qarl.numerics.backends.Backend.rms_norm`]."""
+    x = x.float()
+    x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return x.to(weight.dtype) * weight
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[`~trl_qarl.numerics.backends.Backend.silu_mul`]."""
+    return F.silu(gate) * up
+
+
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[`~trl_qarl.numerics.backends.Backend.log_softmax`]."""
+    logits = logits.float()
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """[`trl_qarl.numerics.cpu.rotate`], rounded once."""
+    """[`~trl_qarl.numerics.backends.Backend.rotate`], rounded once."""
     cos, sin = cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def attention(query, key, value, query_lengths, key_lengths, scale) -> torch.Tensor:
-    """[`trl_qarl.numerics.cpu.attention`] for sequences of any length."""
+def attention(query, key, value, query_lengths, key_lengths, scale, window=None) -> torch.Tensor:
+    """[`~trl_qarl.numerics.backends.Backend.attention`] for sequences of any length."""
+    if window is not None:
+        raise NotImplementedError("Only vLLM's kernels for CPUs have attention to a window of keys.")
     outputs = []
     for q, k, v in zip(query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True):
         num_queries, num_keys, num_groups = len(q), len(k), q.shape[1] // k.shape[1]

@@ -175,10 +175,6 @@ class Objective:
                     "Remove it, or use objective='grpo', which takes every option of TRL's."
                 )
 
-    def refused(self, config: Any) -> Iterator[tuple[str, str]]:
-        """Options as they were given, as `name=value`, that have no meaning for the whole objective, and why."""
-        yield from ()
-
     def problems(self, config: Any) -> Iterator[str]:
         """Yield what is wrong with the options of the loss, once the objective has set its own."""
         if config.importance_sampling_level not in ("token", "sequence"):

@@ -212,13 +212,11 @@ class _TBPO(Objective):
 
     @override
     def contradictions(self, config: Any) -> Iterator[str]:
-        """Nothing: what contradicts it is refused."""
-        yield from ()
-
-    @override
-    def refused(self, config: Any) -> Iterator[tuple[str, str]]:
         if config.loss_type not in (None, self.loss_type):
-            yield f"loss_type={config.loss_type!r}", "TBPO replaces TRL's losses; `objective` takes the same names"
+            yield (
+                f"loss_type={config.loss_type!r} is not honoured by objective='tbpo': TBPO replaces TRL's losses; `objective` "
+                "takes the same names."
+            )
         for name, why in REFUSED_BY_TBPO.items():
             allowed = [trl_default(name)]
             if name in UNSET:
@@ -227,7 +225,8 @@ class _TBPO(Objective):
             # vLLM takes these for no objective.
             is_refused_already = config.use_vllm and name in RESHAPES_SAMPLING
             if not is_unused(config, name, *allowed) and not is_refused_already:
-                yield f"{name}={getattr(config, name)!r}", why
+                value = getattr(config, name)
+                yield f"{name}={value!r} is not honoured by objective='tbpo', as it is by objective='grpo': {why}."
 
     @override
     def problems(self, config: Any) -> Iterator[str]:

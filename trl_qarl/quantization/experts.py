@@ -15,10 +15,11 @@ from torch import nn
 from typing_extensions import override
 
 from .experts_product import experts_product
+from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
 from .grouped import grouped_experts, reason_against_grouping
 from .partitioned import shape_of
-from .schemes import E2M1, QuantScheme, get_scheme
+from .schemes import QuantScheme, get_scheme
 from .tensors import LowBitTensor, straight_through_linear
 from .weight import QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
 
@@ -207,11 +208,11 @@ def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme,
     Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for the experts of a layer.
 
     Raises:
-        ValueError: if no group size divides both, naming the sizes, and for FP4.
+        ValueError: if no group size divides both, naming the sizes, and for formats that no reader of experts knows.
     """
-    if scheme.grid == E2M1:
+    if refusal := format_of(scheme.container).refusal_of_experts:
         raise ValueError(
-            f"scheme {scheme.name!r} of experts: no reader of such a checkpoint has been tried. Use another scheme for them, such as "
+            f"scheme {scheme.name!r} of experts: {refusal}. Use another scheme for them, such as "
             "'w4a16' ('re:.*experts'), or leave them out with `exclude_modules`."
         )
     hidden, intermediate = shape_of(module.gate_up_proj)[-1], shape_of(module.down_proj)[-1]

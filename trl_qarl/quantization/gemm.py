@@ -7,7 +7,7 @@ kernel of a scheme computes the same sum of products with float32 accumulation, 
 and the order of summation. With `row_invariant=True` it does not depend on the number of rows either, and the result of a
 row is the same bits whatever rows come with it: an engine needs this, whose prefill and decode must agree.
 
-On a CPU the thresholds below are where the measured times cross (`trl-qarl bench learner` and `bench decode`, benchmarks/learner.md):
+On a CPU the thresholds below are where the measured times cross (`learner` and `decode` of `python -m benchmarks.bench`, benchmarks/learner.md):
 
 - INT4: ATen's INT4 kernel works row by row and wins up to 32 rows; above, expanding the weight once and multiplying in
   bf16 (or in float32 where the processor has no bf16 instructions) is faster.

@@ -1,25 +1,24 @@
 """
-NVFP4's global scales: one for all layers that vLLM fuses into one matrix, chosen when a model is prepared and then constant.
+Global scales, such as NVFP4's: one for all layers that vLLM fuses into one matrix, chosen when a model is prepared and then constant.
 
 vLLM takes the largest of such a matrix for all of it, so with several it would multiply by other weights than were trained. They are
-powers of two with room for weights that grow ([`~trl_qarl.quantization.quantize.choose_global_scale`]), so they need not follow them.
+powers of two with room for weights that grow ([`trl_qarl.quantization.formats.nvfp4`]), so they need not follow them.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 
+from .formats.registry import format_of
 from .plan import FUSED
-from .quantize import choose_global_scale
-from .schemes import NVFP4
 from .weight import QuantizedLayer, QuantizedWeight
 
 
-__all__ = ["check_global_scales", "global_scales", "share_global_scales"]
+__all__ = ["check_global_scales", "share_global_scales"]
 
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
     """
-    Give each group of NVFP4 layers its divisor: that of `known`, by names of layers, else the one of its largest weight.
+    Give each group of layers with global scales its own: that of `known`, by names of layers, else the one of its largest weight.
 
     Raises:
         ValueError: if `known` lacks a layer.
@@ -29,30 +28,23 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
             missing = [layer for layer in layers if layer not in known and _group_of(layer) == name]
             if missing:
                 raise ValueError(
-                    f"global_scales has no entry {missing[0]!r}. It has to name every layer of 'nvfp4a16'."
+                    f"global_scales has no entry {missing[0]!r}. It has to name every layer of "
+                    f"{layers[missing[0]].scheme.name!r}."
                 )
             scale = next(known[layer] for layer in layers if _group_of(layer) == name)
         else:
             masters = [weight.master().detach() for weight in weights if not weight.is_frozen]
             if not masters or any(master.is_meta for master in masters):
                 continue
-            scale = min(map(choose_global_scale, masters))
+            scale = min(format_of(weights[0].scheme.container).choose_global_scale(master) for master in masters)
         for weight in weights:
             weight.global_scale = scale
             weight.forget()
 
 
-def global_scales(layers: Mapping[str, QuantizedLayer]) -> dict[str, float]:
-    """Divisors of the NVFP4 layers, by their names."""
-    scales = {
-        name: weight.global_scale for name, layer in layers.items() for weight in layer.quantized_weights.values()
-    }
-    return {name: scale for name, scale in scales.items() if scale is not None}
-
-
-def check_global_scales(scales: Mapping[str, float | None]) -> None:
-    """Raises `ValueError` where NVFP4 layers that vLLM holds as one matrix have several divisors, given by the layers' names."""
-    of_group: dict[str, dict[str, float | None]] = defaultdict(dict)
+def check_global_scales(scales: Mapping[str, float]) -> None:
+    """Raises `ValueError` where layers that vLLM holds as one matrix have several global scales, given by the layers' names."""
+    of_group: dict[str, dict[str, float]] = defaultdict(dict)
     for name, scale in scales.items():
         of_group[_group_of(name)][name] = scale
     for group in of_group.values():
@@ -66,7 +58,7 @@ def check_global_scales(scales: Mapping[str, float | None]) -> None:
 def _groups(layers: Mapping[str, QuantizedLayer]) -> dict[str, list[QuantizedWeight]]:
     groups = defaultdict(list)
     for name, layer in layers.items():
-        if layer.scheme.container == NVFP4:
+        if layer.scheme.container.has_global_scale:
             groups[_group_of(name)] += layer.quantized_weights.values()
     return groups
 

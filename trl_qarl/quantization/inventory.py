@@ -17,7 +17,7 @@ from .experts import QuantizedExperts, has_stacked_matrices
 from .linear import QuantizedLinear
 from .names import base_model, base_modules, base_state_dict, layer_of
 from .partitioned import shape_of
-from .schemes import NVFP4, QuantScheme
+from .schemes import QuantScheme
 from .tensors import LowBitTensor
 from .weight import QuantizedLayer, QuantizedWeight
 
@@ -128,19 +128,13 @@ class Inventory:
         }
 
     @property
-    def global_scales(self) -> dict[str, float | None]:
-        """Divisors of the scales of NVFP4 layers, prepared or converted."""
-        scales = {}
-        for name, module in self.modules.items():
-            sources = (
-                module.quantized_weights.values()
-                if isinstance(module, QuantizedLayer)
-                else [getattr(module, "weight", None)]
-            )
-            for source in sources:
-                if isinstance(source, (QuantizedWeight, LowBitTensor)) and source.scheme.container == NVFP4:
-                    scales[name] = source.global_scale
-        return scales
+    def global_scales(self) -> dict[str, float]:
+        """Global scales of the layers that have one, prepared or converted."""
+        scales = {
+            name: self.layers[name].global_scale if name in self.layers else self.modules[name].weight.shared_scale
+            for name in self.formats
+        }
+        return {name: scale for name, scale in scales.items() if scale is not None}
 
     @property
     def stacked_experts(self) -> dict[str, nn.Parameter]:

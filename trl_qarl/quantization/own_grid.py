@@ -19,7 +19,6 @@ the dequantized weights, a smaller scale, and other codes.
 
 import torch
 
-from .formats.registry import format_of
 from .schemes import Grid
 from .tensors import LowBitTensor
 
@@ -50,11 +49,10 @@ def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
             f"Scheme {low_bit.scheme.name!r} has no integer codes, and only of these it is known which masters give them back. Start from the "
             "high-precision checkpoint."
         )
-    codes = format_of(low_bit.scheme.container).unpack(low_bit.qdata, torch.float32)
-    scale = low_bit.scale.float().unsqueeze(-1)
-    codes = codes.view(*low_bit.scale.shape, -1)
-    if low_bit.zero_point is not None:
-        zero = low_bit.zero_point.float().unsqueeze(-1)
+    codes, scale, *operands = low_bit.codes(), *low_bit.parts()[1:]
+    codes, scale = codes.view(*scale.shape, -1), scale.float().unsqueeze(-1)
+    if grid.has_zero_points:
+        zero = operands[0].float().unsqueeze(-1)
         places = _with_zero_points(codes, zero, grid) - zero
     else:
         places = codes if grid.has_signed_scales else _symmetric(codes, grid)
@@ -66,8 +64,7 @@ def compare_groups(ours: LowBitTensor, theirs: LowBitTensor) -> tuple[torch.Tens
     Return of two weights of one scheme which groups, `(N, K / group_size)`, have the same scale and zero point, and in how many of their
     codes they differ.
     """
-    unpack = format_of(ours.scheme.container).unpack
-    codes, other_codes = (unpack(w.qdata, torch.float32).view(*w.scale.shape, -1) for w in (ours, theirs))
+    codes, other_codes = (weight.codes().view(*weight.scale.shape, -1) for weight in (ours, theirs))
     pairs = zip(ours.parts()[1:], theirs.parts()[1:], strict=True)
     return torch.stack([part == other for part, other in pairs]).all(0), (codes != other_codes).sum(-1)
 

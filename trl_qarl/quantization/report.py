@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .experts import QuantizedExperts
+from .formats.registry import format_of
 from .partitioned import shape_of
 from .plan import QuantPlan
 from .schemes import QuantScheme
@@ -109,14 +110,15 @@ def report_layers(
 
 
 def low_bit_bytes(weight: QuantizedWeight) -> int:
-    """Return the bytes of codes, scales and zero points, which need not be computed for it."""
+    """Return the bytes of all tensors of a low-bit weight, which need not be computed for it."""
     shape = shape_of(weight.parameter)
     *rows, columns = shape
-    scales = columns // (weight.group_size or columns) * math.prod(rows)
+    num_rows = math.prod(rows)
+    num_scales = columns // (weight.group_size or columns) * num_rows
     scale_dtype = (
         weight.scale_dtype if weight.scheme.scale_dtype is None else getattr(torch, weight.scheme.scale_dtype)
     )
     container = weight.scheme.container
-    # Zero points are bytes in memory.
-    bytes_per_scale = scale_dtype.itemsize + container.has_zero_points
-    return shape.numel() * container.num_bits // 8 + scales * bytes_per_scale
+    operands = format_of(container).operands
+    of_operands = sum(o.dtype.itemsize * (num_scales if o.per_group else num_rows) for o in operands)
+    return shape.numel() * container.num_bits // 8 + num_scales * scale_dtype.itemsize + of_operands

@@ -4,8 +4,8 @@ Quantization schemes: one frozen description per scheme, read by every other par
 A scheme says how a weight becomes low-bit: on which *grid* its codes lie, in which *container* they are stored, sent and
 multiplied, how many input features share a scale, and on which grid the activations that meet it lie. A grid of fewer codes
 fits into the container of a wider one: engine, checkpoint and kernels see the container alone, so a policy of 3 bits runs
-wherever INT4 does. The arithmetic is in [`~trl_qarl.quantization.quantize`], that of containers in
-[`trl_qarl.quantization.formats`]; nothing here imports torch, so the command line can list schemes at once.
+wherever INT4 does. The arithmetic is in [`trl_qarl.quantization.formats`], behind
+[`~trl_qarl.quantization.quantize`]; nothing here imports torch, so the command line can list schemes at once.
 
 | name | weight | container | granularity | activations | checkpoint format |
 |---|---|---|---|---|---|
@@ -133,6 +133,8 @@ class Container:
         activations (`tuple[Grid | None, ...]`, *optional*, defaults to `(None,)`):
             Grids of activations that its kernels multiply with; `None` for activations that are left alone.
         has_zero_points (`bool`, *optional*, defaults to `False`): whether it holds grids with zero points, and no others.
+        has_global_scale (`bool`, *optional*, defaults to `False`):
+            Whether all scales of what an engine holds as one matrix are divided by one number.
         takes_signed_scales (`bool`, *optional*, defaults to `False`):
             Whether it holds grids with signed scales, which all its kernels for 16-bit activations multiply by as they are.
         scale_dtype (`str`, *optional*):
@@ -147,6 +149,7 @@ class Container:
     group_sizes: tuple[int, ...] = ()
     activations: tuple[Grid | None, ...] = (None,)
     has_zero_points: bool = False
+    has_global_scale: bool = False
     takes_signed_scales: bool = False
     scale_dtype: str | None = None
 
@@ -170,7 +173,15 @@ INT8_ZERO_POINTS = Container("int8-zero-points", "int", 8, "pack-quantized", 4, 
 INT8_PACKED = Container("int8-packed", "int", 8, "pack-quantized", 4)
 INT8_CODES = Container("int8", "int", 8, "int-quantized", activations=(INT8,))
 MXFP4 = Container("mxfp4", "float", 4, "mxfp4-pack-quantized", group_sizes=(32,), scale_dtype="uint8")
-NVFP4 = Container("nvfp4", "float", 4, "nvfp4-pack-quantized", group_sizes=(16,), scale_dtype="float8_e4m3fn")
+NVFP4 = Container(
+    "nvfp4",
+    "float",
+    4,
+    "nvfp4-pack-quantized",
+    group_sizes=(16,),
+    has_global_scale=True,
+    scale_dtype="float8_e4m3fn",
+)
 E4M3_CODES = Container("e4m3", "float", 8, "float-quantized", activations=(E4M3,))
 DENSE = Container("dense", None, 16, "dense")
 _CONTAINERS = (
@@ -301,7 +312,7 @@ class QuantScheme:
         """
         strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
         container = self.container
-        if container == NVFP4:
+        if container.has_global_scale:
             strategy["strategy"] = "tensor_group"
         symmetric = not container.has_zero_points
         described = {"num_bits": container.num_bits, "type": container.type, "symmetric": symmetric, "dynamic": False}

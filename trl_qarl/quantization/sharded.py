@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from .partitioned import gathered, held_part, is_partitioned
-from .schemes import NVFP4
 from .tensors import LowBitTensor
 from .weight import MasterSource, QuantizedLayer, QuantizedWeight, weight_version
 
@@ -97,7 +96,7 @@ class MasterShard(torch.Tensor):
             outputs = [held[0][start:][:size].view(dtype).view(shape) for start, size, dtype, shape in metadata]
         shape = self.weight.source.shape(self.weight.parameter)
         parts = (tensor[: shape[:-1].numel()] for tensor in outputs)
-        return LowBitTensor.of_parts(parts, self.weight.scheme, param_dtype, shape, self.weight.global_scale), held
+        return LowBitTensor.of_parts(parts, self.weight.scheme, param_dtype, shape), held
 
     @override
     def to(self, device, *args, **kwargs):
@@ -139,13 +138,13 @@ class ShardedSource(MasterSource):
 
 
 class FrozenRows(MasterSource):
-    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its scales and zero points."""
+    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its other tensors."""
 
     is_frozen = True
 
     def __init__(self, low_bit: LowBitTensor):
         self._parts = [(part.dtype, part[0].nbytes) for part in low_bit.parts()]
-        self._of_all = low_bit.scheme, low_bit.orig_dtype, None, low_bit.global_scale
+        self._of_all = low_bit.scheme, low_bit.orig_dtype
         self._width = low_bit.shape[-1]
 
     @override
@@ -199,9 +198,9 @@ def shard_low_bit(model: nn.Module) -> int:
                 "FSDP2 was told to shard what it has gathered over fewer processes (`reshard_after_forward` is a number), which it "
                 "does not do with low-bit weights. Use True or False."
             )
-        if weight.scheme.container == NVFP4 and weight.global_scale is None:
+        if weight.scheme.container.has_global_scale and weight.global_scale is None:
             raise RuntimeError(
-                "A weight of 'nvfp4a16' has no global scale. Call `prepare_model` while its masters are whole."
+                f"A weight of {weight.scheme.name!r} has no global scale. Call `prepare_model` while its masters are whole."
             )
         local = parameter.sharded_param._local_tensor
         shard = local if isinstance(local, MasterShard) else local.as_subclass(MasterShard)

@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 from typing_extensions import override
 
-from .formats.registry import format_of
+from .formats.base import Format
+from .formats.int4_packed import fp8_gemm_weight
+from .formats.registry import OPERANDS, format_of
 from .gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
-from .quantize import choose_global_scale, coarser, dequantize, fp8_gemm_weight, quantize_weight
-from .schemes import NVFP4, Container, Grid, QuantScheme, get_scheme
+from .quantize import coarser, dequantize_activation, quantize_weight
+from .schemes import Container, Grid, QuantScheme, get_scheme
 
 
 __all__ = ["LowBitTensor", "straight_through_linear"]
@@ -53,15 +55,20 @@ class LowBitTensor(TorchAOBaseTensor):
         gathered_shape (`tuple[int, ...]`, *optional*):
             Shape of the sharded master whose codes and scales FSDP2 has gathered, `(N, K)` or that of stacked experts, which this
             tensor shows. FSDP2 frees them after use and fills them again, so nothing that is made of them is kept.
-        global_scale (`float`, *optional*):
-            What NVFP4's scales are divided by.
-        zero_point (`torch.Tensor`, *optional*):
-            Codes that stand for zero, int8 of the shape of `scale`, of a container that has them.
+        operands (`torch.Tensor`, by the names of [`~trl_qarl.quantization.formats.registry.OPERANDS`], *optional*):
+            The further tensors of the container's format, with a row for each of the weight; `None` for those that it has not.
     """
 
     tensor_data_names = ["qdata", "scale"]
-    tensor_attribute_names = ["scheme", "orig_dtype", "gathered_shape", "global_scale"]
-    optional_tensor_data_names = ["zero_point"]
+    tensor_attribute_names = ["scheme", "orig_dtype", "gathered_shape"]
+    optional_tensor_data_names = [*OPERANDS]
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    scheme: QuantScheme
+    orig_dtype: torch.dtype
+    gathered_shape: tuple[int, ...] | None
+    _kept: dict[Callable[[Any], Any], Any]
 
     def __new__(
         cls,
@@ -70,55 +77,51 @@ class LowBitTensor(TorchAOBaseTensor):
         scheme: QuantScheme,
         orig_dtype: torch.dtype,
         gathered_shape: tuple[int, ...] | None = None,
-        global_scale: float | None = None,
-        zero_point: torch.Tensor | None = None,
+        **operands: torch.Tensor | None,
     ):
         shape = gathered_shape or (qdata.shape[0], format_of(scheme.container).in_features(qdata))
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=orig_dtype, device=qdata.device)
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        scheme: QuantScheme,
-        orig_dtype: torch.dtype,
-        gathered_shape: tuple[int, ...] | None = None,
-        global_scale: float | None = None,
-        zero_point: torch.Tensor | None = None,
-    ):
-        self.qdata = qdata
-        self.scale = scale
-        self.scheme = scheme
-        self.orig_dtype = orig_dtype
-        self.gathered_shape = gathered_shape
-        self.global_scale = global_scale
-        self.zero_point = zero_point
-        self._operands: dict[Callable[[Any], Any], Any] = {}
+        new = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=orig_dtype, device=qdata.device)
+        new.qdata, new.scale = qdata, scale
+        new.scheme, new.orig_dtype, new.gathered_shape = scheme, orig_dtype, gathered_shape
+        for name in OPERANDS:
+            setattr(new, name, operands.get(name))
+        new._kept = {}
+        return new
 
     @classmethod
     def from_hp(
         cls, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None = None
     ) -> "LowBitTensor":
-        """
-        Quantize a master weight as [`~trl_qarl.quantization.quantize.quantize_weight`] does, with its errors. Without a
-        `global_scale` NVFP4 has the one that fits `weight`.
-        """
-        if scheme.container != NVFP4:
-            parts = quantize_weight(weight, scheme, scale_dtype)
-            return cls.of_parts(parts, scheme, weight.dtype)
-        global_scale = global_scale or choose_global_scale(weight)
-        parts = quantize_weight(weight, scheme, scale_dtype, global_scale)
-        return cls.of_parts(parts, scheme, weight.dtype, global_scale=global_scale)
+        """Quantize a master weight as [`~trl_qarl.quantization.quantize.quantize_weight`] does, with its errors."""
+        return cls.of_parts(quantize_weight(weight, scheme, scale_dtype, global_scale), scheme, weight.dtype)
 
     @classmethod
-    def of_parts(cls, parts: Iterable[torch.Tensor], *attributes, **others) -> "LowBitTensor":
-        """Return the inverse of [`~LowBitTensor.parts`]; what else it takes is that of the class."""
-        codes, scale, *zero_point = parts
-        return cls(codes, scale, *attributes, **others, zero_point=next(iter(zero_point), None))
+    def of_parts(cls, parts: Iterable[torch.Tensor], scheme: QuantScheme, *attributes: Any) -> "LowBitTensor":
+        """Return the inverse of [`~LowBitTensor.parts`]; the attributes are those of the class."""
+        codes, scale, *operands = parts
+        names = (operand.name for operand in format_of(scheme.container).operands)
+        return cls(codes, scale, scheme, *attributes, **dict(zip(names, operands, strict=True)))
+
+    @property
+    def format(self) -> Format:
+        """The format of its tensors."""
+        return format_of(self.scheme.container)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Return codes, scales and, where there are any, zero points: one row in each for one of the weight."""
-        return (self.qdata, self.scale) if self.zero_point is None else (self.qdata, self.scale, self.zero_point)
+        """Return codes, scales and the format's operands: one row in each for one of the weight."""
+        return self.qdata, self.scale, *(getattr(self, operand.name) for operand in self.format.operands)
+
+    def take(self, rows: Any) -> "LowBitTensor":
+        """Return the rows that an index tensor or a slice names."""
+        return self.of_parts((part[rows] for part in self.parts()), self.scheme, self.orig_dtype)
+
+    def codes(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the codes `(N, K)` in `dtype`."""
+        return self.format.unpack(self.qdata, dtype)
+
+    def scale_values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the scales as numbers in `dtype`, of the shape of `scale`."""
+        return self.format.scale_values(dtype, *self.parts()[1:]).to(dtype)
 
     @classmethod
     def stack(cls, matrices: "Sequence[LowBitTensor]") -> "LowBitTensor":
@@ -126,13 +129,18 @@ class LowBitTensor(TorchAOBaseTensor):
         if len(matrices) == 1:
             return matrices[0]
         parts = map(torch.cat, zip(*(m.parts() for m in matrices), strict=True))
-        first = matrices[0]
-        return cls.of_parts(parts, first.scheme, first.orig_dtype, global_scale=first.global_scale)
+        return cls.of_parts(parts, matrices[0].scheme, matrices[0].orig_dtype)
 
     @property
     def group_size(self) -> int | None:
         """Input features that share a scale; `None` for one scale per output channel."""
         return None if self.scheme.group_size is None else self.shape[-1] // self.scale.shape[1]
+
+    @property
+    def shared_scale(self) -> float | None:
+        """The number that all its scales are divided by; `None` in a format without one."""
+        shared = (getattr(self, operand.name) for operand in self.format.operands if not operand.per_group)
+        return next((tensor[0].item() for tensor in shared), None)
 
     @property
     def is_gathered(self) -> bool:
@@ -141,14 +149,13 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
+        """Bytes of codes, scales and the format's operands."""
         return sum(part.nbytes for part in self.parts())
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the dense weight: the exact product of scale and code, rounded once to `output_dtype` or `orig_dtype`."""
-        dtype = output_dtype or self.orig_dtype
-        return dequantize(self.qdata, self.scale, dtype, self.scheme.container, self.global_scale, self.zero_point)
+        return self.format.dequantize(output_dtype or self.orig_dtype, *self.parts())
 
     def gemm_weight(self) -> "LowBitTensor":
         """Return what the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
@@ -160,18 +167,18 @@ class LowBitTensor(TorchAOBaseTensor):
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
         """`make(self)`, such as the operands of a kernel, computed at the first call, or at each where codes are gathered."""
-        if make in self._operands:
-            return self._operands[make]
+        if make in self._kept:
+            return self._kept[make]
         # Tensors made in inference mode could not take part in training later.
         with torch.inference_mode(False), torch.no_grad():
             operands = make(self)
         if not self.is_gathered:
-            self._operands[make] = operands
+            self._kept[make] = operands
         return operands
 
     def drop(self, make: Callable[["LowBitTensor"], Any]) -> None:
         """Forget what [`~LowBitTensor.cached`] keeps for `make`."""
-        self._operands.pop(make, None)
+        self._kept.pop(make, None)
 
     def row_blocks(self, num_blocks: int) -> "tuple[LowBitTensor, ...]":
         """
@@ -182,28 +189,23 @@ class LowBitTensor(TorchAOBaseTensor):
 
     def held(self) -> list[Any]:
         """Codes, scales and everything that [`~LowBitTensor.cached`] keeps: what this tensor costs in memory."""
-        blocks = [block for make, made in self._operands.items() if isinstance(make, _RowBlocks) for block in made]
-        operands = [made for make, made in self._operands.items() if not isinstance(make, _RowBlocks)]
-        return [*self.parts(), *operands, *(kept for block in blocks for kept in block._operands.values())]
+        blocks = [block for make, made in self._kept.items() if isinstance(make, _RowBlocks) for block in made]
+        operands = [made for make, made in self._kept.items() if not isinstance(make, _RowBlocks)]
+        return [*self.parts(), *operands, *(kept for block in blocks for kept in block._kept.values())]
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors under compressed-tensors' checkpoint names, without the layer's prefix."""
-        divisor = () if self.global_scale is None else (self.global_scale,)
-        return format_of(self.scheme.container).to_checkpoint(*self.parts(), *divisor)
+        return self.format.to_checkpoint(*self.parts())
 
     @classmethod
     def from_checkpoint(
         cls, tensors: Mapping[str, torch.Tensor], scheme: QuantScheme, orig_dtype: torch.dtype
     ) -> "LowBitTensor":
         """Return the inverse of [`~LowBitTensor.checkpoint_tensors`]."""
-        parts = format_of(scheme.container).from_checkpoint(tensors)
-        if scheme.container == NVFP4:
-            *parts, global_scale = parts
-            return cls.of_parts(parts, scheme, orig_dtype, global_scale=global_scale)
-        return cls.of_parts(parts, scheme, orig_dtype)
+        return cls.of_parts(format_of(scheme.container).from_checkpoint(tensors), scheme, orig_dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_operands": {}}
+        return {**self.__dict__, "_kept": {}}
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -220,8 +222,7 @@ class _RowBlocks(NamedTuple):
         parts = (tensor.split(num_rows) if num_rows else () for tensor in weight.parts())
         shape = (num_rows, weight.shape[-1]) if weight.is_gathered else None
         return tuple(
-            LowBitTensor.of_parts(block, weight.scheme, weight.orig_dtype, shape, weight.global_scale)
-            for block in zip(*parts, strict=True)
+            LowBitTensor.of_parts(block, weight.scheme, weight.orig_dtype, shape) for block in zip(*parts, strict=True)
         )
 
 
@@ -279,7 +280,7 @@ class _StraightThroughLinear(torch.autograd.Function):
             grad_rows = grad @ ctx.weight.gemm_weight().dequantize(grad.dtype)
         if ctx.needs_input_grad[1]:
             seen = ctx.saved_tensors
-            x = seen[0] if len(seen) == 1 else dequantize(*seen, grad.dtype)
+            x = seen[0] if len(seen) == 1 else dequantize_activation(*seen, grad.dtype)
             grad_master = (grad.t() @ x).to(ctx.master_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -309,7 +310,7 @@ def _to_copy(func, types, args, kwargs):
     if not to["dtype"].is_floating_point:
         raise TypeError(f"A low-bit tensor has no {to['dtype']} form. Its codes are `qdata`.")
     parts = (t.to(to["device"], non_blocking=to.get("non_blocking", False)) for t in self.parts())
-    moved = LowBitTensor.of_parts(parts, self.scheme, to["dtype"], global_scale=self.global_scale)
+    moved = LowBitTensor.of_parts(parts, self.scheme, to["dtype"])
     return return_and_correct_aliasing(func, args, kwargs, moved)
 
 
@@ -321,8 +322,7 @@ def _copy(func, types, args, kwargs):
         raise ValueError(f"copy_ takes a low-bit tensor of the same scheme and shape: {source!r} into {self!r}.")
     for part, new in zip(self.parts(), source.parts(), strict=True):
         part.copy_(new)
-    self.global_scale = source.global_scale
-    self._operands.clear()
+    self._kept.clear()
     return self
 
 
@@ -371,7 +371,7 @@ def _equal(func, types, args, kwargs):
 def _are_equal(input: torch.Tensor, other: torch.Tensor) -> bool:
     if not isinstance(input, LowBitTensor) or not isinstance(other, LowBitTensor):
         return torch.equal(_dense(input), _dense(other))
-    if any(getattr(input, name) != getattr(other, name) for name in ("scheme", "shape", "dtype", "global_scale")):
+    if any(getattr(input, name) != getattr(other, name) for name in ("scheme", "shape", "dtype")):
         return False
     pairs = zip(input.parts(), other.parts(), strict=True)
     # Codes of FP8 as bytes: PyTorch compares no FP8 numbers.

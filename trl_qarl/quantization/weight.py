@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
+from .formats.registry import format_of
 from .partitioned import gathered, held_part, shape_of
-from .quantize import count_code_flips
 from .schemes import QuantScheme
 from .tensors import LowBitTensor
 
@@ -97,7 +97,8 @@ class QuantizedWeight:
     Attributes:
         source ([`MasterSource`]): gives the weight that is quantized.
         num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization on the same grid, 0-d int64.
-        global_scale (`float` or `None`): what NVFP4's scales are divided by, chosen at the first use unless it was given.
+        global_scale (`float` or `None`): what the scales of a format with global scales are divided by, chosen at
+            the first use unless it was given.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class QuantizedWeight:
                 # Codes of another grid are other codes, whatever the master did.
                 self.num_flipped_codes = None
             elif kept is not None:
-                self.num_flipped_codes = count_code_flips(kept.qdata, low_bit.qdata, self.scheme.container)
+                self.num_flipped_codes = low_bit.format.count_flips(kept.qdata, low_bit.qdata)
                 if self.num_flipped_codes == 0 and torch.equal(kept, low_bit):
                     low_bit = kept
         self._kept[active] = low_bit, version
@@ -162,9 +163,10 @@ class QuantizedWeight:
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
         """Return the low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
-        low_bit = LowBitTensor.from_hp(weight.flatten(0, -2), self.scheme, self.scale_dtype, self.global_scale)
-        self.global_scale = low_bit.global_scale
-        return low_bit
+        weight = weight.flatten(0, -2)
+        if self.global_scale is None:
+            self.global_scale = format_of(self.scheme.container).choose_global_scale(weight)
+        return LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype, self.global_scale)
 
     def matrices(self) -> Iterator[tuple[torch.Tensor, LowBitTensor]]:
         """Yield master and low-bit form, `(N, K)` each, of the matrix, or of each that the parameter stacks."""
@@ -181,7 +183,7 @@ class QuantizedWeight:
         self.forget()
         self.num_flipped_codes = None
         self.scheme, self.group_size = low_bit.scheme, low_bit.group_size
-        self.global_scale = low_bit.global_scale
+        self.global_scale = low_bit.shared_scale
         setattr(self.layer, self.name, nn.Parameter(low_bit, requires_grad=False))
 
     def invalidate(self) -> None:
@@ -234,6 +236,11 @@ class QuantizedLayer(nn.Module):
     def scale_dtype(self) -> torch.dtype:
         """Dtype in which the engine runs the model, to which scales are rounded."""
         return self._first.scale_dtype
+
+    @property
+    def global_scale(self) -> float | None:
+        """What the scales are divided by, in a format with global scales, once it was chosen."""
+        return self._first.global_scale
 
     @property
     def _first(self) -> QuantizedWeight:

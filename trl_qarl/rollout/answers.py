@@ -126,7 +126,7 @@ def checked_rollout_func(
     @wraps(rollout_func)
     def rollout(prompts, *args, **kwargs):
         output = rollout_func(prompts, *args, **kwargs)
-        # TRL names what is missing.
+        # TRL raises an error that names missing keys.
         if {"prompt_ids", "completion_ids", "logprobs"} <= output.keys():
             try:
                 check_rollout(output, len(prompts), vocab_size)

@@ -137,11 +137,11 @@ class Canary:
         scored = torch.tensor(transport.score(text.token_ids, text.pictures))
         replicas = scored.view(-1, len(text.token_ids) - 1)[:, -text.num_scored :]
         differences = (replicas - log_probs).abs().mean(1)
-        # The first that is not a number, if there is one.
+        # `nan` if one difference is not a number.
         worst = int(differences.argmax())
         engine, difference = replicas[worst], differences[worst].item()
         limit = min(max(LIMIT * rounding, SMALLEST), LARGEST)
-        # Also where it is not a number.
+        # `not <=` also catches NaN.
         if not difference <= limit:
             transport.clear_cache()
             name = "the engine" if len(replicas) == 1 else f"replica {worst}"

@@ -200,7 +200,7 @@ class QaRLClient(VLLMClient):
             return False
         sock.settimeout(0)
         try:
-            # What it has written meanwhile are empty lines.
+            # Meanwhile the server writes empty lines to keep the connection alive.
             while sock.recv(4096):
                 pass
         except (BlockingIOError, ssl.SSLWantReadError):

@@ -151,18 +151,18 @@ def _in_process_engine(*, on_cpu: bool, **arguments):
     from vllm import LLM
     from vllm.distributed import parallel_state
 
-    # An engine that nothing refers to any more ends the process group that the next one shares when it is collected.
+    # A garbage-collected engine destroys the process group that the next engine shares.
     # vLLM exempts all objects that are there when an engine starts from collection: a trainer and its earlier engine, too.
     gc.unfreeze()
     gc.collect()
-    # Of a dense model that still has an engine: without the group of experts, which vLLM does not add for a mixture.
+    # vLLM keeps the groups of an earlier dense engine and adds no group of experts for a mixture.
     if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
         parallel_state.destroy_model_parallel()
     defaults = {
         "logprobs_mode": "processed_logprobs",
         # On a CPU compiling takes minutes, and the compiled graph would not see the learner's kernels.
         "enforce_eager": on_cpu,
-        # Chooses the kernels, also where no weights are sent.
+        # The transfer backend also selects our kernels, without a weight sync too.
         "weight_transfer_config": {"backend": FILE_BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
     }

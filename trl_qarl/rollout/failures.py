@@ -49,7 +49,7 @@ def all_or_none(accelerator):
         failures = gather_object([None if failure is None else _for_others(failure)])
     culprit = next((rank for rank, error in enumerate(failures) if error is not None), None)
     if culprit is not None:
-        # All raise the same kind: what they do about it may be another meeting.
+        # All ranks raise the same class, because their handlers may run collectives.
         raise failure if culprit == accelerator.process_index else failures[culprit]
 
 

@@ -1,6 +1,6 @@
 """
 Chooses vLLM's kernel for a scheme on an NVIDIA GPU: the option to ask for it, the kernel to expect, or the reason against the scheme and
-the scheme to use instead. Everything that depends on scheme, compute capability and release is decided by [`choose_kernels`].
+the scheme to use instead. [`choose_kernels`] asks the format of the scheme's container ([`trl_qarl.quantization.formats`]).
 
 vLLM's own choice changes from release to release, and not every kernel computes what the learner does: some leave activations in 16
 bits where the scheme quantizes them, some quantize them where it does not, and one throws. So an engine is asked for the kernel
@@ -12,28 +12,19 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..packages import installed
-from ..quantization.schemes import (
-    E4M3_CODES,
-    INT4_PACKED,
-    INT4_ZERO_POINTS,
-    INT8,
-    INT8_CODES,
-    INT8_PACKED,
-    INT8_ZERO_POINTS,
-    MXFP4,
-    NVFP4,
-    QuantScheme,
-)
+from ..quantization.schemes import QuantScheme
 from ..wire.describe import scheme_of_group
 
+
+if TYPE_CHECKING:
+    from ..quantization.formats.base import KernelChoice
 
 __all__ = [
     "RELEASES",
     "Gpu",
-    "KernelChoice",
     "choose_kernels",
     "kernel_arguments",
     "reason_against",
@@ -44,7 +35,7 @@ __all__ = [
 RELEASES = ("0.31", "0.32", "0.33")
 """Releases of vLLM, `major.minor`, that were rehearsed; those that the extra `vllm` takes."""
 
-# The names of kernels that this package puts into vLLM begin so: they are the learner's own products.
+# Prefixes of the kernels that this package registers in vLLM.
 _OURS = ("QaRL", "Repeatable")
 
 
@@ -89,41 +80,18 @@ class Gpu:
         return f"{self.name} (compute capability {major}.{minor}) with vLLM {self.vllm}"
 
 
-@dataclass(frozen=True)
-class KernelChoice:
+def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> "KernelChoice":
     """
-    Result of [`choose_kernels`] for a scheme on a GPU.
-
-    Args:
-        linear (`tuple[str, ...]`, *optional*, defaults to `()`):
-            Class names of the kernels that may run its linear layers, the likeliest first; empty where they are not quantized.
-        experts (`tuple[str, ...]`, *optional*, defaults to `()`):
-            The same of a mixture's experts.
-        backends (`Mapping[str, str]`, *optional*, defaults to `{}`):
-            Entries of vLLM's `linear_backend_per_quant` with which an engine takes them for linear layers.
-        experts_backend (`str`, *optional*):
-            vLLM's `moe_backend` with which it takes them for experts; `None` where its own choice does.
-        refusal (`str`, *optional*, defaults to `""`):
-            The reason why vLLM must not run the scheme there.
-        instead (`str`, *optional*, defaults to `""`):
-            The scheme to choose instead.
-    """
-
-    linear: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
-    backends: Mapping[str, str] = field(default_factory=dict)
-    experts_backend: str | None = None
-    refusal: str = ""
-    instead: str = ""
-
-
-def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
-    """
-    Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason against it.
+    Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason against it: what the
+    container's format says.
 
     Raises:
-        NotImplementedError: for an unknown container.
+        NotImplementedError: for a format of which no kernel is known.
     """
+    # A command that only builds another's command line needs no torch before it gets here.
+    from ..quantization.formats.base import KernelChoice
+    from ..quantization.formats.registry import format_of
+
     if not scheme.is_quantized:
         return KernelChoice()
     if gpu.capability < (8, 0):
@@ -131,57 +99,7 @@ def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> KernelChoice:
             refusal="kernels were rehearsed from compute capability 8.0 on",
             instead="use_vllm=False, or a GPU of compute capability 8.0 or newer",
         )
-    on_hopper, is_blackwell = gpu.capability == (9, 0), gpu.capability >= (10, 0)
-    # Machete takes multiples of 64 input and 128 output features, Marlin the rest.
-    integers = ("MacheteLinearKernel", "MarlinLinearKernel") if on_hopper else ("MarlinLinearKernel",)
-    container = scheme.container
-    if scheme.has_fp8_scales:
-        if on_hopper:
-            return KernelChoice(linear=("CutlassW4A8LinearKernel",))
-        return KernelChoice(
-            refusal="vLLM's kernel of INT4 weights and FP8 activations needs compute capability 9.0",
-            instead="'w4a16', use_vllm=False, or a Hopper GPU",
-        )
-    if container == INT4_PACKED and scheme.activation == INT8:
-        return KernelChoice(
-            refusal="no kernel of INT4 weights and INT8 activations on GPUs can be reloaded",
-            instead="'w4a8'" if on_hopper else "'w4a16', or w4a8 on a Hopper GPU",
-        )
-    if container in (INT4_PACKED, INT8_PACKED, INT4_ZERO_POINTS):
-        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs only on a GPU. It takes Marlin elsewhere.
-        needs_marlin = container == INT4_PACKED and on_hopper and gpu.release != "0.31"
-        return KernelChoice(integers, ("MarlinExperts",), experts_backend="marlin" if needs_marlin else None)
-    if container == INT8_ZERO_POINTS:
-        if on_hopper:
-            return KernelChoice(linear=("MacheteLinearKernel",))
-        return KernelChoice(
-            refusal="vLLM runs it with Humming (HummingLinearKernel) there, whose reload has not been rehearsed",
-            instead="'w4a16-asym' or 'w8a16'",
-        )
-    if container == MXFP4:
-        # vLLM does not look at what a checkpoint says of activations, and its first choice on Blackwell rounds them to 4 bits. On Hopper
-        # it is Humming from 0.32 on.
-        return KernelChoice(linear=("MarlinMxFp4LinearKernel",), backends={"mxfp4": "marlin"})
-    if container == NVFP4:
-        # On Hopper vLLM takes Humming from 0.32 on, on 10.0 a kernel of FlashInfer. Both repack only on a GPU.
-        return KernelChoice(linear=("MarlinNvFp4LinearKernel",), backends={"nvfp4_w4a16": "marlin"})
-    if container == INT8_CODES:
-        if is_blackwell:
-            return KernelChoice(
-                refusal="the kernel that vLLM takes (CutlassInt8ScaledMMLinearKernel) has no INT8 on Blackwell and throws at the "
-                "first forward",
-                instead="'fp8', 'w8a16' or 'w4a16'",
-            )
-        return KernelChoice(("CutlassInt8ScaledMMLinearKernel",), ("TritonExperts",))
-    if container == E4M3_CODES:
-        if gpu.capability < (8, 9):
-            return KernelChoice(
-                refusal="vLLM leaves activations in 16 bits below compute capability 8.9 (CompressedTensorsW8A16Fp8), and the learner "
-                "quantizes them",
-                instead="'w8a8' or 'w4a16'",
-            )
-        return KernelChoice(("CutlassFP8ScaledMMLinearKernel",), ("TritonOrCutlassExperts", "TritonExperts"))
-    raise NotImplementedError(f"Scheme {scheme.name!r}: no kernel of vLLM is known for container {container.name!r}.")
+    return format_of(scheme.container).kernels(scheme, gpu)
 
 
 def reason_against(scheme: QuantScheme, gpu: Gpu) -> str | None:
@@ -216,7 +134,7 @@ def kernel_arguments(quantization_config: Mapping[str, Any] | None, gpu: Gpu | N
     return {"kernel_config": config} if config else {}
 
 
-def _kernel_config(linear: Iterable[KernelChoice], experts: Iterable[KernelChoice]) -> dict[str, Any]:
+def _kernel_config(linear: Iterable["KernelChoice"], experts: Iterable["KernelChoice"]) -> dict[str, Any]:
     backends = {key: value for choice in linear for key, value in choice.backends.items()}
     backend = next((choice.experts_backend for choice in experts if choice.experts_backend), None)
     config: dict[str, Any] = {"linear_backend_per_quant": backends} if backends else {}

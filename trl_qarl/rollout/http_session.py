@@ -70,7 +70,7 @@ class CheckedSession(LocalSession):
         seconds = self.generation_timeout if generates else self.request_timeout
         kwargs.setdefault("timeout", (_CONNECT_SECONDS, seconds))
         if self.ca_certs is not None:
-            # Here, as one from the environment would come before the session's.
+            # Set per request: REQUESTS_CA_BUNDLE would override the session's.
             kwargs.setdefault("verify", self.ca_certs)
         try:
             response = super().request(method, url, **kwargs)
@@ -88,7 +88,7 @@ class CheckedSession(LocalSession):
                 "`vllm_ssl_ca_certs` to a file with it, or with that of who signed it."
             ) from error
         except requests.RequestException as error:
-            # Without the three layers of names around it.
+            # The innermost reason, without the wrappers of requests and urllib3.
             reason = getattr(error.args[0], "reason", error) if error.args else error
             raise ServerLost(f"The vLLM server did not answer {url}: {reason}") from error
         if response.status_code not in expected:

@@ -16,7 +16,7 @@ from .transports import FileTransport, NCCLTransport, ServerTransport, Tensors
 __all__ = ["HTTPTransport", "choose_transport", "sends_changes"]
 
 _PIECE_BYTES = 8 * 2**20
-# A proxy that refuses this much too is not tried with less.
+# Smallest piece: a proxy that refuses it ends the weight sync.
 _SMALLEST_PIECE = 2**16
 _MAX_FAILURES = 5
 

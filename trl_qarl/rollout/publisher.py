@@ -143,17 +143,17 @@ class Publisher:
         """
         start, self._audit_seconds, self._delta_seconds = time.perf_counter(), 0.0, 0.0
         fingerprints: dict[str, str] = {}
-        # First, as other processes may have a part in it, which must not wait for one that has failed since.
+        # Gather first: other ranks take part and must not wait for one that has failed.
         learner = self.canary.score()
         layers = chain(
             iter_checkpoint_layers(self.model, self.dtype, stacks_experts=True),
-            # When its turn comes, as in `join`.
+            # Lazily, at the same point as in `join`.
             map(list, [iter_adapter_tensors(self.model, self.dtype)]),
         )
         try:
             num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)
         finally:
-            # What is left is gathered with processes that do not know of a failure.
+            # Finish the collectives: the other ranks do not know of the failure.
             for _ in layers if is_sharded(self.model) else ():
                 pass
         canary = self.canary.compare(learner, self.transport)
@@ -187,7 +187,7 @@ class Publisher:
                 "The engine no longer held the published weights: something else writes into its memory. Sent again: %s",
                 ", ".join(sorted({_layer_of(name) for name in changed})),
             )
-            # What was computed with them stays in blocks that attention reads whole: 0 times NaN is NaN.
+            # Keys and values of corrupt weights stay in blocks that attention reads whole, and 0 times NaN is NaN.
             self.transport.clear_cache()
         chunk: Tensors = []
         for layer in self._changed_layers(layers, published, fingerprints):
@@ -267,7 +267,7 @@ def _kernel_problems(inventory: Inventory, engine: Mapping[str, Any]) -> Iterato
     """Yield what is wrong with the kernels that an engine runs the learner's schemes with."""
     kernels = engine.get("kernels") or ()
     if engine.get("gpu") is None:
-        # On a CPU vLLM's others compute what they say, but for those that round activations to 4 bits.
+        # vLLM's other CPU kernels compute the scheme, except those that round activations to 4 bits.
         yield from (
             f"kernels: {kernel} is not known to leave activations alone. Start the engine with this package (`trl-qarl vllm-serve`)"
             for kernel in kernels

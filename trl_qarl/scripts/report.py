@@ -28,7 +28,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         "run_dirs",
         metavar="RUN_DIR",
         nargs="+",
-        help="directory that a training run wrote, or one of `trl-qarl compare` with several",
+        help="directory of a training run, or of `trl-qarl compare` with several runs",
     )
     parser.add_argument(
         "--output",
@@ -42,7 +42,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser.add_argument(
         "--follow",
         action="store_true",
-        help="write the page again whenever a run logs, until all are finished or Ctrl-C",
+        help="rewrite the page whenever a run logs, until all are finished or Ctrl-C",
     )
     parser.add_argument(
         "--timeout",

@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from argparse import SUPPRESS
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..processes import end_with_parent, exit_on_signals
 from .errors import EXIT_PUSH_FAILED, configuration_errors
+from .option_names import option_names
 from .train_inputs import DATA_FILES, REWARDS, as_list, check_inputs, check_rewards
 
 
@@ -29,6 +31,7 @@ __all__ = [
     "arrange_help",
     "get_export_dir",
     "get_reward_funcs",
+    "known_options",
     "main",
     "make_parser",
     "parse_resume_from_checkpoint",
@@ -82,6 +85,14 @@ def make_parser(prog: str | None = None) -> "TrlParser":
     return TrlParser(types, prog=prog, usage=USAGE, description=DESCRIPTION, epilog=EPILOG)
 
 
+def known_options() -> set[str]:
+    """Return the long options of `trl-qarl train` and of `accelerate launch`, with their dashes."""
+    from accelerate.commands.launch import launch_command_parser
+
+    names = option_names(make_parser()) | option_names(launch_command_parser())
+    return names | {"--config", "--accelerate_config"}
+
+
 def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
     """
     Have the help of `parser` begin with `MAIN_OPTIONS`, then QaRLConfig's. The rest, which is inherited from TRL and
@@ -116,26 +127,19 @@ def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | No
     Raises:
         ValueError: for a name that is neither, for a path that cannot be imported, and when there is no reward at all.
     """
-    from trl import rewards
-
     check_rewards(names, reward_model_name_or_path)
-    registry = {name: getattr(rewards, name) for name in REWARDS}
-    make_punishment = registry["get_soft_overlong_punishment"]
-    registry["get_soft_overlong_punishment"] = make_punishment(max_completion_len=1280, soft_punish_cache=256)
+    sys.path.insert(0, os.getcwd())
     reward_funcs: list[str | Callable] = [reward_model_name_or_path] if reward_model_name_or_path else []
     for name in as_list(names):
-        if name in registry:
-            reward_funcs.append(registry[name])
-            continue
-        module_path, _, attribute = name.rpartition(".")
-        sys.path.insert(0, os.getcwd())
+        module, _, attribute = (f"trl.rewards.{name}" if name in REWARDS else name).rpartition(".")
         try:
-            module = importlib.import_module(module_path)
-        except ModuleNotFoundError as error:
+            reward = getattr(importlib.import_module(module), attribute)
+        except (ModuleNotFoundError, AttributeError) as error:
             raise ValueError(f"Could not import reward function {name!r}: {error}.") from error
-        if not hasattr(module, attribute):
-            raise ValueError(f"Could not import reward function {name!r}: {module.__file__} has no {attribute!r}.")
-        reward_funcs.append(getattr(module, attribute))
+        if name == "get_soft_overlong_punishment":
+            # With the lengths that `trl grpo` has.
+            reward = reward(max_completion_len=1280, soft_punish_cache=256)
+        reward_funcs.append(reward)
     return reward_funcs
 
 
@@ -274,4 +278,9 @@ if __name__ == "__main__":
         end_with_parent(signal.SIGKILL)()
     with configuration_errors():
         parsed = make_parser().parse_args_and_config(fail_with_unknown_args=False)
-    main(*parsed)
+    try:
+        main(*parsed)
+    except KeyboardInterrupt:
+        # Python's own exit by SIGINT is forgotten when a library runs code while the interpreter ends, as torch does.
+        traceback.print_exc()
+        sys.exit(128 + signal.SIGINT)

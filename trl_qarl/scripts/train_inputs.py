@@ -1,69 +1,18 @@
-"""Checks of what `trl-qarl train` is told to train, before the seconds that its imports take."""
+"""Checks of what `trl-qarl train` is told to train, before anything is launched."""
 
 import os
-from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .option_names import check_names, names_of_train, spell
 
-
-__all__ = ["DATA_FILES", "REWARDS", "as_list", "check_early", "check_inputs", "check_rewards"]
+__all__ = ["DATA_FILES", "REWARDS", "as_list", "check_inputs", "check_rewards"]
 
 REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
 # Endings of files that `--dataset_name` may name, and the builder of `datasets` that reads them.
 DATA_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-
-
-def check_early(argv: list[str]) -> None:
-    """
-    Check names of options and what to train on, before the imports that the parser takes and the start of the trainer.
-
-    Raises:
-        ValueError: for what parser or trainer would refuse too, never for anything else.
-    """
-    known = names_of_train()
-    if known is None:
-        return
-    argv = spell(argv, known)
-    check_names(argv, known)
-    parser = _Lenient(add_help=False)
-    for name in sorted(known):
-        parser.add_argument(name, nargs="*", dest=name[2:].replace("-", "_"), default=SUPPRESS)
-    try:
-        given = vars(parser.parse_known_args(argv)[0])
-    except _Unclear:
-        return
-    options = _read_yaml(given["config"][0]) if given.get("config") else {}
-    if not isinstance(options, dict) or "env" in options or "help" in given:
-        # Variables of the training process may say where its modules and files are.
-        return
-    check_names([f"--{name}" for name in options], known)
-    for name, words in given.items():
-        options[name] = words if name == "reward_funcs" else "".join(words[:1])
-    check_inputs(options)
-
-
-class _Unclear(Exception):
-    """A command line that argparse refuses."""
-
-
-class _Lenient(ArgumentParser):
-    def error(self, message: str):
-        raise _Unclear(message)
-
-
-def _read_yaml(path: str) -> Any:
-    import yaml
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            return yaml.safe_load(file)
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error
 
 
 def check_inputs(options: Mapping[str, Any]) -> None:
@@ -94,7 +43,9 @@ def check_rewards(names: list[str] | str, reward_model: str | None) -> None:
                 f"`my_rewards.{name}`."
             )
         package = module_path.partition(".")[0]
-        if package and not (find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])):
+        # A YAML file may set PYTHONPATH, which counts in the training process.
+        folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        if package and not (find_spec(package) or PathFinder.find_spec(package, folders)):
             raise ValueError(f"Could not import reward function {name!r}: No module named {package!r}.")
 
 

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from ..quantization.formats.registry import format_of
-from ..quantization.quantize import scale_values
 from ..quantization.weight import QuantizedWeight
 
 
@@ -67,13 +65,13 @@ def update_to_step(
     total = count = 0.0
     for name, weight in weights:
         old, rows = before[name], _sampled_rows(weight)
-        low_bit = weight.low_bit_weight()
-        scale = scale_values(low_bit.scale[rows], torch.float32, low_bit.global_scale).abs().unsqueeze(-1)
+        low_bit = weight.low_bit_weight().take(rows)
+        scale = low_bit.scale_values().abs().unsqueeze(-1)
         change = (_rows(weight)[rows].float() - old.float()).abs()
         change = change.view(*scale.shape[:2], change.shape[1] // scale.shape[1])
         container = weight.scheme.container
         if container.type == "float":
-            codes = format_of(container).unpack(low_bit.qdata[rows], torch.float32).abs().view_as(change)
+            codes = low_bit.codes().abs().view_as(change)
             smallest, num_mantissa_bits = (-6, 3) if container.num_bits == 8 else (0, 1)
             scale = scale * torch.exp2(codes.log2().floor().clamp(min=smallest) - num_mantissa_bits)
         total += (change / scale).sum().item()

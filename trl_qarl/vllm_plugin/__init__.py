@@ -70,7 +70,7 @@ def _end_with_parent() -> None:
 
     def watch():
         parent.join()
-        # In order, if it can: it removes what it has in shared memory.
+        # SIGTERM first, so that it removes its shared memory.
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_LEAVE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -96,7 +96,7 @@ class PublishedAdapter:
         """Keep A and B of what arrives, with their fingerprints in `arrived`, and pass the other tensors on."""
         for name, tensor in tensors:
             if is_adapter_tensor(name):
-                # What it is a view of belongs to the transport, or is the learner's own.
+                # Copy: the memory belongs to the transport or to the learner.
                 self._arriving[name] = tensor.detach().clone()
                 arrived[name] = fingerprint(self._arriving[name])
             else:

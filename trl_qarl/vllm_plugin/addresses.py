@@ -76,7 +76,7 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, to
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        # One may be empty still.
+        # A cell may still be empty.
         with suppress(ValueError):
             yield name, cell.cell_contents
 
@@ -99,7 +99,7 @@ class Addresses:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        # Views, which keep the memory: what nothing refers to any more could be given away.
+        # Views keep the memory alive; the allocator could hand out unreferenced memory.
         self._first = {name: tensor.detach() for name, tensor in reachable_tensors(model) if tensor.numel()}
 
     # Tensors made in a forward pass can be written to only in this mode.
@@ -115,7 +115,7 @@ class Addresses:
         for name, first in self._first.items():
             tensor = now.get(name)
             if tensor is None:
-                # Of a view that is gone the memory may still be a parameter's.
+                # A view may be gone while its memory still belongs to a parameter.
                 if first.untyped_storage().data_ptr() in held:
                     continue
                 problems.append(f"{name}: nothing refers to it any more")

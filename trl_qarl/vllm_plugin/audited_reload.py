@@ -167,7 +167,7 @@ class AuditedReload:
         self._forget()
 
     def _distrust(self) -> None:
-        # What no publication fills has to stay as it was all the same.
+        # Tensors that no publication fills must stay unchanged too.
         self._live = {
             path: value for path, value in self._live.items() if not self._sources.get(path.rpartition(".")[0])
         }

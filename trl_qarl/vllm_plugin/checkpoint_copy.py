@@ -25,7 +25,7 @@ class CheckpointCopy:
         self._device = device
         self._is_kept = False
         self._tensors: dict[str, torch.Tensor] = {}
-        # The same memory.
+        # A view of the same memory.
         self._elements: dict[str, np.ndarray] = {}
 
     def keep(self, published: Mapping[str, str]) -> str:
@@ -41,7 +41,7 @@ class CheckpointCopy:
         """
         self._is_kept = True
         for name in self._tensors.keys() - published.keys():
-            # Of a trainer with another plan.
+            # The copy is of a trainer with another plan.
             del self._tensors[name], self._elements[name]
         return base_digest(published) if published.keys() <= self._tensors.keys() else ""
 

@@ -50,7 +50,7 @@ class OnePassMetadataBuilder(CPUAttentionMetadataBuilder):
         is_causal = batch.causal is True and not self.is_cross_attention and not self.is_encoder_only_attention
         if self.is_ours and is_causal and batch.max_query_len > self.size:
             starts, lengths, request = one_pass_requests(batch.query_start_loc, batch.seq_lens, self.size)
-            # Of a row for 128,000 tokens most is unused.
+            # A row has room for the longest sequence; keep only the used blocks.
             table = batch.block_table_tensor[:, : -(-batch.max_seq_len // self.block_size)]
             batch = replace(
                 batch,

@@ -36,11 +36,8 @@ class _Repeatable:
     """Mixin with the difference from the kernels for CPUs; list it before them."""
 
     @classmethod
-    def can_implement(cls, c) -> tuple[bool, str | None]:
-        if not is_repeatable():
-            return False, "no learner of trl_qarl repeats this engine"
-        reason = cls._reason_against(c)
-        return reason is None, reason
+    def _reason_against_engine(cls) -> str | None:
+        return None if is_repeatable() else "no learner of trl_qarl repeats this engine"
 
     def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return cuda.low_bit_linear(rows, self._low_bit, bias)[0]

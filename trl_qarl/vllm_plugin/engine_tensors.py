@@ -31,7 +31,7 @@ def live_fingerprints(model: nn.Module) -> dict[str, str]:
         for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items())
         if tensor is not None
     }
-    # Some have several names.
+    # A tensor can have several names.
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     values = fingerprints((name, tensors[name]) for name in first.values())
     return {name: values[first[id(tensor)]] for name, tensor in tensors.items()}
@@ -96,7 +96,7 @@ def engine_name(model: nn.Module, name: str) -> str:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return name
-    # Which shards are stacked into one parameter is `packed_modules_mapping`'s to say.
+    # `packed_modules_mapping` says which shards are stacked into one parameter.
     if getattr(mapper, "orig_to_new_stacked", None):
         mapper = replace(mapper, orig_to_new_stacked={})
     return mapper._map_name(name) or name

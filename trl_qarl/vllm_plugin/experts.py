@@ -52,7 +52,7 @@ class RepackedExperts(UnquantizedFusedMoEMethod):
 
     @override
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        # With a kernel there already, vLLM leaves that step out.
+        # vLLM skips repacking if a kernel exists already.
         self.moe_kernel = None
         super().process_weights_after_loading(layer)
 
@@ -68,7 +68,7 @@ class _LowBitExperts(FusedMoEMethodBase):
 
     def __init__(self, weights: Any, activations: Any, moe: Any):
         FusedMoEMethodBase.__init__(self, moe)
-        # What vLLM's `create_weights` read.
+        # Attributes that vLLM's `create_weights` reads.
         self.weight_quant, self.input_quant = weights, activations
         self.symmetric, self.num_bits, self.strategy = weights.symmetric, weights.num_bits, weights.strategy
         self.group_size = weights.group_size or -1
@@ -88,7 +88,7 @@ class _LowBitExperts(FusedMoEMethodBase):
     @override
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
         if self._low_bit is None:
-            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
+            # Not earlier: after a reload vLLM copies the values into the tensors that it keeps.
             self._low_bit = self._experts_of(layer, "w13"), self._experts_of(layer, "w2")
         return experts_product(x, topk_ids, topk_weights, *self._low_bit, linear=multiply)
 
@@ -148,7 +148,7 @@ class QaRLCompressedTensorsConfig(CompressedTensorsConfig):
 
     @override
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        # What vLLM has with AMX is for those whose weights are not published.
+        # vLLM's own AMX experts serve engines without weight sync.
         takes_over = isinstance(layer, RoutedExperts) and (is_our_engine() or not torch.cpu._is_amx_tile_supported())
         method = self._method_of_experts(layer, prefix) if takes_over else None
         return super().get_quant_method(layer, prefix) if method is None else method

@@ -30,7 +30,7 @@ from .uploads import Uploads
 
 __all__ = ["WORKER_METHODS", "PublicationGate"]
 
-# What `/collective_rpc` may call. vLLM's workers have methods that write files and set environment variables.
+# Methods that `/collective_rpc` may call. vLLM's workers have methods that write files and set environment variables.
 WORKER_METHODS = frozenset(["qarl_begin", "qarl_clear_cache", "qarl_describe", "qarl_expect", "qarl_keep_copy"])
 
 # Methods that change nothing in any of vLLM's routes.
@@ -80,7 +80,7 @@ _HARMLESS_PATHS = frozenset(
 )
 
 _HEARTBEAT_SECONDS = 30.0
-# A stranger's request is read before it is known to be one.
+# Limit of a body: it is read before the sender is authenticated.
 _SESSION_BYTES = 2**16
 
 
@@ -169,7 +169,7 @@ class PublicationGate:
             )
             line = json.dumps(answer) + "\n"
             await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
-            # A host that vanished says nothing; a line that cannot be delivered does.
+            # Writing detects a vanished host, reading does not.
             gone = asyncio.ensure_future(_disconnected(receive))
             while not (await asyncio.wait([gone], timeout=_HEARTBEAT_SECONDS))[0]:
                 await send({"type": "http.response.body", "body": b"\n", "more_body": True})
@@ -187,7 +187,7 @@ class PublicationGate:
         if path == "/collective_rpc":
             body = await _read_body(receive)
             called = _parse(body).get("method")
-            # A list cannot be looked up.
+            # A list is not hashable.
             if not isinstance(called, str) or called not in WORKER_METHODS:
                 error = f"{called!r} cannot be called through this server, only {sorted(WORKER_METHODS)}."
                 return await _respond(send, 403, {"error": error})
@@ -203,7 +203,7 @@ class PublicationGate:
             if path == "/update_weights" and message["type"] == "http.response.start":
                 self._uploads.forget_finished()
             is_success = message["type"] == "http.response.start" and message["status"] == 200
-            # A late answer to an update that has been given up says nothing about the one in progress.
+            # Ignore a late answer to an abandoned update.
             if is_success and update == self.num_updates:
                 if path == "/finish_weight_update":
                     self.is_complete = True

@@ -1,5 +1,7 @@
 """Linear kernels for vLLM that compute as the learner does, for CPUs and GPUs."""
 
+from typing import Any
+
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear import (
@@ -65,6 +67,49 @@ def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
     return transfer is not None and transfer.backend in (backends or (FILE_BACKEND,))
 
 
+class LowBitKernel:
+    """
+    The part that all kernels share; vLLM's base class comes after it. Tensors are used as they arrived, so a reload has no layout to get
+    wrong.
+    """
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        reason = cls._reason_against_engine() or cls._reason_against(c)
+        return reason is None, reason
+
+    @classmethod
+    def _reason_against_engine(cls) -> str | None:
+        """Return why the engine that is being built does not take this kernel, or `None`."""
+        return None if is_our_engine() else "weights do not come from trl_qarl"
+
+    @classmethod
+    def _reason_against(cls, c: Any) -> str | None:
+        """Return why layers of the configuration `c` cannot run here, or `None`."""
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to repack."""
+        self._low_bit = None
+
+    def _make_low_bit(self, layer: torch.nn.Module, dtype: torch.dtype) -> LowBitTensor:
+        """Return the layer's weight, made of tensors as they arrived, for activations in `dtype`."""
+        raise NotImplementedError
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self._low_bit is None:
+            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
+            self._low_bit = self._make_low_bit(layer, x.dtype)
+        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
+
+    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return multiply(rows, self._low_bit, bias)
+
+
 _WEIGHT_ONLY = {
     (scalar_types.uint2b2, False): "w2a16",
     (scalar_types.uint3b4, False): "w3a16",
@@ -76,7 +121,7 @@ _WEIGHT_ONLY = {
 """A scheme for each of vLLM's weight types, without and with zero points, that this kernel runs."""
 
 
-class QaRLWeightOnlyKernel(MPLinearKernel):
+class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
     """
     INT4 and INT8 weights, with and without zero points, and compact ones of 3 and 2 bits, with 16- or 32-bit activations; symmetric INT4
     with INT8 activations too.
@@ -87,9 +132,13 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
         return -1
 
     @classmethod
-    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+    def _reason_against_engine(cls) -> str | None:
+        return None
+
+    @classmethod
+    def _reason_against(cls, c: MPLinearLayerConfig) -> str | None:
         if (c.weight_type, c.zero_points) not in _WEIGHT_ONLY:
-            return False, f"weight type {c.weight_type} is none of INT8, INT4 and, without zero points, 3 and 2 bits"
+            return f"weight type {c.weight_type} is none of INT8, INT4 and, without zero points, 3 and 2 bits"
         if (
             not is_our_engine()
             and not _has_activations("int")
@@ -98,11 +147,12 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
             and torch.cpu._is_avx512_supported()
             and CPUWNA16LinearKernel.can_implement(c)[0]
         ):
-            return False, "vLLM's own kernel runs here"
-        return True, None
+            return "vLLM's own kernel runs here"
+        return None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing to repack; a weight-only product reads the checkpoint's layout, which has to be compressed-tensors'."""
+        super().process_weights_after_loading(layer)
         if self.w_q_name != "weight_packed" or getattr(layer, "weight_g_idx", None) is not None:
             raise ValueError(
                 f"vLLM has no kernel on this CPU for {self.config.weight_type} weights with {self.config.act_type} "
@@ -117,69 +167,48 @@ class QaRLWeightOnlyKernel(MPLinearKernel):
                     f"No kernel on a CPU multiplies {self.config.weight_type} weights by INT8 activations."
                 )
             self._scheme = get_scheme("w4a8-int8")
-        self._low_bit = None
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._low_bit is None:
-            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
-            # Of codes on a coarser grid in the same container the product is the same.
-            names = [self.w_q_name, self.w_s_name, *([self.w_zp_name] if self.config.zero_points else [])]
-            tensors = {name: getattr(layer, name).data for name in names}
-            # Of fused layers vLLM keeps the shape of one.
-            tensors["weight_shape"] = torch.tensor(self.config.partition_weight_shape[::-1])
-            self._low_bit = LowBitTensor.from_checkpoint(tensors, self._scheme, tensors["weight_scale"].dtype)
-        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
-
-    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return multiply(rows, self._low_bit, bias)
+    def _make_low_bit(self, layer, dtype):
+        # A coarser grid in the same container has the same product.
+        names = [self.w_q_name, self.w_s_name, *([self.w_zp_name] if self.config.zero_points else [])]
+        tensors = {name: getattr(layer, name).data for name in names}
+        # vLLM keeps only one shape for fused layers.
+        tensors["weight_shape"] = torch.tensor(self.config.partition_weight_shape[::-1])
+        return LowBitTensor.from_checkpoint(tensors, self._scheme, tensors["weight_scale"].dtype)
 
 
-class _QaRLFp4Kernel:
-    """Common base of kernels for FP4 weights with 16- or 32-bit activations; vLLM's base class comes after it."""
+class _Fp4Kernel(LowBitKernel):
+    """FP4 weights with 16- or 32-bit activations."""
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return True, None
+    def _reason_against_engine(cls) -> str | None:
+        return None
 
     @classmethod
-    def can_implement(cls, config: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+    def _reason_against(cls, c: MxFp4LinearLayerConfig | NvFp4LinearLayerConfig) -> str | None:
         # vLLM asks for low-bit activations with MXFP4, whatever the checkpoint says of them.
-        if _has_activations("float"):
-            return False, "the checkpoint has 4-bit activations, which this kernel does not support"
-        return True, None
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack."""
-        self._low_bit = None
-
-    def _make_low_bit(self, layer: torch.nn.Module, dtype: torch.dtype) -> LowBitTensor:
-        """The layer's weight, made of tensors as they arrived."""
-        raise NotImplementedError
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._low_bit is None:
-            # Only now: after a reload the values are copied into tensors that vLLM holds on to.
-            self._low_bit = self._make_low_bit(layer, x.dtype)
-        rows = x.reshape(-1, x.shape[-1])
-        return multiply(rows, self._low_bit, bias).view(*x.shape[:-1], -1)
+        is_refused = _has_activations("float")
+        return "the checkpoint has 4-bit activations, which this kernel does not support" if is_refused else None
 
 
-class QaRLMxFp4Kernel(_QaRLFp4Kernel, MxFp4LinearKernel):
+class QaRLMxFp4Kernel(_Fp4Kernel, MxFp4LinearKernel):
     """MXFP4 weights."""
 
     def _make_low_bit(self, layer, dtype):
         return LowBitTensor(layer.weight.data, layer.weight_scale.data, get_scheme("mxfp4a16"), dtype)
 
 
-class QaRLNvFp4Kernel(_QaRLFp4Kernel, NvFp4LinearKernel):
+class QaRLNvFp4Kernel(_Fp4Kernel, NvFp4LinearKernel):
     """NVFP4 weights."""
 
     def _make_low_bit(self, layer, dtype):
-        # vLLM holds its inverse, which is exact.
-        global_scale = 1.0 / layer.weight_global_scale.item()
-        return LowBitTensor(
-            layer.weight.data, layer.weight_scale.data, get_scheme("nvfp4a16"), dtype, global_scale=global_scale
-        )
+        # vLLM holds the inverse of the global scale, which is exact.
+        tensors = {
+            "weight_packed": layer.weight.data,
+            "weight_scale": layer.weight_scale.data,
+            "weight_global_scale": layer.weight_global_scale.data.float().reciprocal().reshape(1),
+        }
+        return LowBitTensor.from_checkpoint(tensors, get_scheme("nvfp4a16"), dtype)
 
 
 def _has_activations(weight_type: str) -> bool:
@@ -196,43 +225,7 @@ def _has_activations(weight_type: str) -> bool:
     )
 
 
-class _QaRLScaledMMKernel:
-    """Common base of kernels for low-bit weights with low-bit activations; vLLM's base class comes after it."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return True, None
-
-    @classmethod
-    def can_implement(cls, c) -> tuple[bool, str | None]:
-        if not is_our_engine():
-            return False, "weights do not come from trl_qarl"
-        reason = cls._reason_against(c)
-        return reason is None, reason
-
-    @classmethod
-    def _reason_against(cls, c) -> str | None:
-        """Return why layers of the configuration `c` cannot run here, or `None`."""
-        raise NotImplementedError
-
-    def _make_low_bit(self, layer: torch.nn.Module) -> LowBitTensor:
-        """The layer's weight, made of tensors as they arrived."""
-        raise NotImplementedError
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack."""
-        self._low_bit = None
-
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._low_bit is None:
-            self._low_bit = self._make_low_bit(layer)
-        return self._product(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
-
-    def _product(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return multiply(rows, self._low_bit, bias)
-
-
-class QaRLInt8Kernel(_QaRLScaledMMKernel, Int8ScaledMMLinearKernel):
+class QaRLInt8Kernel(LowBitKernel, Int8ScaledMMLinearKernel):
     """INT8 weights with dynamic per-token INT8 activations."""
 
     @classmethod
@@ -241,12 +234,12 @@ class QaRLInt8Kernel(_QaRLScaledMMKernel, Int8ScaledMMLinearKernel):
             return "not symmetric with a scale per output channel and per token"
         return None
 
-    def _make_low_bit(self, layer):
+    def _make_low_bit(self, layer, dtype):
         weight, scale, *_ = self._get_layer_params(layer)
         return LowBitTensor(weight.data, scale.data, get_scheme("w8a8"), scale.dtype)
 
 
-class QaRLFp8Kernel(_QaRLScaledMMKernel, FP8ScaledMMLinearKernel):
+class QaRLFp8Kernel(LowBitKernel, FP8ScaledMMLinearKernel):
     """FP8 weights with dynamic per-token FP8 activations."""
 
     @classmethod
@@ -257,7 +250,7 @@ class QaRLFp8Kernel(_QaRLScaledMMKernel, FP8ScaledMMLinearKernel):
             return "not a scale per token"
         return None
 
-    def _make_low_bit(self, layer):
+    def _make_low_bit(self, layer, dtype):
         weight, scale, *_ = self._get_layer_params(layer)
         # vLLM holds FP8 weights transposed.
         return LowBitTensor(weight.data.t(), scale.data, get_scheme("fp8"), scale.dtype)

@@ -16,7 +16,7 @@ __all__ = ["call_every_replica", "hear_every_replica"]
 
 def hear_every_replica() -> None:
     """Make the server's client of its engines return the answers of all of them; calling it again changes nothing."""
-    # One that vLLM does not have, or calls otherwise, would be set in vain.
+    # Setting a method that vLLM does not have would have no effect.
     assert "call_utility_async" in vars(DPLBAsyncMPClient)
     DPLBAsyncMPClient.call_utility_async = call_every_replica
 

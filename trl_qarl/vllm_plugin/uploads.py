@@ -40,11 +40,11 @@ class Uploads:
         self._directory = directory
         self._limit = limit
         self._prefix = f"{owned_prefix()}upload-"
-        # Bytes that are here of each file, without a gap, by its hash.
+        # Contiguous bytes received of each file, by its hash.
         self._received: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._finished: list[Path] = []
-        # A file that a trainer who finds it has the same directory.
+        # A trainer that finds this file shares the directory.
         self.mark = f"{self._prefix}here"
         if directory and os.path.isdir(directory):
             remove_leftovers(directory)
@@ -62,7 +62,7 @@ class Uploads:
         try:
             digest, size, offset = self._parse(headers.get(UPLOAD_HEADER.encode(), b"").decode("latin-1"))
             self._make_room(digest, size)
-            # At its own place, so that a piece that comes twice, or while an earlier one still does, changes nothing.
+            # Written at its offset, so that duplicate or concurrent pieces change nothing.
             with self._path(digest, ".part").open("r+b", buffering=0) as file:
                 while True:
                     message = await receive()
@@ -97,7 +97,7 @@ class Uploads:
             raise ValueError(
                 "This server takes no weights over HTTP. Start it with `trl-qarl vllm-serve --transport file`."
             )
-        # Again, if what clears temporary directories has taken it for forgotten.
+        # Create it again if a cleaner of temporary directories has removed it.
         make_transfer_dir(self._directory)
         match = re.fullmatch(r"([0-9a-f]{64}) (\d{1,15}) (\d{1,15})", header)
         if match is None:
@@ -112,7 +112,7 @@ class Uploads:
     def _make_room(self, digest: str, size: int) -> None:
         if digest in self._received:
             return
-        # What an earlier attempt has left, unless it is the same file.
+        # Remove the rest of an earlier attempt, unless it is the same file.
         if sum(self._sizes.values()) > self._limit:
             for other in [other for other in self._sizes if other != digest]:
                 self._forget(other)

@@ -52,7 +52,7 @@ class FileEngine(AuditedReload, WeightTransferEngine[FileInitInfo, FileUpdateInf
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Once: the environment of a running process can be changed.
+        # Read once, because the environment of a running process can change.
         self._directory = os.environ.get(TRANSFER_DIR_VARIABLE)
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:

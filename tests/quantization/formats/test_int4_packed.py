@@ -2,16 +2,16 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
-from trl_qarl.quantization.formats import int4_packed
+from trl_qarl.quantization.formats.int4_packed import Int4Packed, to_words, unsigned_codes
 
 
 def test_every_code_at_every_place_of_a_word_is_laid_out_as_compressed_tensors_does():
     codes = torch.stack([torch.arange(-8, 8).roll(shift) for shift in range(16)]).to(torch.int8)
-    packed = int4_packed.pack(codes)
+    packed = Int4Packed().pack(codes)
     assert torch.equal(packed, pack_to_int32(codes, 4))
     assert torch.equal(unpack_from_int32(packed, 4, codes.shape), codes)
-    assert torch.equal(int4_packed.unsigned_codes(packed), codes.int() + 8)
-    assert int4_packed.to_checkpoint(packed, torch.ones(16, 1))["weight_shape"].tolist() == [16, 16]
+    assert torch.equal(unsigned_codes(packed), codes.int() + 8)
+    assert Int4Packed().to_checkpoint(packed, torch.ones(16, 1))["weight_shape"].tolist() == [16, 16]
 
 
 @pytest.mark.parametrize("num_bits", [2, 3])
@@ -19,14 +19,14 @@ def test_codes_of_fewer_bits_fill_words_without_gaps(num_bits):
     half = 2 ** (num_bits - 1)
     codes = torch.randint(-half, half, (5, 96), generator=torch.Generator().manual_seed(num_bits), dtype=torch.int8)
     codes[0], codes[1] = -half, half - 1
-    words = int4_packed.to_words(int4_packed.pack(codes), num_bits)
+    words = to_words(Int4Packed().pack(codes), num_bits)
     assert words.dtype == torch.int32 and words.shape == (5, num_bits * 96 // 32)
     for row, packed in zip(codes.tolist(), words.tolist(), strict=True):
         # A row as one number, its first code in the lowest bits.
         number = sum((code + half) << (num_bits * place) for place, code in enumerate(row))
         assert number == sum((word % 2**32) << (32 * place) for place, word in enumerate(packed))
     tensors = {"weight_packed": words, "weight_scale": torch.ones(5, 3), "weight_shape": torch.tensor([5, 96])}
-    assert torch.equal(int4_packed.from_checkpoint(tensors)[0], int4_packed.pack(codes))
+    assert torch.equal(Int4Packed().from_checkpoint(tensors)[0], Int4Packed().pack(codes))
     if num_bits == 2:
         # compressed-tensors 0.17 has gaps at 3 bits alone.
         assert torch.equal(words, pack_to_int32(codes, 2))

@@ -6,8 +6,7 @@ from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 
-from trl_qarl.quantization.formats import mxfp4
-from trl_qarl.quantization.quantize import scale_values
+from trl_qarl.quantization.formats.mxfp4 import MAGNITUDES, Mxfp4
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
@@ -56,8 +55,8 @@ def test_scales_codes_and_weights_equal_compressed_tensors_on_a_thousand_matrice
 
 def test_every_quotient_goes_to_the_nearest_code_and_ties_to_the_even_one():
     quotients = torch.arange(-7 * 256, 7 * 256).view(1, -1) / 256
-    codes = mxfp4.unpack(mxfp4.pack(quotients), torch.float32)
-    magnitudes = torch.tensor(mxfp4.MAGNITUDES)
+    codes = Mxfp4().unpack(Mxfp4().pack(quotients), torch.float32)
+    magnitudes = torch.tensor(MAGNITUDES)
     distances = (quotients.abs().unsqueeze(-1) - magnitudes).abs()
     assert torch.equal((codes.abs() - quotients.abs()).abs(), distances.amin(-1))
     tied = distances.sort(-1).values[..., :2].diff(dim=-1)[..., 0] == 0
@@ -69,7 +68,7 @@ def test_every_quotient_goes_to_the_nearest_code_and_ties_to_the_even_one():
 def test_numbers_beyond_the_largest_scale_are_clamped():
     weight = torch.full((1, 32), 3e38)
     low_bit = LowBitTensor.from_hp(weight, SCHEME, torch.float32)
-    assert scale_values(low_bit.scale).item() == 2.0**125 and torch.isfinite(low_bit.dequantize()).all()
+    assert low_bit.scale_values().item() == 2.0**125 and torch.isfinite(low_bit.dequantize()).all()
 
 
 @pytest.mark.parametrize("in_features", [16, 48, 100])

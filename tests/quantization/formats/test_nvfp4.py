@@ -55,9 +55,9 @@ def test_scales_codes_and_weights_equal_compressed_tensors_on_a_thousand_matrice
 
 def test_a_given_divisor_is_kept_until_weights_outgrow_it():
     weight = awkward_weight(1)
-    divisor = LowBitTensor.from_hp(weight, SCHEME, torch.bfloat16).global_scale
+    divisor = LowBitTensor.from_hp(weight, SCHEME, torch.bfloat16).shared_scale
     grown = LowBitTensor.from_hp(4 * weight, SCHEME, torch.bfloat16, divisor)
-    assert grown.global_scale == divisor and grown.scale.float().max() <= 448
+    assert grown.shared_scale == divisor and grown.scale.float().max() <= 448
     with pytest.raises(ValueError, match="Weights have grown to .*four times the largest weight at the start"):
         LowBitTensor.from_hp(9 * weight, SCHEME, torch.bfloat16, divisor)
 

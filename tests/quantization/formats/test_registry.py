@@ -34,10 +34,13 @@ def test_codes_come_back_from_memory_and_from_a_checkpoint(container, grid):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         unpacked = functions.unpack(qdata, dtype)
         assert unpacked.dtype is dtype and torch.equal(unpacked.float(), codes)
-    others = (8192.0,) if container.name == "nvfp4" else ()
-    if container.has_zero_points:
-        others = (torch.arange(48).remainder(16).sub(8).to(torch.int8).unsqueeze(1),)
+    codes_of_zero = torch.arange(48).remainder(16).sub(8).unsqueeze(1)
+    others = [
+        codes_of_zero.to(operand.dtype) if operand.per_group else torch.full((48, 1), 8192, dtype=operand.dtype)
+        for operand in functions.operands
+    ]
     tensors = functions.to_checkpoint(qdata, scale, *others)
+    assert (*tensors,) == functions.checkpoint_names
     again, scale_again, *others_again = functions.from_checkpoint(tensors)
     for ours, theirs in zip(others, others_again, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -4,23 +4,38 @@ from functools import lru_cache
 
 import torch
 
-from .int8 import count_flips, from_checkpoint, in_features, to_checkpoint
+from ..schemes import E4M3
+from .base import Format, KernelChoice
 
 
-__all__ = ["count_flips", "from_checkpoint", "in_features", "pack", "round_to_grid", "to_checkpoint", "unpack"]
+__all__ = ["Fp8", "round_to_grid"]
 
 
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Round quotients `(N, K)` of weight and scale to E4M3."""
-    return codes.to(torch.float8_e4m3fn)
+class Fp8(Format):
+    """FP8 weights that meet FP8 activations."""
 
+    repeated_on_gpus = experts_in_vllm = (E4M3,)
+    # Below it vLLM leaves activations in 16 bits.
+    min_capability = (8, 9)
 
-def unpack(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the codes `(N, K)` in `dtype`, in memory of their own."""
-    if qdata.is_cuda or dtype.itemsize > 4 or qdata.shape[1] % 2 or not qdata.is_contiguous():
-        return qdata.to(dtype)
-    # On a CPU one table look-up for two codes is four times faster than PyTorch's conversion.
-    return _pairs(dtype).take(qdata.view(torch.uint16).long()).view(dtype)
+    def pack(self, codes):
+        """Round quotients `(N, K)` of weight and scale to E4M3."""
+        return codes.to(torch.float8_e4m3fn)
+
+    def unpack(self, qdata, dtype):
+        if qdata.is_cuda or dtype.itemsize > 4 or qdata.shape[1] % 2 or not qdata.is_contiguous():
+            return qdata.to(dtype)
+        # On a CPU one table look-up for two codes is four times faster than PyTorch's conversion.
+        return _pairs(dtype).take(qdata.view(torch.uint16).long()).view(dtype)
+
+    def kernels(self, scheme, gpu):
+        if gpu.capability < self.min_capability:
+            return KernelChoice(
+                refusal="vLLM leaves activations in 16 bits below compute capability 8.9 (CompressedTensorsW8A16Fp8), and the learner "
+                "quantizes them",
+                instead="'w8a8' or 'w4a16'",
+            )
+        return KernelChoice(("CutlassFP8ScaledMMLinearKernel",), ("TritonOrCutlassExperts", "TritonExperts"))
 
 
 @lru_cache(maxsize=4)

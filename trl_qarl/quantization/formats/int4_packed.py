@@ -6,36 +6,91 @@ are stored as the same numbers, so engines and readers need to know nothing abou
 
 `to_words` packs these without gaps, as `trl-qarl export --compact` writes them: code `i` of `b` bits, plus `2^(b - 1)`, begins at bit `b i` of
 the row, as vLLM and compressed-tensors from 0.19 on have it (https://github.com/vllm-project/compressed-tensors/pull/732).
+
+`w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8 E4M3 and
+one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
+(`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So `s` is chosen such that the
+conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest at 56. Their product has eight
+bits, as bf16 does. [`fp8_gemm_weight`] is what the engine multiplies by.
 """
 
-from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 
-
-__all__ = [
-    "count_flips",
-    "from_checkpoint",
-    "in_features",
-    "look_up",
-    "pack",
-    "to_checkpoint",
-    "to_words",
-    "unpack",
-    "unsigned_codes",
-]
+from ..schemes import INT8
+from .base import Format, KernelChoice
 
 
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Store rounded codes `(N, K)` from -8 to 7."""
-    unsigned = (codes.to(torch.int8) + 8).view(torch.uint8).view(codes.shape[0], codes.shape[1] // 2, 2)
-    return (unsigned[..., 0] | (unsigned[..., 1] << 4)).view(torch.int32)
+__all__ = ["HalfBytes", "Int4Packed", "fp8_gemm_weight", "integer_kernels", "look_up", "to_words", "unsigned_codes"]
 
 
-def unpack(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the codes `(N, K)` in `dtype`, in memory of their own."""
-    return look_up(qdata, dtype, tuple(range(-8, 8)))
+class HalfBytes(Format):
+    """Storage of 4-bit codes, in memory and in a checkpoint."""
+
+    checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
+
+    def pack(self, codes):
+        unsigned = (codes.to(torch.int8) + 8).view(torch.uint8).view(codes.shape[0], codes.shape[1] // 2, 2)
+        return (unsigned[..., 0] | (unsigned[..., 1] << 4)).view(torch.int32)
+
+    def unpack(self, qdata, dtype):
+        return look_up(qdata, dtype, tuple(range(-8, 8)))
+
+    def in_features(self, qdata):
+        return 8 * qdata.shape[1]
+
+    def count_flips(self, before, after):
+        changed = (before ^ after).view(torch.uint8)
+        return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
+
+    def to_checkpoint(self, qdata, scale, *operands):
+        shape = torch.tensor([qdata.shape[0], self.in_features(qdata)], device=qdata.device)
+        return {"weight_packed": qdata, "weight_scale": scale, "weight_shape": shape}
+
+    def from_checkpoint(self, tensors):
+        """Return codes and scales of a layer's tensors; `weight_shape` tells whether codes have fewer bits."""
+        words, scale = tensors["weight_packed"], tensors["weight_scale"]
+        num_codes = int(tensors["weight_shape"][1]) if "weight_shape" in tensors else self.in_features(words)
+        return (words if num_codes == self.in_features(words) else _from_words(words, num_codes)), scale
+
+
+class Int4Packed(HalfBytes):
+    """INT4 weights, also those on grids of 3 and 2 bits, that meet activations of 16 or 8 bits."""
+
+    gguf_type = "Q4_0"
+    repeated_on_gpus = (None,)
+    experts_in_vllm = (None, INT8)
+
+    def choose_scales(self, groups, scheme):
+        (scale,) = super().choose_scales(groups, scheme)
+        return (_fp8_exact_scales(scale) if scheme.has_fp8_scales else scale,)
+
+    def kernels(self, scheme, gpu):
+        on_hopper = gpu.capability == (9, 0)
+        if scheme.has_fp8_scales:
+            if on_hopper:
+                return KernelChoice(linear=("CutlassW4A8LinearKernel",))
+            return KernelChoice(
+                refusal="vLLM's kernel of INT4 weights and FP8 activations needs compute capability 9.0",
+                instead="'w4a16', use_vllm=False, or a Hopper GPU",
+            )
+        if scheme.activation == INT8:
+            return KernelChoice(
+                refusal="no kernel of INT4 weights and INT8 activations on GPUs can be reloaded",
+                instead="'w4a8'" if on_hopper else "'w4a16', or w4a8 on a Hopper GPU",
+            )
+        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs only on a GPU. It takes Marlin elsewhere.
+        needs_marlin = on_hopper and gpu.release != "0.31"
+        return integer_kernels(gpu, experts_backend="marlin" if needs_marlin else None)
+
+
+def integer_kernels(gpu, experts_backend: str | None = None) -> KernelChoice:
+    """Return vLLM's kernels of integer weights with 16-bit activations."""
+    # Machete takes multiples of 64 input and 128 output features, Marlin the rest.
+    on_hopper = gpu.capability == (9, 0)
+    linear = ("MacheteLinearKernel", "MarlinLinearKernel") if on_hopper else ("MarlinLinearKernel",)
+    return KernelChoice(linear, ("MarlinExperts",), experts_backend=experts_backend)
 
 
 def look_up(qdata: torch.Tensor, dtype: torch.dtype, values: tuple[float, ...]) -> torch.Tensor:
@@ -49,32 +104,7 @@ def look_up(qdata: torch.Tensor, dtype: torch.dtype, values: tuple[float, ...]) 
 
 def unsigned_codes(qdata: torch.Tensor) -> torch.Tensor:
     """Return the codes + 8, 0 to 15, `(N, K)` int32."""
-    return (unpack(qdata, torch.float32) + 8).int()
-
-
-def in_features(qdata: torch.Tensor) -> int:
-    """Return the number of codes in a row."""
-    return 8 * qdata.shape[1]
-
-
-def count_flips(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Count the codes that differ."""
-    changed = (before ^ after).view(torch.uint8)
-    return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
-
-
-def to_checkpoint(qdata: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Name the tensors as a checkpoint does."""
-    shape = torch.tensor([qdata.shape[0], in_features(qdata)], device=qdata.device)
-    return {"weight_packed": qdata, "weight_scale": scale, "weight_shape": shape}
-
-
-def from_checkpoint(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `qdata` and `scale` of a layer's tensors; `weight_shape` tells whether codes have fewer bits."""
-    words, scale = tensors["weight_packed"], tensors["weight_scale"]
-    if "weight_shape" not in tensors or (num_codes := int(tensors["weight_shape"][1])) == in_features(words):
-        return words, scale
-    return _from_words(words, 32 * words.shape[1] // num_codes), scale
+    return (HalfBytes().unpack(qdata, torch.float32) + 8).int()
 
 
 def to_words(qdata: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -86,13 +116,14 @@ def to_words(qdata: torch.Tensor, num_bits: int) -> torch.Tensor:
     return (eight_bytes & 0xFF).to(torch.uint8).flatten(1).view(torch.int32)
 
 
-def _from_words(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Return the inverse of [`to_words`]."""
+def _from_words(words: torch.Tensor, num_codes: int) -> torch.Tensor:
+    """Return the inverse of [`to_words`] for rows of `num_codes` codes."""
+    num_bits = 32 * words.shape[1] // num_codes
     places = torch.arange(8, device=words.device)
     eight_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, num_bits)).long()
     eights = (eight_bytes << 8 * places[:num_bits]).sum(dim=-1, keepdim=True)
     codes = (eights >> num_bits * places) & (2**num_bits - 1)
-    return pack(codes.flatten(1) - 2 ** (num_bits - 1))
+    return HalfBytes().pack(codes.flatten(1) - 2 ** (num_bits - 1))
 
 
 @lru_cache(maxsize=8)
@@ -102,3 +133,31 @@ def _table(dtype: torch.dtype, device: torch.device, values: tuple[float, ...]) 
     known = torch.tensor(values, device=device, dtype=dtype)
     table = torch.stack([known[(patterns >> shift) & 15] for shift in (0, 4, 8, 12)], dim=-1)
     return table.view(torch.int64).view(-1) if dtype.itemsize == 2 else table
+
+
+def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a `w4a8` weight as the engine's matrix product takes it: FP8 codes `(N, K)` and float32 scales `(N, 1)`."""
+    channel_scale, group_scale = _fp8_scales(scale)
+    codes = HalfBytes().unpack(qdata, torch.float32)
+    codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
+    return codes.to(torch.float8_e4m3fn), channel_scale
+
+
+def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's conversion of scales `(N, groups)`: `(N, 1)` channel scales, and `(N, groups)` E4M3 values; both float32."""
+    scale = scale.float()
+    channel_scale = (scale.amax(-1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+    group_scale = (scale / channel_scale).to(torch.float8_e4m3fn).float() / 8.0
+    return 8.0 * channel_scale, group_scale.to(torch.float8_e4m3fn).float()
+
+
+def _fp8_exact_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, in channels it does not clamp."""
+    scale = scale.float()
+    amax = scale.amax(-1, keepdim=True)
+    amax = torch.where(amax == 0, 1.0, amax)
+    fraction, exponent = torch.frexp(amax / 448.0)
+    channel_scale = 8.0 * torch.ldexp((fraction * 16.0).round(), exponent - 4)
+    # From the smallest normal number on, E4M3 has four significant bits.
+    group_scale = torch.where(scale == amax, 56.0, scale / channel_scale).clamp(2.0**-6, 56.0)
+    return group_scale.to(torch.float8_e4m3fn).float() * channel_scale

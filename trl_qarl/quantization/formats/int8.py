@@ -1,38 +1,24 @@
 """INT8 codes as they are: `qdata` is int8 `(N, K)`, in memory and in a checkpoint (`int-quantized`)."""
 
-from collections.abc import Mapping
-
-import torch
-
-
-__all__ = ["count_flips", "from_checkpoint", "in_features", "pack", "to_checkpoint", "unpack"]
+from ..schemes import INT8
+from .base import Format, KernelChoice
 
 
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Store rounded codes `(N, K)`."""
-    return codes.to(torch.int8)
+__all__ = ["Int8"]
 
 
-def unpack(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the codes `(N, K)` in `dtype`, in memory of their own."""
-    return qdata.to(dtype)
+class Int8(Format):
+    """INT8 weights that meet INT8 activations."""
 
+    repeated_on_gpus = experts_in_vllm = (INT8,)
+    # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers (5.17).
+    experts_in_transformers = False
 
-def in_features(qdata: torch.Tensor) -> int:
-    """Return the number of codes in a row."""
-    return qdata.shape[1]
-
-
-def count_flips(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Count the codes that differ."""
-    return (before.view(torch.uint8) != after.view(torch.uint8)).count_nonzero()
-
-
-def to_checkpoint(qdata: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Name the tensors as a checkpoint does."""
-    return {"weight": qdata, "weight_scale": scale}
-
-
-def from_checkpoint(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `qdata` and `scale` of a layer's tensors."""
-    return tensors["weight"], tensors["weight_scale"]
+    def kernels(self, scheme, gpu):
+        if gpu.capability >= (10, 0):
+            return KernelChoice(
+                refusal="the kernel that vLLM takes (CutlassInt8ScaledMMLinearKernel) has no INT8 on Blackwell and throws at the "
+                "first forward",
+                instead="'fp8', 'w8a16' or 'w4a16'",
+            )
+        return KernelChoice(("CutlassInt8ScaledMMLinearKernel",), ("TritonExperts",))

@@ -5,27 +5,34 @@ INT8 codes that a checkpoint packs into words (`pack-quantized`).
 lowest bits, and `weight_shape` says `(N, K)`.
 """
 
-from collections.abc import Mapping
-
 import torch
 
-from .int8 import count_flips, in_features, pack, unpack
+from .base import Format
+from .int4_packed import integer_kernels
 
 
-__all__ = ["count_flips", "from_checkpoint", "in_features", "pack", "to_checkpoint", "unpack"]
+__all__ = ["Int8Packed", "Words"]
 
 
-def to_checkpoint(qdata: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Name and lay out the tensors as a checkpoint does."""
-    # Adding 128 to a two's complement byte flips its top bit.
-    packed = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32)
-    return {
-        "weight_packed": packed,
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(list(qdata.shape), device=qdata.device),
-    }
+class Words(Format):
+    """Storage of 8-bit codes in the words of a checkpoint."""
+
+    checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
+
+    def to_checkpoint(self, qdata, scale, *operands):
+        # Adding 128 to a two's complement byte flips its top bit.
+        packed = (qdata.view(torch.uint8) ^ 0x80).view(torch.int32)
+        shape = torch.tensor(list(qdata.shape), device=qdata.device)
+        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+
+    def from_checkpoint(self, tensors):
+        return (tensors["weight_packed"].view(torch.uint8) ^ 0x80).view(torch.int8), tensors["weight_scale"]
 
 
-def from_checkpoint(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `qdata` and `scale` of a layer's tensors."""
-    return (tensors["weight_packed"].view(torch.uint8) ^ 0x80).view(torch.int8), tensors["weight_scale"]
+class Int8Packed(Words):
+    """INT8 weights that meet 16-bit activations."""
+
+    gguf_type = "Q8_0"
+
+    def kernels(self, scheme, gpu):
+        return integer_kernels(gpu)

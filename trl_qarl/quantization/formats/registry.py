@@ -1,25 +1,38 @@
-"""The file of each container."""
-
-from types import ModuleType
+"""The format of each container."""
 
 from ..schemes import Container
-from . import e4m3, int4_packed, int4_zero_points, int8, int8_packed, int8_zero_points, mxfp4, nvfp4
+from .base import Format
+from .e4m3 import Fp8
+from .int4_packed import Int4Packed
+from .int4_zero_points import Int4ZeroPoints
+from .int8 import Int8
+from .int8_packed import Int8Packed
+from .int8_zero_points import Int8ZeroPoints
+from .mxfp4 import Mxfp4
+from .nvfp4 import Nvfp4
 
 
-__all__ = ["format_of"]
+__all__ = ["CHECKPOINT_NAMES", "FORMATS", "OPERANDS", "format_of"]
 
-_FORMATS = {
-    "int4-packed": int4_packed,
-    "int4-zero-points": int4_zero_points,
-    "int8": int8,
-    "int8-packed": int8_packed,
-    "int8-zero-points": int8_zero_points,
-    "mxfp4": mxfp4,
-    "nvfp4": nvfp4,
-    "e4m3": e4m3,
+FORMATS: dict[str, Format] = {
+    "int4-packed": Int4Packed(),
+    "int4-zero-points": Int4ZeroPoints(),
+    "int8": Int8(),
+    "int8-packed": Int8Packed(),
+    "int8-zero-points": Int8ZeroPoints(),
+    "mxfp4": Mxfp4(),
+    "nvfp4": Nvfp4(),
+    "e4m3": Fp8(),
 }
+"""Formats by the names of their containers."""
+
+OPERANDS = tuple(dict.fromkeys(operand.name for form in FORMATS.values() for operand in form.operands))
+"""Names of tensors that some low-bit weights have besides codes and scales."""
+
+CHECKPOINT_NAMES = tuple(dict.fromkeys(name for form in FORMATS.values() for name in form.checkpoint_names))
+"""Names that tensors of a low-bit weight have in a checkpoint, without the layer's prefix."""
 
 
-def format_of(container: Container) -> ModuleType:
-    """Return the functions of a container with low-bit codes."""
-    return _FORMATS[container.name]
+def format_of(container: Container) -> Format:
+    """Return the format of a container with low-bit codes."""
+    return FORMATS[container.name]

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..adapters.engine import lora_arguments
 from ..checkpoint.export import export_checkpoint
 from ..checkpoint.serving import ADAPTER_FOLDER
-from .scoring import engine_log_probs, log_probs_of_tokens, prompt_log_probs
+from ..rollout.scoring import engine_log_probs, log_probs_of_tokens, prompt_log_probs
 
 
 __all__ = ["deep_audit"]
@@ -69,7 +69,7 @@ _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def _main(folder: str) -> None:
     """Run as the process of the second engine: score `task.json` with the checkpoint next to it."""
-    from .engines import load_engine
+    from ..rollout.engines import load_engine
 
     task = json.loads((Path(folder) / "task.json").read_text())
     llm = load_engine(

@@ -178,7 +178,7 @@ def audit_in_this_process(patch) -> None:
     """
     from types import SimpleNamespace
 
-    from trl_qarl.rollout import deep_audit
+    from trl_qarl.doctor import deep_audit
 
     def run(command, **kwargs):
         deep_audit._main(command[-1])
@@ -351,12 +351,12 @@ def product_reference(layer, x, grad):
     """
     import torch
 
-    from trl_qarl.quantization.quantize import dequantize, quantize_activation
+    from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
 
     weight = layer.low_bit_weight().gemm_weight().dequantize(torch.float64)
     seen, grad = x.detach().double(), grad.double()
     if layer.scheme.activation is not None:
-        seen = dequantize(*quantize_activation(x.detach(), layer.scheme), torch.float64)
+        seen = dequantize_activation(*quantize_activation(x.detach(), layer.scheme), torch.float64)
     return seen @ weight.t() + layer.bias.detach().double(), grad @ weight, grad.t() @ seen, grad.sum(0)
 
 
@@ -407,11 +407,25 @@ def launch_environment(config_file: str) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    path = Path(__file__).parent.parent / "examples" / "accelerate_configs" / config_file
+    path = Path(__file__).parents[2] / "examples" / "accelerate_configs" / config_file
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
     args.deepspeed_fields_from_accelerate_config = "deepspeed_config,mixed_precision"
     environment = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
     return {name: value for name, value in environment.items() if os.environ.get(name) != value}
+
+
+def path_without(folder, *packages: str) -> str:
+    """
+    `PYTHONPATH` of a Python process that takes `packages` for missing and otherwise finds what this one does. TRL and accelerate import
+    whatever is installed: without vLLM and DeepSpeed a training that uses neither starts in half the time.
+    """
+    import os
+    import sys
+
+    hidden = Path(folder) / "without"
+    hidden.mkdir(exist_ok=True)
+    (hidden / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n")
+    return os.pathsep.join([str(hidden), *filter(None, sys.path)])
 
 
 MIXTURES = {

@@ -1,5 +1,5 @@
 """
-`trl-qarl bench publish`: bytes, seconds and memory of a weight sync with a server in another process, or an engine in this one.
+`python -m benchmarks.bench publish`: bytes, seconds and memory of a weight sync with a server in another process, or an engine in this one.
 
 First everything is sent, as after a step that changed every matrix. With learning rates, what changed is sent after real
 training steps too: policy gradients on random answers, half of which were good.
@@ -49,8 +49,8 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
     import psutil
     import torch
 
-    from ..quantization.swap import quantized_layers
-    from ..rollout.publisher import Publisher
+    from trl_qarl.quantization.swap import quantized_layers
+    from trl_qarl.rollout.publisher import Publisher
 
     processes = [psutil.Process(), *(psutil.Process(pid).children(recursive=True) if pid else ())]
 
@@ -92,8 +92,8 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
 @contextmanager
 def _parts_timed(transport, with_engine: bool) -> Iterator[dict[str, float]]:
     """Adds up the seconds spent in what a weight sync consists of, by the names of parts, while it is open."""
-    from ..rollout import http_transport, publisher
-    from ..wire import delta
+    from trl_qarl.rollout import http_transport, publisher
+    from trl_qarl.wire import delta
 
     functions = [(publisher, "fingerprints_of", "fingerprints"), (delta, "_deflate", "compress")]
     if with_engine:
@@ -154,7 +154,8 @@ def train(path: str, model, optimizer, dtype, updates: int, seed: int) -> None:
     """Make updates by policy gradients on four random answers each, of which two were good."""
     import torch
 
-    from ..quantization.gemm import has_fast_bf16
+    from trl_qarl.quantization.gemm import has_fast_bf16
+
     from .engines import autocast
 
     if model.device.type == "cpu" and not has_fast_bf16():
@@ -175,8 +176,8 @@ def train(path: str, model, optimizer, dtype, updates: int, seed: int) -> None:
 
 def _transport_of(args):
     """What makes the way to the server: files, or HTTP with as many megabits per second as there are to be."""
-    from ..rollout.http_transport import HTTPTransport
-    from ..rollout.transports import FileTransport
+    from trl_qarl.rollout.http_transport import HTTPTransport
+    from trl_qarl.rollout.transports import FileTransport
 
     if args.megabits is None:
         return HTTPTransport if args.http else FileTransport
@@ -196,8 +197,8 @@ def _transport_of(args):
 
 
 def _publish_row(model, dtype, results: list[dict[str, float]], growth: list[int]) -> dict[str, Any]:
-    from ..checkpoint.layout import iter_checkpoint_tensors
-    from ..quantization.swap import quantized_layers
+    from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
+    from trl_qarl.quantization.swap import quantized_layers
 
     layers = quantized_layers(model)
     sizes = {name: tensor.nbytes for name, tensor in iter_checkpoint_tensors(model, dtype)}

@@ -8,6 +8,7 @@ from testing_utils import make_tiny_model
 from trl_qarl import get_scheme, prepare_model
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.numerics import cpu as kernels
+from trl_qarl.numerics.backends import backend_of
 from trl_qarl.numerics.ops import token_log_probs
 
 
@@ -94,7 +95,9 @@ def make_attention(length, num_heads, num_key_heads, head_dim):
         """Of several such ranges at once, each as a sequence of its own."""
         parts = [(query[start:end], key[:end], value[:end]) for start, end in ranges]
         lengths = [(end - start, end) for start, end in ranges]
-        output = kernels.attention(*map(torch.cat, zip(*parts, strict=True)), *zip(*lengths, strict=True), 0.1, window)
+        output = backend_of(query).attention(
+            *map(torch.cat, zip(*parts, strict=True)), *zip(*lengths, strict=True), 0.1, window
+        )
         return output.split([queries for queries, _ in lengths])
 
     return attend

@@ -1,4 +1,4 @@
-"""Real models, prompts and engines for the modes of `trl-qarl bench` that need vLLM."""
+"""Real models, prompts and engines for the modes of `python -m benchmarks.bench` that need vLLM."""
 
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from .shapes import has_weights, random_model
 
 
 if TYPE_CHECKING:
-    from ..quantization.schemes import QuantScheme
+    from trl_qarl.quantization.schemes import QuantScheme
 
 
 __all__ = [
@@ -86,7 +86,7 @@ def load_learner(path: str, scheme: "str | QuantScheme", dtype):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ..quantization.swap import prepare_model
+    from trl_qarl.quantization.swap import prepare_model
 
     if has_weights(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -110,9 +110,9 @@ def _memory_of_engine(model, dtype) -> float:
 def make_bench_engine(model, dtype, max_num_seqs: int):
     import torch
 
-    from ..rollout.engines import make_engine
-    from ..rollout.publisher import Publisher
-    from ..rollout.transports import DirectTransport
+    from trl_qarl.rollout.engines import make_engine
+    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.transports import DirectTransport
 
     llm = make_engine(
         model,
@@ -145,11 +145,11 @@ def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, i
     """A server in another process: its client, the publisher to it, and the number of its process."""
     import torch
 
-    from ..rollout.client import QaRLClient
-    from ..rollout.publisher import Publisher
-    from ..rollout.server_command import build_server_command
-    from ..rollout.server_process import ServerProcess, free_port
-    from ..rollout.transports import FileTransport
+    from trl_qarl.rollout.client import QaRLClient
+    from trl_qarl.rollout.publisher import Publisher
+    from trl_qarl.rollout.server_command import build_server_command
+    from trl_qarl.rollout.server_process import ServerProcess, free_port
+    from trl_qarl.rollout.transports import FileTransport
 
     port, on_cpu = free_port(), not torch.cuda.is_available()
     memory = [] if on_cpu else ["--gpu-memory-utilization", str(_memory_of_engine(model, dtype))]
@@ -178,8 +178,8 @@ def open_server(model, dtype, make_transport=None) -> Iterator[tuple[Any, Any, i
 
 
 def _config_of(model) -> dict[str, Any] | None:
-    from ..checkpoint.layout import quantization_config
-    from ..quantization.inventory import Inventory
+    from trl_qarl.checkpoint.layout import quantization_config
+    from trl_qarl.quantization.inventory import Inventory
 
     return quantization_config(Inventory.of(model)) or None
 

@@ -1,5 +1,5 @@
 """
-`trl-qarl bench numerics`: training steps with `numerics="engine"` against `"fast"`, side by side in one trainer.
+`python -m benchmarks.bench numerics`: training steps with `numerics="engine"` against `"fast"`, side by side in one trainer.
 
 One [`~trl_qarl.QaRLTrainer`] runs generation batches of two updates, and its model changes the arithmetic between
 batches. So both have the same memory, optimizer and engine, a slow minute of the machine hits both, and a ratio is the
@@ -65,9 +65,9 @@ def _run(path: str, prompts, scheme: str, num_sequences: int, args) -> dict[str,
     from datasets import Dataset
     from transformers import PrinterCallback, ProgressCallback
 
-    from ..qarl_config import QaRLConfig
-    from ..qarl_trainer import QaRLTrainer
-    from ..rollout.server_process import free_port
+    from trl_qarl.qarl_config import QaRLConfig
+    from trl_qarl.qarl_trainer import QaRLTrainer
+    from trl_qarl.rollout.server_process import free_port
 
     use_vllm = args.rollout != "transformers"
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ def _make_alternation():
     """A class, because transformers is imported late."""
     from transformers import TrainerCallback
 
-    from ..numerics.attach import attach_engine_numerics, detach_engine_numerics
+    from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
 
     class Alternate(TrainerCallback):
         """Engine numerics for every other generation batch, and the seconds of each batch."""

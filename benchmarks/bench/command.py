@@ -1,5 +1,5 @@
 """
-`trl-qarl bench`: the quantized model against `nn.Linear`, side by side in one run.
+`python -m benchmarks.bench`: the quantized model against `nn.Linear`, side by side in one run.
 
 Both models share their master weights and see the same batch. Repeats alternate between them, so a slow minute of the
 machine hits both, and a ratio is the median over repeats of time / time of the baseline in the same repeat. `learner`
@@ -13,14 +13,15 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from ..bench.adapters import TRAINED
-from ..bench.learner import format_table, load_model, prepare_variants, run_benchmark
-from ..bench.shapes import SHAPES, SIZES
-from ..quantization.schemes import SCHEMES
-from .errors import configuration_errors
+from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.scripts.errors import configuration_errors
+
+from .adapters import TRAINED
+from .learner import format_table, load_model, prepare_variants, run_benchmark
+from .shapes import SHAPES, SIZES
 
 
-__all__ = ["QUANTIZED", "main", "make_parser"]
+__all__ = ["QUANTIZED", "make_parser", "run"]
 
 # The default shapes have 576 features, which the groups of `w4a8` do not divide.
 # Grids of fewer bits than their container have its kernels.
@@ -215,7 +216,7 @@ def _add_vllm_options(parser: ArgumentParser, mode: str) -> None:
         )
 
 
-def main(args: Namespace) -> None:
+def run(args: Namespace) -> None:
     with configuration_errors():
         for name in ("tokens", "sequence_length", "repeats", "new_tokens", "lora_r", "num_layers", "updates"):
             value = getattr(args, name, 1)
@@ -237,9 +238,9 @@ def main(args: Namespace) -> None:
                 f"`--tokens {args.tokens}` of `bench {args.mode}`: groups have 4 sequences; give multiples of 4."
             )
     if args.mode in VLLM_MODES:
-        from ..bench.vllm import run
+        from .vllm import measure
 
-        _write_json(args.json, run(args))
+        _write_json(args.json, measure(args))
         return
     with configuration_errors():
         variants, reports = prepare_variants(load_model(args), args.schemes, args.group_size, args.dtype)

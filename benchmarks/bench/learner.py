@@ -6,7 +6,8 @@ from argparse import Namespace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..quantization.schemes import SCHEMES
+from trl_qarl.quantization.schemes import SCHEMES
+
 from .machine import describe_machine, forget_peak, peak_bytes
 from .shapes import make_config, random_model
 
@@ -14,8 +15,8 @@ from .shapes import make_config, random_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..quantization.swap import SwapReport
-    from ..quantization.weight import QuantizedLayer
+    from trl_qarl.quantization.swap import SwapReport
+    from trl_qarl.quantization.weight import QuantizedLayer
 
 
 __all__ = ["format_table", "load_model", "prepare_variants", "run_benchmark"]
@@ -44,8 +45,8 @@ def prepare_variants(
 
     import torch
 
-    from ..quantization.schemes import get_scheme
-    from ..quantization.swap import prepare_model
+    from trl_qarl.quantization.schemes import get_scheme
+    from trl_qarl.quantization.swap import prepare_model
 
     master_weights = {id(parameter): parameter for parameter in model.parameters()}
     variants: dict[str | None, PreTrainedModel] = {None: model}
@@ -94,7 +95,7 @@ def run_benchmark(
     """
     import torch
 
-    from ..quantization.swap import kernels_run, quantized_layers
+    from trl_qarl.quantization.swap import kernels_run, quantized_layers
 
     model = variants[None]
     compute_dtype = getattr(torch, dtype)
@@ -245,7 +246,7 @@ def _cached_bytes(layer: "QuantizedLayer") -> int:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    from ..quantization.tensors import LowBitTensor
+    from trl_qarl.quantization.tensors import LowBitTensor
 
     held = [low_bit for weight in layer.quantized_weights.values() for low_bit in weight.kept()]
     for leaf in held:

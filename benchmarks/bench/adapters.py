@@ -1,5 +1,5 @@
 """
-`trl-qarl bench adapter`: LoRA beside the low-bit weights and in them against training of all weights.
+`python -m benchmarks.bench adapter`: LoRA beside the low-bit weights and in them against training of all weights.
 
 A [`~trl_qarl.QaRLTrainer`] trains each on the same prompts, with rollouts by vLLM in the same process or by the
 learner. What is reported is from its own log, after the first generation batch: before that the adapter is zero, and
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from ..checks.refused import LORA_MODES
+from trl_qarl.checks.refused import LORA_MODES
 
 
 __all__ = ["TRAINED", "held_bytes", "measure_adapters"]
@@ -58,8 +58,8 @@ def _run(path: str, prompts, scheme: str, dtype: str, trained: str, args) -> dic
     from datasets import Dataset
     from transformers import PrinterCallback, ProgressCallback
 
-    from ..qarl_config import QaRLConfig
-    from ..qarl_trainer import QaRLTrainer
+    from trl_qarl.qarl_config import QaRLConfig
+    from trl_qarl.qarl_trainer import QaRLTrainer
 
     peft_config, options, use_vllm = None, {}, args.rollout == "colocate"
     if trained != "all":
@@ -139,7 +139,7 @@ def held_bytes(model, optimizer=None) -> int:
     Bytes of the tensors that training of `model` holds: parameters, buffers and the low-bit weights made of masters;
     with `optimizer` gradients and its state, too. Activations are not among them.
     """
-    from ..quantization.swap import quantized_layers
+    from trl_qarl.quantization.swap import quantized_layers
 
     made = [layer.low_bit_weight() for layer in quantized_layers(model).values() if not layer.is_frozen]
     tensors = [*model.parameters(), *model.buffers(), *made]

@@ -1,9 +1,9 @@
 """
-The modes of `trl-qarl bench` that need vLLM: `adapter`, `alignment`, `numerics`, `publish` and `rollout`, on a real model.
+The modes of `python -m benchmarks.bench` that need vLLM: `adapter`, `alignment`, `numerics`, `publish` and `rollout`, on a real model.
 
 `rollout` times decoding and the parts of one training step. Its
 engines run side by side in one process, and repeats alternate between them. The others are
-[`trl_qarl.bench.adapters`], [`trl_qarl.bench.alignment`], [`trl_qarl.bench.numerics`] and [`trl_qarl.bench.publish`].
+`adapters.py`, `alignment.py`, `numerics.py` and `publish.py`.
 """
 
 import gc
@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..packages import installed
+from trl_qarl.packages import installed
+
 from .adapters import measure_adapters
 from .alignment import measure_alignment, summarize_alignment
 from .engines import (
@@ -33,10 +34,10 @@ from .publish import measure_publish
 from .shapes import write_random_model
 
 
-__all__ = ["MODES", "measure_rollout", "run"]
+__all__ = ["MODES", "measure", "measure_rollout"]
 
 
-def run(args) -> dict[str, Any]:
+def measure(args) -> dict[str, Any]:
     """Measure `args.mode`, print the table and return every number."""
     from .machine import describe_machine
 
@@ -163,7 +164,7 @@ def _step_split(path, model, llm, publisher, dtype, args) -> dict[str, float]:
 def _model_path(name: str | None) -> str:
     if name is not None:
         return name
-    from ..demo.smollm2 import convert_smollm2
+    from trl_qarl.demo.smollm2 import convert_smollm2
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_qarl"
     return str(convert_smollm2(cache / "SmolLM2-135M-Instruct"))

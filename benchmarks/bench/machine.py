@@ -4,8 +4,8 @@ import platform
 import re
 from pathlib import Path
 
-from .._version import __version__
-from ..packages import installed
+from trl_qarl._version import __version__
+from trl_qarl.packages import installed
 
 
 __all__ = ["describe_machine", "forget_peak", "peak_bytes", "synchronize"]

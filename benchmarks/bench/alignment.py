@@ -1,5 +1,5 @@
 """
-`trl-qarl bench alignment`: log-probs of sampled tokens, engine against learner.
+`python -m benchmarks.bench alignment`: log-probs of sampled tokens, engine against learner.
 
 It samples at temperature 1 from an engine that was given the learner's tensors, and scores the same tokens with two
 learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
@@ -16,7 +16,7 @@ from .engines import TOPICS, autocast, join_names, load_learner, make_prompts, o
 
 
 if TYPE_CHECKING:
-    from ..quantization.schemes import QuantScheme
+    from trl_qarl.quantization.schemes import QuantScheme
 
 
 __all__ = ["measure_alignment", "summarize_alignment"]
@@ -29,9 +29,9 @@ def measure_alignment(path: str, schemes: "Sequence[str | QuantScheme]", args) -
     """
     import torch
 
-    from ..numerics.attach import engine_numerics
-    from ..quantization.schemes import SCHEMES, get_scheme
-    from ..quantization.swap import kernels_run, restore_model
+    from trl_qarl.numerics.attach import engine_numerics
+    from trl_qarl.quantization.schemes import SCHEMES, get_scheme
+    from trl_qarl.quantization.swap import kernels_run, restore_model
 
     rows = []
     for dtype_name in args.dtypes:
@@ -110,7 +110,7 @@ def _same_weights_unquantized(path: str, scheme: "QuantScheme", dtype, args, flo
     """Return the floor of this very policy: its dequantized weights in an ordinary engine and an ordinary learner."""
     import torch
 
-    from ..quantization.swap import quantized_layers, restore_model
+    from trl_qarl.quantization.swap import quantized_layers, restore_model
 
     model = load_learner(path, scheme, dtype)
     with torch.no_grad():
@@ -138,8 +138,8 @@ def _same_weights_unquantized(path: str, scheme: "QuantScheme", dtype, args, flo
 
 
 def _can_use_engine_numerics(model, dtype) -> bool:
-    from ..numerics import cpu
-    from ..numerics.availability import check_engine_numerics
+    from trl_qarl.numerics import cpu
+    from trl_qarl.numerics.availability import check_engine_numerics
 
     if model.device.type != "cpu":
         # The engine of these rows is an ordinary one, which a learner on a GPU cannot repeat.
@@ -199,7 +199,7 @@ def _learner_logps(model, samples, dtype) -> list[float]:
 @contextmanager
 def _routes(model) -> Iterator[list[Any]]:
     """While open, the experts `(tokens, k)` that each router chooses, sorted, are appended to a list."""
-    from ..numerics.modules import ENGINE_OPERATIONS, Router
+    from trl_qarl.numerics.modules import ENGINE_OPERATIONS, Router
 
     routes: list[Any] = []
     hooks = [
@@ -242,7 +242,7 @@ def _one_rounding(model, dtype) -> Iterator[None]:
 def _mismatch(learner: list[float], engine: list[float]) -> dict[str, Any]:
     import torch
 
-    from ..telemetry.mismatch import mismatch_metrics, mismatch_sums
+    from trl_qarl.telemetry.mismatch import mismatch_metrics, mismatch_sums
 
     a, b = torch.tensor([learner]), torch.tensor([engine])
     metrics = mismatch_metrics(*mismatch_sums(a, b, torch.ones_like(a)), torch.ones(1))

@@ -1,1 +1,0 @@
-"""What `trl-qarl bench` measures."""

@@ -1,0 +1,73 @@
+"""
+Zero points: codes of a group lie where its weights are, which always holds zero.
+
+    scale = (max(w, 0) - min(w, 0)) / 15,  zero = round(clamp(-8 - min(w, 0) / scale, -8, 7))
+    q = round(clamp(w / scale + zero, -8, 7)),  w' = scale * (q - zero)
+
+for INT4, with 255, -128 and 127 for INT8. This is compressed-tensors' arithmetic bit for bit, in float32 (float64 for such masters; a
+16-bit master has the codes of its float32 copy). `zero` follows from the scale before it is rounded to its dtype, codes from the rounded
+one. A group of zeros has zero point 0. Where compressed-tensors makes infinities, of groups that span more than float32 holds, both ends
+are divided first.
+
+A checkpoint (`pack-quantized`, `symmetric: false`) has the zero points of several rows in a word of `weight_zero_point`, int32
+`(ceil(N / 8), K / group_size)` for INT4 and `(ceil(N / 4), ...)` for INT8, as it has the codes of several columns; what fills the last
+word is 0.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .base import Format, Operand
+
+
+__all__ = ["ZeroPoints"]
+
+
+class ZeroPoints(Format):
+    """
+    The part of a format that zero points change; the class that stores the codes comes after it.
+
+    Attributes:
+        codes_per_word (`int`): codes, and zero points, in a word of a checkpoint.
+    """
+
+    codes_per_word: int
+
+    operands = (Operand("zero_point", torch.int8, per_group=True),)
+    checkpoint_names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+    experts_in_transformers = False
+
+    def choose_scales(self, groups, scheme):
+        grid = scheme.grid
+        lowest, highest = groups.amin(dim=-1).clamp_(max=0), groups.amax(dim=-1).clamp_(min=0)
+        step = (highest - lowest) / grid.scale_divisor
+        step = torch.where(step.isinf(), highest / grid.scale_divisor - lowest / grid.scale_divisor, step)
+        qmin, qmax = grid.quant_range
+        # Of a group of zeros 0 / 0.
+        return step, (qmin - lowest / step).clamp_(qmin, qmax).round_().nan_to_num_(0.0).to(torch.int8)
+
+    def quotients(self, groups, scale, *operands):
+        (zero_point,) = operands
+        return super().quotients(groups, scale).add_(zero_point.unsqueeze(-1))
+
+    def multiply_by_scales(self, groups, scale, *operands):
+        (zero_point,) = operands
+        super().multiply_by_scales(groups.sub_(zero_point.unsqueeze(-1)), scale)
+
+    def to_checkpoint(self, qdata, scale, *operands):
+        (zero_point,) = operands
+        lowest = -(2 ** (32 // self.codes_per_word - 1))
+        rows = F.pad(zero_point, (0, 0, 0, -len(zero_point) % self.codes_per_word), value=lowest)
+        words = super().to_checkpoint(self.pack(_turned(rows)), scale)["weight_packed"]
+        return super().to_checkpoint(qdata, scale) | {"weight_zero_point": _turned(words)}
+
+    def from_checkpoint(self, tensors):
+        qdata, scale = super().from_checkpoint(tensors)
+        words = {"weight_packed": _turned(tensors["weight_zero_point"]), "weight_scale": scale}
+        zero_point = self.unpack(super().from_checkpoint(words)[0], torch.float32)[:, : len(qdata)]
+        return qdata, scale, _turned(zero_point.to(torch.int8))
+
+
+def _turned(matrix: torch.Tensor) -> torch.Tensor:
+    # Of a single row or column `contiguous` would keep odd strides.
+    return matrix.t().clone(memory_format=torch.contiguous_format)

@@ -44,7 +44,10 @@ def quick_engines():
         yield
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[kind if kind != "idefics3" else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS],
+)
 def kind(request):
     return request.param
 
@@ -223,7 +226,7 @@ def test_lora_on_the_language_model_is_trained_and_the_export_is_what_was_sample
 
 
 @pytest.mark.xdist_group("warm_servers")
-@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen2_5_vl"])
 def test_a_server_takes_pictures_and_tiles_with_their_prompts(kind, tmp_path, monkeypatch, warm_servers):
     warm_servers.serve(monkeypatch)
     trainer = make_picture_trainer(

@@ -250,7 +250,7 @@ def engine_scores(llm, text):
     return torch.tensor(DirectTransport(llm).score(text.token_ids, text.pictures))[-text.num_scored :]
 
 
-def test_an_export_is_the_policy_in_transformers_and_in_vllm(one_kind, tmp_path, capsys):
+def test_an_export_is_the_policy_in_transformers_and_in_vllm(one_kind, tmp_path):
     """Masters become one by the command; the tower has the scheme of the plan."""
     scheme = json.dumps({r"re:.*(visual\.blocks|vision_model\.enc).*": "w8a16", "_default": "w4a16"})
     options = {"model_name_or_path": one_kind, "output_dir": str(tmp_path), "scheme": scheme, "dtype": "float32"}

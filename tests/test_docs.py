@@ -75,7 +75,7 @@ def anchors(page):
 
 # Sphinx checks the links of the other pages.
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name != "docs"], ids=lambda page: str(page.relative_to(ROOT))
+    "page", [page for page in PAGES if page.parent != ROOT / "docs"], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_links_outside_the_documentation_lead_to_a_file_and_a_heading(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -529,7 +529,7 @@ def test_rollout_func_with_tokens_the_model_has_no_rows_for_raises(tiny_model, t
 
     trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
     with pytest.raises(
-        ValueError, match="`rollout_func` returned.*completion 0 of .*, token 1 of 2: 260 is no .* 0 to 259"
+        ValueError, match="`rollout_func` returned.*completion 0 of .*, token 1 of 2: 260 is not .* 0 to 259"
     ):
         trainer.train()
 

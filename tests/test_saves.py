@@ -77,6 +77,7 @@ class Orders:
             assert torch.equal(p, resumed.model.get_parameter(name)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_shuffled", "is_streamed"), [(True, False), (False, False), (True, True)])
 def test_a_run_resumed_in_any_epoch_goes_on_with_the_same_prompts_to_the_same_weights(
     tiny_model, tmp_path, is_shuffled, is_streamed

@@ -69,7 +69,7 @@ def assert_near(actual, a, b, tolerance, bias=0.0):
     assert ((actual.double() - (a @ b + bias)).abs() <= tolerance * magnitude).all()
 
 
-@pytest.mark.parametrize("has_native_instructions", [True, False])
+@pytest.mark.parametrize("has_native_instructions", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", IN_FEATURES)
 def test_every_kernel_computes_the_dequantized_product_and_its_gradients(monkeypatch, name, has_native_instructions):
     monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)

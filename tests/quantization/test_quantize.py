@@ -169,6 +169,7 @@ def weight_with_ties(seed: int, shape=(16, 256)) -> torch.Tensor:
     return weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNED)
 def test_signed_scales_and_codes_equal_the_reference_bit_for_bit(name):
     has_both_signs, num_clamped = torch.zeros(2, dtype=torch.bool), 0

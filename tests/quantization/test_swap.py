@@ -1,4 +1,5 @@
 from collections import OrderedDict
+from itertools import cycle
 
 import pytest
 import torch
@@ -264,8 +265,10 @@ def test_quantize_prepares_the_same_parameters_and_gives_what_prepare_model_give
         assert torch.equal(mine.grad, other.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    zip((name for name, s in SCHEMES.items() if s.is_quantized), cycle([torch.float32, torch.bfloat16]), strict=False),
+)
 def test_a_converted_model_computes_publishes_and_exports_what_the_prepared_one_does(tmp_path, scheme, dtype):
     model, tokens = tiny("qwen2").to(dtype), torch.randint(4, 200, (2, 24))
     prepare_model(model, scheme)

@@ -25,7 +25,6 @@ takes is exact.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,8 +79,6 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
     Raises:
         ValueError: naming `argument`, if there is no such model.
     """
-    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
-        raise ValueError(f"{model} is no folder.")
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         return skeleton(config, trust_remote_code)

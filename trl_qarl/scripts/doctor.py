@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from ..quantization.plan import EDGES, plan_of
-from .errors import configuration_errors
+from .errors import check_folder, configuration_errors
 from .plan_options import add_plan_options
 
 
@@ -48,7 +48,10 @@ def main(args: Namespace) -> int:
         settings = vars(args)
         plan = plan_of(settings | {"scheme": args.scheme or "w4a16"})
         chosen = plan.schemes if args.scheme else None
-        model = shapes_of(args.model, args.trust_remote_code, "--model") if args.model else None
+        model = None
+        if args.model:
+            check_folder(args.model)
+            model = shapes_of(args.model, args.trust_remote_code, "--model")
     counts = {"ok": 0, "warning": 0, "error": 0}
     for finding in _findings(args, chosen, plan, model):
         print(finding, flush=True)

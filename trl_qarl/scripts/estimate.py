@@ -4,7 +4,7 @@ import math
 from argparse import ArgumentParser, Namespace
 
 from ..quantization.plan import plan_of
-from .errors import configuration_errors
+from .errors import check_folder, configuration_errors
 from .plan_options import add_plan_options
 
 
@@ -66,6 +66,7 @@ def main(args: Namespace) -> int:
         from ..doctor.memory import Run, launch_configuration, parts_of_memory, shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
+        check_folder(args.model)
         rank, accumulates = args.lora_r if args.use_peft else 0, args.gradient_accumulation_steps > 1
         run = Run(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates)
         plan, model = plan_of(vars(args)), shapes_of(args.model, args.trust_remote_code, "MODEL")

@@ -68,9 +68,7 @@ def format_row(logs: Mapping[str, Any], step: int, max_steps: int, seconds_left:
     return " | ".join(parts)
 
 
-class RowProgress(ProgressCallback):
-    """transformers' progress bar with short rows."""
-
+class _Rows(TrainerCallback):
     _start: tuple[float, int] | None = None
 
     @override
@@ -80,23 +78,24 @@ class RowProgress(ProgressCallback):
 
     @override
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and self.training_bar is not None and logs:
-            self.training_bar.write(_row(logs, state, self._start))
-
-
-class RowPrinter(PrinterCallback):
-    """Prints the same rows without a bar, for `disable_tqdm=True`."""
-
-    _start: tuple[float, int] | None = None
-
-    @override
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._start = (time.monotonic(), state.global_step)
-
-    @override
-    def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
-            print(_row(logs, state, self._start), flush=True)
+            self._write(_row(logs, state, self._start))
+
+    def _write(self, row: str) -> None:
+        print(row, flush=True)
+
+
+class RowProgress(_Rows, ProgressCallback):
+    """transformers' progress bar with short rows."""
+
+    @override
+    def _write(self, row: str) -> None:
+        if self.training_bar is not None:
+            self.training_bar.write(row)
+
+
+class RowPrinter(_Rows, PrinterCallback):
+    """The same without a bar, for `disable_tqdm=True`."""
 
 
 def show_rows(handler: CallbackHandler) -> None:

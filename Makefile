@@ -26,10 +26,12 @@ check:  ## lint and the tests that need no vLLM, one process and seconds each; A
 
 test:  ## run the tests that need no GPU; ARGS="-k swap" selects some
 	.ci/setup .venv-test $(TEST_EXTRAS)
+	.ci/pictures .venv-test
 	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "not gpu and not nightly" --durations=25 --durations-min=5 $(ARGS)
 
 nightly:  ## run what `make test` leaves out: further cases of what it proves, for most of an hour
 	.ci/setup .venv-test $(TEST_EXTRAS)
+	.ci/pictures .venv-test
 	.venv-test/bin/python -m pytest -n 2 --dist loadgroup -m "nightly and not gpu" --durations=25 $(ARGS)
 
 lint:  ## style and types, as CI checks them

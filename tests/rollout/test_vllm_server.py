@@ -345,9 +345,9 @@ def test_an_adapter_inside_the_low_bit_weights_is_trained_resumed_and_pushed_wit
 
 
 def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):
-    from trl_qarl.rollout import generation
+    from trl_qarl.rollout import failures
 
-    monkeypatch.setattr(generation, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(failures, "MAX_ATTEMPTS", 2)
     trainer = make_trainer()
     publish = trainer.vllm_generation.publisher.publish
 

@@ -164,8 +164,8 @@ def main() -> None:
     import torch
     from transformers import AutoTokenizer
 
-    from trl_qarl.bench.machine import describe_machine
-    from trl_qarl.bench.shapes import make_config, random_model, write_random_model
+    from bench.machine import describe_machine
+    from bench.shapes import make_config, random_model, write_random_model
     from trl_qarl.rollout.server_process import free_port
 
     with tempfile.TemporaryDirectory() as directory:

@@ -515,7 +515,7 @@ CHOSEN = (
     "die /update_weights middle and last",
     "truncated /update_weights middle and last, over HTTP",
     "garbage /qarl/upload first and middle",
-    "log-prob NaN; log-prob inf; log-prob -inf",
+    "log-prob null; log-prob NaN; log-prob inf",
     "no completions, always, over HTTP",
     "/v1/completions then /update_weights die, over HTTP",
     "/weight_info and 100 deaths",

@@ -4,9 +4,13 @@ Where the learner's log-probs of a rollout come from: a forward that scores it, 
 With engine numerics learner and sampler give every token the same bits, so a forward that scores a rollout computes what is known. The
 sampler's log-probs are taken instead, and compared with forwards that run anyway: those of the first update, whose weights are still
 the rollout's. One sequence of each process from the rest of the batch is scored for this alone.
+
+A batch that was drawn ahead is of earlier weights. Those are kept, and score it where a forward is needed; as no update runs with them,
+one micro-batch of each process is scored for the comparison alone, too.
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +21,7 @@ from typing_extensions import override
 from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
 from .objectives.objective import Objective
 from .policy import Policy
+from .rollout.ahead import Ahead
 from .rollout.scoring import prompt_log_probs
 from .telemetry.recorder import Recorder
 
@@ -45,12 +50,26 @@ class ScoresRollouts(_BaseTrainer):
     _num_compared: int | None = None
     # Log-probs of the sampler for TRL's own scoring of the rollout in progress.
     _sampled: list[list[float | None]] | None = None
+    _ahead: Ahead | None = None
+    # Whether TRL is about to score the rollout in progress, and whether the next forward of the loss tells how stale a batch is.
+    _is_scored_by_trl = _measures_staleness = False
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the batch in progress was drawn by weights that were the learner's in an earlier update."""
+        return self._ahead is not None and self.model.training and self._ahead.drawn is not None
 
     @property
     def _are_compared(self) -> bool:
         """Whether log-probs of a rollout are the sampler's, to be compared in the first update."""
         is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
-        return is_exact and self.rollout_func is None
+        is_of_learner = self._is_stale and self.args.old_logps == "learner"
+        return is_exact and self.rollout_func is None and not is_of_learner
+
+    @property
+    def _are_sampled(self) -> bool:
+        """Whether log-probs of a rollout are the sampler's, compared or not."""
+        return self._are_compared or (self.args.old_logps == "sampler" and self.model.training)
 
     @property
     def _are_unused(self) -> bool:
@@ -68,7 +87,8 @@ class ScoresRollouts(_BaseTrainer):
         args = self.args
         is_misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
         is_scored_by_trl = is_misaligned or (self.use_vllm and args.vllm_importance_sampling_correction)
-        self._sampled = logps if self._are_compared and is_scored_by_trl else None
+        self._sampled = logps if self._are_sampled and is_scored_by_trl else None
+        self._is_scored_by_trl = is_scored_by_trl
 
     def _complete(self, output: dict[str, Any]) -> None:
         """Adds to a generation batch what TRL leaves out."""
@@ -77,50 +97,76 @@ class ScoresRollouts(_BaseTrainer):
                 "`rollout_func` returned `logprobs=None`, so the mismatch between rollout and learner is unknown. Return "
                 "the log-prob of every sampled token."
             )
-        if self._are_unused or self._are_compared:
+        self._is_scored_by_trl = False
+        if self._are_unused or self._are_sampled:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         elif "old_per_token_logps" not in output:
-            is_training, args = self.model.training, self.args
-            batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
-            output["old_per_token_logps"] = self._score_at_rollout(output, batch_size=batch_size)
+            with self._at_old_version():
+                output["old_per_token_logps"] = self._score_rollout(output)
         weight = self._objective.weight(self.args, Batch.of(output))
         if weight is not None:
             output["importance_sampling_ratio"] = weight
 
     def _observe(self, output: dict[str, Any]) -> None:
-        """Measures the mismatch of a generation batch, and looks for the token that is not exact."""
+        """
+        Measures the mismatch of a generation batch, by the weights that drew it, and looks for the token that is not exact.
+        """
+        if self._is_stale and self.args.old_logps == "learner":
+            now = Batch.of(output)
+            with self._at_rollout():
+                output = output | {"old_per_token_logps": self._score_rollout(output)}
+            self.recorder.observe_staleness(now.old_per_token_logps, Batch.of(output))
         batch = Batch.of(output)
+        if self._are_sampled and not self._are_compared:
+            # Log-probs that are the sampler's and stay so say nothing.
+            return
         if not self._are_unused:
             self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
             return
         llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
         # One process can ask a server; the others' tokens may be the ones that differ, and they ask nothing.
-        asks = self.use_vllm and self.accelerator.is_main_process
+        asks = self.use_vllm and self.accelerator.is_main_process and not self._is_stale
         score = partial(prompt_log_probs, self.vllm_generation) if asks else None
         self.policy.exactness.check(output, batch, self.model, self.accelerator, llm, score)
 
     @override
     def _prepare_inputs(self, generation_batch):
-        """Scores one sequence of a new generation batch that the first update leaves out."""
+        """Scores of a new generation batch what is compared, and what the first update leaves out."""
         inputs = super()._prepare_inputs(generation_batch)
-        if self._num_compared != 0 or not self.model.training:
+        if not self.model.training:
             return inputs
-        accumulation = self.args.gradient_accumulation_steps
-        if accumulation - self._step % accumulation < len(self._buffered_inputs):
-            # TRL has shuffled the batch, by torch's generator: the choice is random, and a resumed run has it.
-            last = self._buffered_inputs[-1]
-            with self.recorder.time("scoring"):
-                first = {name: value[:1] for name, value in last.items() if value is not None and value.ndim}
-                old = self._score_at_rollout(first)
-            last["old_per_token_logps"] = torch.cat([old, last["old_per_token_logps"][1:]])
+        if self._num_compared == 0:
+            self._score_compared()
+        if self._is_stale:
+            self._measures_staleness = self.args.old_logps != "learner"
+            self._ahead.drawn = None
         return inputs
+
+    def _score_compared(self) -> None:
+        """Scores one sequence that the first update leaves out, and of what was drawn ahead one micro-batch, which is observed then."""
+        parts, accumulation = self._buffered_inputs, self.args.gradient_accumulation_steps
+        with self.recorder.time("scoring"), self._at_rollout():
+            if self._is_stale:
+                parts[0]["old_per_token_logps"] = self._score_rollout(parts[0])
+            num_in_first = 1 if self._is_stale else accumulation - self._step % accumulation
+            if num_in_first < len(parts):
+                # TRL has shuffled the batch, by torch's generator: the choice is random, and a resumed run has it.
+                first = {name: value[:1] for name, value in parts[-1].items() if value is not None and value.ndim}
+                rest = parts[-1]["old_per_token_logps"][1:]
+                parts[-1]["old_per_token_logps"] = torch.cat([self._score_rollout(first), rest])
+        if self._is_stale:
+            self._num_compared = None
+            self._observe_parts(parts)
 
     def _compare(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
         """
         Puts the log-probs of a forward that had the weights of the rollout in the place of the sampler's; with the last one before
         weights change, observes the batch.
         """
+        if self._measures_staleness and self.model.training:
+            self._measures_staleness = False
+            self.recorder.observe_staleness(per_token_logps.detach(), Batch.of(inputs))
         if self._num_compared is None:
             return
         inputs["old_per_token_logps"] = per_token_logps.detach()
@@ -129,18 +175,30 @@ class ScoresRollouts(_BaseTrainer):
         if is_training and not self.accelerator.sync_gradients and self._num_compared < len(self._buffered_inputs):
             return
         self._num_compared = None
+        self._observe_parts(self._buffered_inputs if is_training else [inputs])
+
+    def _observe_parts(self, parts: list[dict[str, Any]]) -> None:
         with self.recorder.time("scoring"):
-            parts = self._buffered_inputs if is_training else [inputs]
-            names = [name for name, value in inputs.items() if value is not None and value.ndim]
+            names = [name for name, value in parts[0].items() if value is not None and value.ndim]
             self._observe({name: torch.cat([part[name] for part in parts]) for name in names})
         self._log_scoring()
 
     def _log_scoring(self) -> None:
         self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
 
+    def _at_rollout(self) -> AbstractContextManager:
+        """A context in which the learner has the weights that drew the batch in progress."""
+        return self._ahead.at_drawn() if self._is_stale else nullcontext()
+
+    def _at_old_version(self) -> AbstractContextManager:
+        """A context in which the learner has the weights of the old log-probs, as `old_logps` says."""
+        return nullcontext() if self.args.old_logps == "learner" else self._at_rollout()
+
     @torch.no_grad()
-    def _score_at_rollout(self, inputs: dict[str, Any], **kwargs) -> torch.Tensor:
-        return self._score(self.model, inputs, **kwargs)[0]
+    def _score_rollout(self, inputs: dict[str, Any]) -> torch.Tensor:
+        is_training, args = self.model.training, self.args
+        batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
+        return self._score(self.model, inputs, batch_size=batch_size)[0]
 
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
@@ -165,12 +223,18 @@ class ScoresRollouts(_BaseTrainer):
             if self._are_unused:
                 return None, None, None
             rows, self._sampled = self._sampled, None
+            is_rollout, self._is_scored_by_trl = self._is_scored_by_trl, False
             if rows is not None:
                 logps = torch.zeros(len(rows), logits_to_keep)
                 for target, row in zip(logps, rows, strict=True):
                     # TRL's mark of NaN is `None`.
                     target[: len(row)] = torch.tensor([float("nan") if value is None else value for value in row])
                 return logps.to(input_ids.device), None, None
+            if is_rollout and self._is_stale:
+                with self._at_old_version():
+                    return self._get_per_token_logps_and_entropies(
+                        model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+                    )
         forward = count_positions(model) if takes_positions(self.accelerator.unwrap_model(model)) else model
         output = super()._get_per_token_logps_and_entropies(
             forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs

@@ -17,9 +17,11 @@ from .checks.options import (
     CPU_WEIGHTS,
     EXACT,
     NUMERICS,
+    OLD_LOGPS,
     VLLM_TRANSPORTS,
     as_dict,
     check_adapters,
+    check_ahead,
     check_hub,
     check_inherited,
     check_numerics,
@@ -161,6 +163,12 @@ class QaRLConfig(GRPOConfig):
             the paper's comparison set it.
         loss_type (`str`, *optional*):
             Set by `objective`; give that one instead.
+        rollout_ahead (`int`, *optional*, defaults to `0`):
+            How many generation batches a vLLM server draws ahead, while the learner trains on the one before. With 1 both work
+            at once, and a batch is of weights that are older by the updates of one batch; more is for studying that.
+        old_logps (`str`, *optional*, defaults to `"version"`):
+            With `rollout_ahead`, whose log-probs the ratio compares with: `"version"`, those of the weights that drew the
+            batch, which are kept; `"learner"`, those of the learner when it begins with the batch; `"sampler"`, the engine's.
         mismatch_probe_steps (`int`, *optional*, defaults to `0`):
             Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of the rollout:
             `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
@@ -233,6 +241,8 @@ class QaRLConfig(GRPOConfig):
     vllm_importance_sampling_mode: str | None = None
     loss_type: str | None = None
     optim: str = "muon"
+    rollout_ahead: int = 0
+    old_logps: str = field(default="version", metadata={"choices": list(OLD_LOGPS)})
     mismatch_probe_steps: int = 0
     vllm_server_autostart: bool = False
     allow_low_precision_masters: bool = False
@@ -259,7 +269,13 @@ class QaRLConfig(GRPOConfig):
         problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
         problems += check_adapters(self)
         self._apply_objective()
-        problems += [*check_ratios(self), *check_inherited(self), *check_probe(self), *check_vllm(self)]
+        problems += [
+            *check_ratios(self),
+            *check_inherited(self),
+            *check_probe(self),
+            *check_vllm(self),
+            *check_ahead(self),
+        ]
         problems += check_hub(self)
         raise_problems(problems)
         is_on_policy = get_objective(self).is_on_policy

@@ -27,6 +27,7 @@ from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
 from .quantization.partitioned import forget_order
 from .quantization.swap import quantized_forward
+from .rollout.ahead import Ahead
 from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
@@ -138,6 +139,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             self.rollout_func = all_or_none(self.accelerator)(checked)
         if self.ref_model is not None:
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
+        if args.rollout_ahead:
+            self._ahead = Ahead(self.vllm_generation, args)
         self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
         self._explain_scoring()
         self._add_callbacks()
@@ -236,8 +239,12 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         args = prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         # Between calls of tools, processes generate each as often as they need.
         shared = nullcontext() if self._calls_tools else all_or_none(self.accelerator)
+        draws_ahead = self._ahead is not None and self.model.training
+        drawn = self._ahead.take(prompt_ids) if draws_ahead else None
         with shared, self.recorder.time("rollout"):
-            if self.use_vllm:
+            if drawn is not None:
+                completion_ids, logps = drawn.completion_ids, drawn.logps
+            elif self.use_vllm:
                 completion_ids, logps = super()._generate_single_turn(*args)
             else:
                 model = self.accelerator.unwrap_model(self.model_wrapped)
@@ -246,7 +253,13 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
                     completion_ids, _ = super()._generate_single_turn(*args)
                 logps = recorded[0].cpu().tolist()
                 logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
-        self.recorder.observe_turn(completion_ids)
+        seconds = self.recorder.pop_seconds("rollout") if drawn is None else drawn.seconds
+        self.recorder.observe_turn(completion_ids, seconds)
+        if draws_ahead:
+            epoch, num_skipped, num_before = self._epoch_begun
+            place = epoch, num_skipped + self._step - num_before
+            self.recorder.log(self._ahead.measure(self.state.global_step, seconds))
+            self._ahead.draw(place, self.state, self._tokenize_prompts)
         return completion_ids, logps
 
     @override
@@ -261,7 +274,15 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _generate(self, prompts):
-        """Publishes what has changed, before, and measures how many completions loop or are garbled."""
+        """
+        Waits for what is drawn ahead, then publishes what has changed, before; measures how many completions loop or are garbled.
+        """
+        if self._ahead is not None:
+            # Apart from what else is done with a generation batch.
+            with self.recorder.time("wait"):
+                has_other_weights = self._ahead.collect()
+            if has_other_weights:
+                self._last_loaded_step = -1
         if self.use_vllm:
             self._publish_what_changed()
         self._relay_policy()
@@ -285,7 +306,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             publication = {}
             if self.use_vllm:
                 publication = self.vllm_generation.pop_publication()
-                publication["rollout/weight_version"] = float(self._last_loaded_step)
+                version = self._ahead.drawn.version if self._is_stale else self._last_loaded_step
+                publication["rollout/weight_version"] = float(version)
             bits, is_mixed = self.policy.bits
             if bits is not None:
                 publication["quant/bits"] = bits
@@ -373,6 +395,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         finally:
             if self.use_vllm:
                 self._last_loaded_step = -1
+                if self._ahead is not None:
+                    self._ahead.forget()
                 self.vllm_generation.stop_server()
             if restore_signals is not None:
                 restore_signals()

@@ -18,12 +18,14 @@ from typing_extensions import override
 
 from .checkpoint import batch as generation_batch
 from .checkpoint import marker, record
+from .checkpoint.batch import SavedBatch
 from .checkpoint.files import OUTPUT_LOCK, allow_as_umask, check_free, hold
 from .checkpoint.load import load_renamed
 from .checkpoint.pushes import PushesPolicy
 from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
 from .quantization.sharded import is_sharded
+from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 
 
@@ -43,6 +45,9 @@ class SavesRuns(PushesPolicy):
     _is_saving = False
     _last_checkpoint: Path | None = None
     _relay: Relay | None = None
+    _ahead: Ahead | None = None
+    # The epoch in progress, its first micro-batch that is trained, and how many were trained before it.
+    _epoch_begun: tuple[int, int, int] = (0, 0, 0)
     # The update before which the epoch began, and torch's random state then.
     _epoch_start: tuple[int, torch.Tensor | None] = (-1, None)
 
@@ -115,8 +120,13 @@ class SavesRuns(PushesPolicy):
         Draws, in a resumed run, the orders of the epochs before first: TRL's sampler is seeded once, when it is made,
         and draws another order from its generator each time it is iterated.
         """
-        for _ in range(epochs_trained if epoch == epochs_trained else 0):
+        is_first = epoch == epochs_trained
+        for _ in range(epochs_trained if is_first else 0):
             next(iter(train_dataloader.batch_sampler), None)
+        num_skipped = kwargs["steps_trained_in_current_epoch"] if is_first and not self.args.ignore_data_skip else 0
+        self._epoch_begun = epoch, num_skipped, self._step
+        if self._ahead is not None and is_first:
+            self._ahead.begin(self._get_train_sampler(), self.train_dataset)
         self._epoch_start = self.state.global_step, torch.get_rng_state()
         return super()._run_epoch(
             epoch=epoch, epochs_trained=epochs_trained, train_dataloader=train_dataloader, **kwargs
@@ -160,6 +170,8 @@ class SavesRuns(PushesPolicy):
             # It may be reading the checkpoint that is deleted next.
             self._finish_current_push()
         folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
+        # What the engine draws is waited for.
+        ahead, versions = ([], []) if self._ahead is None else self._ahead.state()
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.begin(folder)
@@ -171,9 +183,10 @@ class SavesRuns(PushesPolicy):
                     # FSDP2's sharded checkpoints have the weights and nothing of what `save_model` writes.
                     record.write_scheme(folder, self.policy.record())
                 has_differed = self.policy.exactness.has_differed
-                generation_batch.save_batch(
-                    folder, rank, self._batch_shape(), self._step, self._buffered_inputs, has_differed
-                )
+                batch = SavedBatch(self._step, self._buffered_inputs, has_differed, ahead)
+                generation_batch.save_batch(folder, rank, self._batch_shape(), batch)
+                if versions and self.args.should_save:
+                    generation_batch.save_versions(folder, versions)
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -229,8 +242,17 @@ class SavesRuns(PushesPolicy):
         super()._load_optimizer_and_scheduler(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
         batch = generation_batch.load_batch(checkpoint, rank, self._batch_shape(), device)
-        if batch is not None:
-            self._step, self._buffered_inputs, self.policy.exactness.has_differed = batch
+        if batch is None:
+            return
+        self._step, self._buffered_inputs, self.policy.exactness.has_differed = batch[:3]
+        if self._ahead is not None:
+            self._ahead.load(batch.ahead, generation_batch.load_versions(checkpoint, device))
+        elif batch.ahead:
+            logger.warning(
+                "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped, and drawn anew.",
+                checkpoint,
+                len(batch.ahead),
+            )
 
     def _check_folders_are_free(self) -> None:
         """

@@ -212,6 +212,7 @@ class TrainerProcess:
             if has_epochs
             else {"num_prompts": 16, "steps_per_generation": 1}
         )
+        options["rollout_ahead"] = scenario.get("ahead", 0)
         options["shuffle_dataset"] = scenario.get("shuffled", True)
         options["lr_scheduler_type"] = scenario.get("schedule", "linear")
         options["vllm_server_timeout"] = scenario.get("timeout", 1.0 if scenario.get("server") == "apart" else 10.0)
@@ -665,6 +666,7 @@ def kind_of(scenario: dict) -> tuple:
     """Runs of one kind reach the same weights by the same requests."""
     return (
         scenario.get("ranks", 1),
+        scenario.get("ahead", 0),
         scenario.get("schedule", "linear"),
         scenario.get("epochs", False),
         scenario.get("shuffled", True),

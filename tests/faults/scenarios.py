@@ -23,6 +23,7 @@ A scenario is a dictionary:
 | `file`, `share` | the file of the last checkpoint that is cut, and how much of it is left |
 | `relay` | whether the policy of each rollout is written to a folder (`publish_dir`), too |
 | `tears_relay` | a moment of its second version at which the trainer is killed, or has no room, see [`RELAY_TEARS`] |
+| `ahead` | how many generation batches are drawn ahead, none unless told |
 | `http` | whether weights go over HTTP, as changes alone, and not as whole tensors in files; every second scenario |
 | `expect` | how the first run ends, see [`EXPECTATIONS`] |
 """
@@ -433,6 +434,55 @@ def two_ranks() -> list[dict]:
     return scenarios
 
 
+def drawn_ahead() -> list[dict]:
+    """The server is lost while it draws what the learner does not need yet, or the trainer is while it draws."""
+    common = {"ahead": 1, "expect": "completes"}
+    scenarios = [{"name": "ahead, undisturbed", **common}]
+    # Of the requests for completions the third and the fifth are of batches that are drawn ahead; each publication asks for one, too.
+    fault = {"endpoint": "/v1/completions", "call": 3}
+    for number, kind in enumerate(KINDS):
+        failing = fault | {"call": 3 + number % 2 * 2, "kind": kind, "late": number // 2 % 2 == 1}
+        scenarios.append({"name": f"ahead, {kind} in batch {number % 2 + 1}", "faults": [failing], **common})
+    die = fault | {"kind": "die"}
+    # Once more, while the weights that draw it are published again, and while it is drawn again.
+    for endpoint in ("qarl_begin", "/update_weights", "/v1/completions", "/weight_info"):
+        again = {"endpoint": endpoint, "call": 1, "kind": "die"}
+        scenarios.append({"name": f"ahead, die and {endpoint}", "faults": [die, again], **common})
+    cut = fault | {"kind": "answer", "answer": "a completion cut short"}
+    version = {"endpoint": "/weight_info", "call": 2, "kind": "die"}
+    scenarios += [
+        {"name": "ahead, a completion cut short", "faults": [cut], **common},
+        {"name": "ahead, die before the version is asked for", "faults": [version], **common},
+        {"name": "ahead, back", "server": "back", "faults": [die], **common},
+        {"name": "ahead, gone", "server": "apart", "faults": [die], **common, "expect": "EngineLost"},
+        {"name": "ahead, and 100 deaths", "faults": [die], "deaths": 100, **common, "expect": "EngineLost"},
+    ]
+    for event in ("step_begin", "reward", "optimizer", "save"):
+        killed = {"at": event, "action": "kill trainer", "expect": "ends"}
+        scenarios.append({"name": f"ahead, the trainer is killed at {event}", **common, **killed})
+        if event != "save":
+            dies = {"at": event, "action": "kill server"}
+            scenarios.append({"name": f"ahead, the server is killed at {event}", **common, **dies})
+    for tear in ("before the batch", "after the marker"):
+        scenarios.append({"name": f"ahead, torn {tear}", "tear": tear, **common, "expect": "ends"})
+    for number in (1, 2):
+        epochs = common | {"ahead": number, "epochs": True}
+        scenarios.append({"name": f"three epochs, {number} ahead, undisturbed", **epochs})
+        for step in (1, 4, 6, 9) if number == 1 else (5, 8):
+            killed = {"at": "step_begin", "step": step, "action": "kill trainer", "expect": "ends"}
+            name = f"three epochs, {number} ahead, killed before update {step}"
+            scenarios.append({"name": name, **epochs, **killed})
+    ranks = common | {"ranks": 2}
+    return [
+        *scenarios,
+        {"name": "two ranks, ahead, undisturbed", **ranks},
+        {"name": "two ranks, ahead, die", "faults": [die], **ranks},
+        {"name": "two ranks, ahead, gone", "faults": [die], "deaths": 100, **ranks, "expect": "EngineLost"},
+        {"name": "two ranks, ahead, rank 1 is killed", "at": "reward", "action": "kill trainer", "rank": 1, **ranks}
+        | {"expect": "ends"},
+    ]
+
+
 FAMILIES = {
     **{f"requests, {kind}": requests(kind) for kind in KINDS},
     "answers": every_second_over_http(answers()),
@@ -452,6 +502,7 @@ FAMILIES = {
     "signals to the server": every_second_over_http(signals("server")),
     "two trainers": every_second_over_http(two_trainers()),
     "two ranks": two_ranks(),
+    "drawn ahead": drawn_ahead(),
 }
 
 # One for each way in which a run goes on, or ends, and the undisturbed ones that these are compared with.
@@ -494,6 +545,9 @@ CHOSEN = (
     "trainer at save",
     "trainer of one output_dir at step_begin",
     "stranger at reward, over HTTP",
+    "ahead, undisturbed",
+    "ahead, die in batch 2",
+    "ahead, the trainer is killed at reward",
     "two ranks undisturbed",
     "two ranks die /update_weights",
     "kill trainer on rank 1 of two",

@@ -92,7 +92,14 @@ def drop_logprobs(choices):
         choice["logprobs"] = None
 
 
+def cut_short(choices):
+    """As vLLM's `/pause?mode=abort` does, with status 200."""
+    shorten(choices[1], 2, also_tokens=True)
+    choices[1]["finish_reason"] = "abort"
+
+
 ANSWERS = {
+    "a completion cut short": cut_short,
     "one completion fewer": lambda choices: choices.pop(),
     "one completion more": lambda choices: choices.append(choices[-1]),
     "no completions": lambda choices: choices.clear(),
@@ -283,6 +290,7 @@ class Engine:
                     {
                         "prompt_token_ids": prompt,
                         "token_ids": ids,
+                        "finish_reason": "stop",
                         "logprobs": {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops},
                     }
                 )

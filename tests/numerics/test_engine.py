@@ -69,7 +69,7 @@ def record_batches(trainer):
 
     def generate_and_record(inputs):
         batch = generate(inputs)
-        batches.append(batch | {"learner_logps": trainer._score_at_rollout(batch)})
+        batches.append(batch | {"learner_logps": trainer._score_rollout(batch)})
         return batch
 
     trainer._generate_and_score_completions = generate_and_record

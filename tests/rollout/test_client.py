@@ -12,7 +12,7 @@ import pytest
 
 from trl_qarl.rollout import client as client_module
 from trl_qarl.rollout.client import QaRLClient
-from trl_qarl.rollout.http_session import CheckedSession, ServerLost
+from trl_qarl.rollout.http_session import CheckedSession, ServerLost, check_finished
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.wire.protocol import PublishError
 
@@ -110,6 +110,15 @@ def test_every_request_that_fails_is_a_lost_server_or_publication(server, path, 
     if failure == "hang":
         option, seconds = ("vllm_generation_timeout", 0.6) if "completions" in path else ("vllm_request_timeout", 0.3)
         assert f"within {seconds:g} s" in str(caught.value) and f"raise `{option}`" in str(caught.value)
+
+
+def test_completions_that_were_cut_short_are_a_lost_server():
+    """As `/pause?mode=abort` leaves them, with status 200."""
+    answer = {"choices": [{"finish_reason": "stop"}, {"finish_reason": "abort"}, {"finish_reason": "length"}]}
+    with pytest.raises(ServerLost, match="^URL cut 1 of 3 completions short"):
+        check_finished("URL", answer)
+    for other in ({"choices": answer["choices"][::2]}, {"choices": None}, {"choices": [7]}, [1], None):
+        assert check_finished("URL", other) is other
 
 
 def test_pictures_that_the_server_does_not_take_are_a_lost_server(server):

@@ -1,20 +1,18 @@
 """Generation with a server that fails, its side played by an object: what a training survives, and what is saved."""
 
 import errno
-import hashlib
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from testing_utils import count_digits, logged, make_vllm_trainer
-from trl_qarl import QaRLConfig, qarl_trainer
+from played_server import Server, play_servers
+from testing_utils import count_digits, logged
+from trl_qarl import QaRLConfig
 from trl_qarl.rollout import generation
-from trl_qarl.rollout.failures import EngineLost
-from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.rollout.failures import MAX_ATTEMPTS, EngineLost
 from trl_qarl.rollout.http_session import ServerLost
 
 
@@ -24,120 +22,9 @@ pytest.importorskip("vllm")
 FOR_GOOD = [RuntimeError("ended with code -9")] * 9
 
 
-class Server:
-    """Client, publisher and server process in one: dies on command, and counts what is asked of it."""
-
-    base_url = "http://server"
-
-    def renew_communicator(self, device):
-        pass
-
-    def __init__(self, parameters):
-        self.parameters = parameters
-        self.is_alive, self.version, self.held = True, None, None
-        self.num_starts = self.num_requests = 0
-        self.failures = {}
-        self.spoils = []
-
-    def ask(self, what):
-        self.num_requests += 1
-        failures = self.failures.get(what, [])
-        failure = failures.pop(0) if failures else None
-        if failure == "die":
-            self.is_alive, self.version = False, None
-        elif failure is not None:
-            raise failure
-        if not self.is_alive:
-            raise ServerLost(f"no server answers {what}")
-
-    # What the client does.
-    def generate(self, prompts, n, max_tokens, **kwargs):
-        self.ask("generate")
-        assert self.version is not None, "weights were never published to this server"
-        self.asked = prompts, kwargs.get("features")
-        # Completions depend on the weights and prompts alone, as those of a seeded engine.
-        draw = random.Random(f"{self.held} {prompts}")
-        tokens = [[draw.randrange(5, 250) for _ in range(max_tokens)] for _ in range(n * len(prompts))]
-        answer = {
-            "prompt_ids": prompts,
-            "completion_ids": tokens,
-            "logprobs": [[[-5.5] for _ in ids] for ids in tokens],
-            "logprob_token_ids": [[[token] for token in ids] for ids in tokens],
-        }
-        spoil = self.spoils.pop(0) if self.spoils else None
-        if spoil is not None:
-            spoil(answer)
-        return answer
-
-    def get_server_info(self):
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def weight_version(self):
-        self.ask("version")
-        return self.version
-
-    def is_healthy(self):
-        return self.is_alive
-
-    @property
-    def is_running(self):
-        return self.is_alive
-
-    def reconnect(self, timeout):
-        self.ask("reconnect")
-        return True
-
-    def close_session(self):
-        pass
-
-    # What the publisher does.
-    def publish(self, version):
-        self.ask("publish")
-        digest = hashlib.sha256()
-        for parameter in self.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
-        self.version, self.held = version, digest.hexdigest()
-        return {"publish/seconds": 0.0}
-
-    def forget(self):
-        pass
-
-    def check_engine(self):
-        self.ask("describe")
-        return {"device": "nowhere", "kernels": {}}
-
-    # What the server's process does.
-    def start(self):
-        self.num_starts += 1
-        failures = self.failures.get("start", [])
-        if failures:
-            raise failures.pop(0)
-        self.is_alive = True
-
-    def wait(self, url, timeout):
-        pass
-
-    def stop(self):
-        self.is_alive = False
-
-
 @pytest.fixture
 def make_trainer(tmp_path, monkeypatch):
-    monkeypatch.setattr(generation, "BACKOFF_SECONDS", 0.0)
-
-    class Generation(QaRLVLLMGeneration):
-        def _connect(self):
-            self.vllm_client = self.publisher = self.server = Server(self.model.parameters)
-            self._keep_trying()
-
-    monkeypatch.setattr(qarl_trainer, "QaRLVLLMGeneration", Generation)
-
-    def make(name="run", **arguments):
-        defaults = {"vllm_mode": "server", "steps_per_generation": 1, "max_completion_length": 4, "seed": 3}
-        trainer = make_vllm_trainer(tmp_path / name, "llama", **(defaults | arguments))
-        return trainer, trainer.vllm_generation.vllm_client
-
-    return make
+    return play_servers(tmp_path, monkeypatch)
 
 
 class SaveNothingAfter(TrainerCallback):
@@ -259,7 +146,7 @@ def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(make_traine
     server.failures = {what: list(of_it) for what, of_it in failures.items()}
     with pytest.raises(EngineLost, match=message):
         trainer.train()
-    assert server.num_starts <= generation.MAX_ATTEMPTS
+    assert server.num_starts <= MAX_ATTEMPTS
     checkpoint(trainer, 2)
     resumed, _ = make_trainer()
     resumed.train(resume_from_checkpoint=True)

@@ -106,7 +106,7 @@ def test_a_turn_is_measured_by_its_time(monkeypatch):
     clock, (recorder, metrics) = Clock(monkeypatch), make_recorder()
     with recorder.time("rollout"):
         clock.wait(2)
-    recorder.observe_turn([[1, 2, 3], [4]])
+    recorder.observe_turn([[1, 2, 3], [4]], recorder.pop_seconds("rollout"))
     assert metrics["train"] == {
         "rollout/seconds": [2],
         "rollout/tokens_per_second": [2],

@@ -4,16 +4,26 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from transformers import trainer
 
 
-__all__ = ["batch_shape", "hold_back_rotation", "load_batch", "save_batch"]
+__all__ = [
+    "SavedBatch",
+    "batch_shape",
+    "hold_back_rotation",
+    "load_batch",
+    "load_versions",
+    "save_batch",
+    "save_versions",
+]
 
 logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
+_VERSIONS_FILE = "rollout_versions.pt"
 
 # accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of several
 # processes on a CPU could be resumed. Called after torch's own.
@@ -52,30 +62,43 @@ def batch_shape(args, num_processes: int, train_batch_size: int) -> dict[str, in
     }
 
 
-def save_batch(
-    folder: Path, rank: int, shape: dict[str, int], step: int, batches: list | None, has_differed: bool = False
-) -> None:
+class SavedBatch(NamedTuple):
     """
-    Write the generation batch in progress, of which `step` says how much has been used, for process `rank`, and whether learner and
-    sampler have differed.
+    The rollouts of one process.
+
+    Args:
+        step (`int`):
+            How many micro-batches have been trained, which says how much of the batch in progress has been used.
+        buffered_inputs (`list` or `None`):
+            The generation batch in progress.
+        has_differed (`bool`, *optional*, defaults to `False`):
+            Whether learner and sampler have differed.
+        ahead (`list[tuple]`, *optional*, defaults to `()`):
+            Generation batches that were drawn ahead ([`~trl_qarl.rollout.ahead.Ahead.state`]).
     """
+
+    step: int
+    buffered_inputs: list | None
+    has_differed: bool = False
+    ahead: Any = ()
+
+
+def save_batch(folder: Path, rank: int, shape: dict[str, int], batch: SavedBatch) -> None:
+    """Write the rollouts of process `rank`."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"shape": shape, "step": step, "buffered_inputs": batches, "has_differed": has_differed}
-    torch.save(state, folder / _BATCH_FILE.format(rank=rank))
+    torch.save({"shape": shape, **batch._asdict()}, folder / _BATCH_FILE.format(rank=rank))
 
 
-def load_batch(
-    checkpoint: str | None, rank: int, shape: dict[str, int], device: torch.device
-) -> tuple[int, list | None, bool] | None:
-    """`step`, `batches` and `has_differed` of [`save_batch`], or `None` where there is none or this run's batches have another shape."""
+def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device: torch.device) -> SavedBatch | None:
+    """Return what [`save_batch`] wrote, or `None` where there is none or this run's batches have another shape."""
     path = Path(checkpoint or "") / _BATCH_FILE.format(rank=rank)
     if checkpoint is None or not path.is_file():
         # Where processes were added, the others find another `num_processes` and start a new batch too.
         return None
     state = torch.load(path, map_location=device, weights_only=True)
-    theirs = state["shape"]
+    theirs = state.pop("shape")
     if theirs == shape:
-        return state["step"], state["buffered_inputs"], state["has_differed"]
+        return SavedBatch(**state)
     changed = ", ".join(
         f"{name}={theirs[name]} there, {shape[name]} here" for name in shape if theirs[name] != shape[name]
     )
@@ -86,3 +109,14 @@ def load_batch(
         changed,
     )
     return None
+
+
+def save_versions(folder: Path, versions: list[dict[str, Any]]) -> None:
+    """Write the weights that draw what is pending, for all processes; the masters that they were made of are nowhere."""
+    torch.save(versions, folder / _VERSIONS_FILE)
+
+
+def load_versions(checkpoint: str, device: torch.device) -> list[dict[str, Any]]:
+    """Return what [`save_versions`] wrote."""
+    path = Path(checkpoint, _VERSIONS_FILE)
+    return torch.load(path, map_location=device, weights_only=True) if path.is_file() else []

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from datasets import IterableDataset
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -166,6 +167,21 @@ def _problems_of_videos(datasets: tuple, environment_factory: Any) -> Iterator[s
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
 
 
+def _problems_of_ahead(args: Any, train_dataset: Any, turns: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what contradicts batches that are drawn before their turn; `turns` are arguments that ask an engine more than once."""
+    if not args.rollout_ahead:
+        return
+    said = f"rollout_ahead={args.rollout_ahead}"
+    for name, value in turns.items():
+        if value:
+            yield f"{said} is unsupported with `{name}`: its later turns would meet newer weights. Leave out one of them."
+    if isinstance(train_dataset, IterableDataset):
+        yield f"{said} is unsupported with a streamed dataset: prompts are looked up before their turn. Load it with a length."
+    columns = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
+    if columns:
+        yield f"{said} is unsupported with pictures, and the dataset has a column {min(columns)!r}. Leave out one of them."
+
+
 def check_arguments(
     *,
     model,
@@ -177,6 +193,7 @@ def check_arguments(
     optimizers,
     rollout_func,
     environment_factory,
+    tools,
     **others,
 ) -> None:
     """Raise one `ValueError` with all that is wrong with the arguments of the trainer, before any of it is loaded."""
@@ -215,6 +232,8 @@ def check_arguments(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
     problems += _problems_of_videos((train_dataset, eval_dataset), environment_factory if args.use_vllm else None)
+    turns = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+    problems += _problems_of_ahead(args, train_dataset, turns)
     if isinstance(model, nn.Module):
         problems += problems_of_masters(model, args, has_adapter)
     elif not has_adapter:

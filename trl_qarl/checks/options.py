@@ -13,6 +13,7 @@ import torch
 from ..checkpoint.uploads import HUB_EXPORTS, problem_of_access, problem_of_name
 from ..numerics.availability import contradicting_options
 from ..objectives.options import default
+from ..objectives.registry import get_objective
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from ..rollout.gpu_kernels import Gpu, reason_against
 from .refused import (
@@ -28,9 +29,11 @@ __all__ = [
     "CPU_WEIGHTS",
     "EXACT",
     "NUMERICS",
+    "OLD_LOGPS",
     "VLLM_TRANSPORTS",
     "as_dict",
     "check_adapters",
+    "check_ahead",
     "check_hub",
     "check_inherited",
     "check_numerics",
@@ -46,6 +49,7 @@ __all__ = [
 
 NUMERICS = ("fast", "engine")
 EXACT = ("require", "warn")
+OLD_LOGPS = ("version", "learner", "sampler")
 CPU_WEIGHTS = ("expanded", "packed")
 VLLM_TRANSPORTS = ("auto", "file", "nccl", "http")
 
@@ -208,6 +212,41 @@ def check_vllm(config) -> Iterator[str]:
                 f"learner's those of the whole one, and every importance weight would be biased. Use {neutral[0]!r}; "
                 "`temperature` is applied on both sides."
             )
+
+
+def check_ahead(config) -> Iterator[str]:
+    if config.old_logps not in OLD_LOGPS:
+        yield f"old_logps={config.old_logps!r} is unknown. Choose one of {list(OLD_LOGPS)}."
+    if type(config.rollout_ahead) is not int or config.rollout_ahead < 0:
+        yield f"rollout_ahead={config.rollout_ahead!r} must be 0 (rollouts of the learner's own weights) or a number of batches."
+        return
+    if config.rollout_ahead == 0:
+        if config.old_logps != "version":
+            yield (
+                f"old_logps={config.old_logps!r} is for rollouts that are drawn ahead, but rollout_ahead=0: the learner has the weights "
+                "that drew the batch. Remove it; objective='bypass' takes the sampler's log-probs."
+            )
+        return
+    said = f"rollout_ahead={config.rollout_ahead}"
+    if not config.use_vllm or config.vllm_mode != "server":
+        yield (
+            f"{said} needs a vLLM server, but use_vllm={config.use_vllm}, vllm_mode={config.vllm_mode!r}: an engine in the trainer's "
+            "process and the learner take turns. Set use_vllm=True and vllm_mode='server', or remove it."
+        )
+    if config.precisions is not None:
+        yield (
+            f"{said} is unsupported with precisions={config.precisions!r}: a batch would be drawn with the bits of the one before. Leave "
+            "out one of them."
+        )
+    with suppress(ValueError):
+        # What is wrong with the objective itself is said elsewhere.
+        if get_objective(config).is_on_policy:
+            yield f"{said} contradicts objective={config.objective!r}: its batches are of earlier weights. Leave out one of them."
+    if config.old_logps == "version" and not config.quantize_learner:
+        yield (
+            f"{said} with quantize_learner=False has no old_logps='version': low-bit weights are kept, and this learner computes with "
+            "masters. Use old_logps='sampler' or 'learner'."
+        )
 
 
 def check_hub(config) -> Iterator[str]:

@@ -6,6 +6,7 @@ where gradients go: [`MasterSource`], the layer's own parameter, unless another 
 """
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -185,6 +186,16 @@ class QuantizedWeight:
         self.scheme, self.group_size = low_bit.scheme, low_bit.group_size
         self.global_scale = low_bit.shared_scale
         setattr(self.layer, self.name, nn.Parameter(low_bit, requires_grad=False))
+
+    @contextmanager
+    def holding(self, low_bit: LowBitTensor) -> Iterator[None]:
+        """While open, `low_bit` is the low-bit weight, unless the master is written to; no code counts as changed."""
+        held = self._kept
+        self._kept = {**held, self.source.active(): (low_bit, self.source.version(self.parameter))}
+        try:
+            yield
+        finally:
+            self._kept = held
 
     def invalidate(self) -> None:
         """Have the next use quantize the master again, and count the codes that changed."""

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ..wire.handshake import is_proof, proof, read_token_file
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
-from .http_session import CheckedSession, ServerLost, error_text
+from .http_session import CheckedSession, ServerLost, check_finished, error_text
 from .nccl import fail, join_group
 from .pictures import PICTURE_PATH, complete_prompts
 
@@ -341,7 +341,7 @@ class QaRLClient(VLLMClient):
     def _post(self, url: str, **kwargs) -> dict:
         # 503: nothing is published; 500: the engine behind the server has died.
         try:
-            return _json(self.session.post(url, **kwargs))
+            return check_finished(url, _json(self.session.post(url, **kwargs)))
         except ServerLost as error:
             if self._joining is not None:
                 fail(self._joining, error)

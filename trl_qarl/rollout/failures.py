@@ -1,7 +1,9 @@
-"""Rollout errors, and raising one rank's error on all ranks."""
+"""Rollout errors, further attempts, and raising one rank's error on all ranks."""
 
 import logging
+from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 from accelerate.utils import gather_object
 
@@ -9,14 +11,17 @@ from ..wire.protocol import PublishError
 from .http_session import ServerLost
 
 
-__all__ = ["EngineLost", "all_or_none", "as_lost"]
+__all__ = ["EngineLost", "all_or_none", "as_lost", "persistently"]
 
 logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Publications, or generations, tried before giving up."""
 
 
 class EngineLost(RuntimeError):
     """
-    The engine could not be filled, or did not generate; a server, not in [`~trl_qarl.rollout.generation.MAX_ATTEMPTS`] attempts.
+    The engine could not be filled, or did not generate; a server, not in [`MAX_ATTEMPTS`] attempts.
 
     Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them stop
     at the same line instead of waiting for each other.
@@ -54,13 +59,38 @@ def all_or_none(accelerator):
 
 
 def as_lost(error: Exception, doing: str) -> EngineLost:
-    """Return the error that ended `doing` as [`EngineLost`]; an unexpected one is logged with its traceback."""
+    """
+    Return the error that ended `doing` as [`EngineLost`], which says whether another publication may help; an unexpected one is logged
+    with its traceback.
+    """
     if isinstance(error, EngineLost):
         return error
     if not isinstance(error, (ServerLost, PublishError, ValueError)):
         logger.error("%s in an unforeseen way", doing, exc_info=error)
         return EngineLost(f"{doing}: {type(error).__name__}: {error}")
-    return EngineLost(f"{doing}: {error}")
+    return EngineLost(f"{doing}: {error}", can_be_filled=isinstance(error, (ServerLost, PublishError)))
+
+
+def persistently(doing: str, attempt: Callable[[], Any], recover: Callable[[int], Any]) -> Any:
+    """
+    Return the result of the first `attempt` that does not lose the engine. Between two, `recover` gets it back, and is told how many
+    have failed.
+
+    Raises:
+        EngineLost: after [`MAX_ATTEMPTS`], or at once where another publication does not help.
+    """
+    for number in range(1, MAX_ATTEMPTS + 1):
+        try:
+            if number > 1:
+                recover(number - 1)
+            return attempt()
+        except Exception as error:
+            # Not always of an engine that was lost: a server started in its place may be for something else.
+            lost = as_lost(error, f"{doing} failed")
+            if not lost.can_be_filled:
+                raise lost from error
+            logger.warning("Attempt %d of %d: %s", number, MAX_ATTEMPTS, lost)
+    raise EngineLost(f"{doing} failed {MAX_ATTEMPTS} times. The last error: {lost}")
 
 
 def _for_others(error: Exception) -> Exception:

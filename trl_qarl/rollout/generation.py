@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from typing_extensions import override
 
 from ..quantization.sharded import is_sharded, writes_to
-from ..wire.protocol import PublishError
+from .ahead import InFlight
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .client import QaRLClient
 from .engines import make_engine, share_engine
-from .failures import EngineLost, all_or_none, as_lost
+from .failures import EngineLost, all_or_none, as_lost, persistently
 from .http_session import ServerLost
 from .http_transport import choose_transport, sends_changes
 from .pictures import placeholders_of, takes_pictures, with_pictures
@@ -33,14 +34,13 @@ __all__ = ["QaRLVLLMGeneration"]
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 4
-"""Publications, or generations, tried before giving up."""
-
 BACKOFF_SECONDS = 2.0
 """Waited before the second attempt, twice as long before each further one."""
 
 _GATHERS = "the main process gathers what it publishes"
 """What the other processes hear before the outcome of a publication, and then take part."""
+
+_GENERATING = "Generating with vLLM"
 
 _ANSWER = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
 
@@ -103,7 +103,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
         self._published_parameters: list[tuple[int, ...]] | None = None
-        self._is_lost = False
+        self._in_flight: InFlight | None = None
+        self._launched: list[InFlight] = []
         # A `rollout_func` may ask TRL's client for text, or for other log-probs; what it returns is checked.
         self._is_generating = False
         super().__init__(*args, **kwargs)
@@ -145,11 +146,13 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._keep_trying()
 
     def _keep_trying(self) -> None:
-        """Have TRL's calls of the client survive a lost server."""
+        """Have answers to TRL's client be checked, and what fails reach every process with the completions."""
         generate = self.vllm_client.generate
+        self.vllm_client.generate = lambda *args, **kwargs: self._completions(
+            partial(generate, *args, **kwargs), kwargs
+        )
         # The server processes pictures together with their prompts.
         self.vllm_client.image_features = lambda images: images
-        self.vllm_client.generate = lambda *args, **kwargs: self._generate_persistently(generate, *args, **kwargs)
 
     def _build_engine(self) -> None:
         shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
@@ -189,16 +192,19 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors. What fails is [`EngineLost`]: from a server on every process, from an engine in
-        this process on this one.
+        Publishes the learner's low-bit tensors, with nothing in flight, which vLLM would cut short and call a success. What fails is
+        [`EngineLost`]: from a server on every process, from an engine in this process on this one.
         """
+        while self._launched:
+            self._launched.pop().wait()
         if self.mode == "colocate":
             self._publish_directly()
         else:
             outcome: list[Any] = [None]
             if self.accelerator.is_main_process:
                 try:
-                    outcome = [self._publish_persistently()]
+                    self._publish_alone()
+                    outcome = [self.publication]
                 except EngineLost as error:
                     outcome = [error]
             broadcast_object_list(outcome, from_process=0)
@@ -211,10 +217,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._published_parameters = self._parameter_versions()
 
     def is_published(self) -> bool:
-        """
-        Return whether no process' parameters have been written to since the last publication. What is written through `.data` is
-        not seen.
-        """
+        """Return whether no parameter of any process was written to since the last publication, but through `.data`."""
         is_published = self._parameter_versions() == self._published_parameters
         if self.accelerator.num_processes == 1:
             return is_published
@@ -227,32 +230,44 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def generate(self, prompts, images, num_generations, profiler=None):
         """
         As the parent's; completions that cannot be what was sampled, or that are from other weights than those published, are a
-        failure, and what fails is [`EngineLost`].
+        failure. A server that was lost is filled again, in which every process has a part; what fails is [`EngineLost`].
         """
+        request = partial(self._generate_once, prompts, images, num_generations, profiler)
+        if self.mode == "colocate":
+            return request()
+        return persistently(_GENERATING, request, lambda attempt: self.sync_weights())
+
+    def launch(self, prompts: list[list[int]], num_generations: int) -> InFlight:
+        """Have a thread of the main process ask the server for completions of every process' prompts; all have to call."""
+        in_flight = InFlight(prompts, num_generations)
+        self.collect(in_flight)
+        return in_flight
+
+    def collect(self, in_flight: InFlight) -> tuple:
+        """
+        Wait for what was launched, and return what [`~QaRLVLLMGeneration.generate`] does. What failed is [`EngineLost`] on every
+        process, and is not tried again, as the learner may have other weights by now.
+        """
+        self._in_flight = in_flight
+        try:
+            return self._generate_once(in_flight.prompts, None, in_flight.num_generations)
+        finally:
+            self._in_flight = None
+
+    def _generate_once(self, prompts, images, num_generations, profiler=None):
         self._is_generating = True
         try:
-            output = self._generate_anew(prompts, images, num_generations, profiler)
+            output = super().generate(prompts, images, num_generations, profiler)
             if self.mode == "colocate":
                 # On each process for its own prompts. A server's are checked when they arrive.
                 answer = dict(zip(_ANSWER, output, strict=True))
                 self._check_answer(answer, prompts, num_generations=1)
                 self._check_weight_version(self.llm.get_weight_version())
         except Exception as error:
-            raise as_lost(error, "Generating with vLLM failed") from error
+            raise as_lost(error, f"{_GENERATING} failed") from error
         finally:
             self._is_generating = False
         return output
-
-    def _generate_anew(self, *args):
-        """As the parent's `generate`; where masters are sharded, every process has a part in filling a server that was lost."""
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                return super().generate(*args)
-            except EngineLost as lost:
-                if not lost.can_be_filled or attempt == MAX_ATTEMPTS:
-                    raise
-            self._is_lost = True
-            self.sync_weights()
 
     def _check_answer(self, answer: dict[str, Any], prompts: list[list[int]], num_generations: int) -> None:
         vocab_size = vocabulary_size(self.model)
@@ -311,57 +326,44 @@ class QaRLVLLMGeneration(VLLMGeneration):
         except Exception as error:
             raise as_lost(error, "Publishing to vLLM failed") from error
 
-    def _publish_persistently(self) -> dict[str, float]:
-        for attempt in range(MAX_ATTEMPTS):
-            try:
-                if attempt or self._is_lost:
-                    self._recover(max(attempt, 1))
-                self._is_lost = False
-                return self._publish()
-            except (ServerLost, PublishError) as error:
-                logger.warning("Publication attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
-                last = error
-            except Exception as error:
-                # Among others a server started in the lost one's place, but for something else.
-                raise as_lost(error, "Publishing to vLLM failed") from error
-        raise EngineLost(f"Publishing to vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")
+    def _publish_alone(self, attempt: int = 0) -> None:
+        if attempt and is_sharded(self.model):
+            raise EngineLost("A `rollout_func` has lost the server, which takes all processes to fill.")
+        self.publication = persistently("Publishing to vLLM", self._publish, self._recover)
 
-    def _persistently(self, request: Callable[[], Any]) -> Any:
-        """Return the answer to a request to the server, which is filled again after each failure."""
-        for attempt in range(MAX_ATTEMPTS):
-            try:
-                if attempt:
-                    self.publication = self._publish_persistently()
-                return request()
-            except ServerLost as error:
-                logger.warning("Generation attempt %d of %d failed: %s", attempt + 1, MAX_ATTEMPTS, error)
-                last = error
-                if is_sharded(self.model):
-                    # The other processes wait for the answer.
-                    raise EngineLost(f"Generating with vLLM failed: {error}", can_be_filled=True) from error
-            except Exception as error:
-                raise as_lost(error, "Generating with vLLM failed") from error
-        raise EngineLost(f"Generating with vLLM failed {MAX_ATTEMPTS} times. The last error: {last}")
-
-    def _generate_persistently(self, generate, *args, **kwargs) -> dict[str, Any]:
-        def generate_and_check():
-            try:
-                completions = generate(*args, **kwargs)
-                if self._is_generating:
-                    self._check_answer(completions, kwargs["prompts"], kwargs["n"])
-            except BadAnswer as error:
-                raise ServerLost(str(error)) from error
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                # TRL's client takes the answer apart without a look at it.
-                raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
-            # Now and not when they have been rewarded: nothing is asked of the server until the next completions.
-            self._check_weight_version(self.vllm_client.weight_version())
-            return completions
-
+    def _completions(self, generate: Callable[[], dict[str, Any]], asked: dict[str, Any]) -> dict[str, Any]:
+        """What fails is in the place of the completions, so that every process raises it. What is launched has none yet."""
+        is_own, in_flight = self._is_generating, self._in_flight
+        request = partial(self._generate_and_check, generate, asked if is_own else None)
         try:
-            return self._persistently(generate_and_check)
-        except EngineLost as lost:
-            return dict.fromkeys(_ANSWER, lost)
+            if not is_own:
+                # A `rollout_func` asks, on this process alone.
+                return persistently(_GENERATING, request, self._publish_alone)
+            if in_flight is None:
+                return request()
+            if in_flight.is_started:
+                return in_flight.answer()
+            in_flight.start(request)
+            self._launched.append(in_flight)
+            return dict.fromkeys(_ANSWER, ())
+        except Exception as error:
+            return dict.fromkeys(_ANSWER, as_lost(error, f"{_GENERATING} failed"))
+
+    def _generate_and_check(
+        self, generate: Callable[[], dict[str, Any]], asked: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        try:
+            completions = generate()
+            if asked is not None:
+                self._check_answer(completions, asked["prompts"], asked["n"])
+        except BadAnswer as error:
+            raise ServerLost(str(error)) from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # TRL's client takes the answer apart without a look at it.
+            raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
+        # Now and not when they have been rewarded: nothing is asked of the server until the next completions.
+        self._check_weight_version(self.vllm_client.weight_version())
+        return completions
 
     def _recover(self, attempt: int) -> None:
         """

@@ -4,6 +4,7 @@ import ipaddress
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -11,7 +12,7 @@ from requests.adapters import HTTPAdapter
 from typing_extensions import override
 
 
-__all__ = ["CheckedSession", "LocalSession", "ServerLost", "error_text", "is_local"]
+__all__ = ["CheckedSession", "LocalSession", "ServerLost", "check_finished", "error_text", "is_local"]
 
 _CONNECT_SECONDS = 10
 
@@ -113,6 +114,21 @@ def is_local(host: str | None) -> bool:
     except ValueError:
         return host == "localhost"
     return address.is_loopback or address.is_unspecified
+
+
+def check_finished(url: str, answer: Any) -> Any:
+    """
+    Return the `answer` of a server. Completions that were cut short are no answer: vLLM's `/pause?mode=abort` ends them with status 200,
+    and TRL's client drops the reason.
+
+    Raises:
+        ServerLost: with their number.
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    reasons = [choice.get("finish_reason") for choice in choices or () if isinstance(choice, dict)]
+    if num_cut := reasons.count("abort"):
+        raise ServerLost(f"{url} cut {num_cut} of {len(reasons)} completions short: it was told to abort them.")
+    return answer
 
 
 def error_text(response: requests.Response) -> str:

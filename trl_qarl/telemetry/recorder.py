@@ -119,13 +119,13 @@ class Recorder(TrainerCallback):
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize(self.accelerator.device)
 
-    def observe_turn(self, completion_ids: Sequence[Sequence[int]]) -> None:
-        """Time one call of the engine as `"rollout"`."""
-        num_tokens, seconds = sum(len(ids) for ids in completion_ids), self.pop_seconds("rollout")
+    def observe_turn(self, completion_ids: Sequence[Sequence[int]], seconds: float) -> None:
+        """Measure completions that took the engine `seconds`; 0 where only another process knows."""
+        num_tokens = sum(len(ids) for ids in completion_ids)
         self.log(
             {
                 "rollout/seconds": seconds,
-                "rollout/tokens_per_second": num_tokens / seconds,
+                "rollout/tokens_per_second": num_tokens / seconds if seconds else 0.0,
                 "rollout/mean_length": num_tokens / max(len(completion_ids), 1),
             }
         )
@@ -202,6 +202,28 @@ class Recorder(TrainerCallback):
             without_padding(output["completion_ids"], output["completion_mask"]),
             self._decode,
         )
+
+    def observe_staleness(self, now: torch.Tensor, batch: Batch) -> None:
+        """
+        Measure how far the learner has gone from the weights that drew a batch.
+
+        Args:
+            now (`torch.Tensor` of shape `(B, T)`):
+                Log-probs of the learner when it begins with the batch.
+            batch ([`~trl_qarl.forward.Batch`]):
+                The batch, or a micro-batch of it, whose old log-probs are of the weights that drew it.
+        """
+        old, mask = batch.old_per_token_logps, batch.mask
+        sums, maximum = mismatch_sums(now, old, mask)
+        weights = self.accelerator.gather(mismatch_weight(now, old, mask, self.args.mismatch_cap))
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        measured = mismatch_metrics(sums, self.accelerator.gather(maximum).max(), weights)
+        staleness = {
+            name.replace("mismatch/", "staleness/"): value
+            for name, value in measured.items()
+            if name not in ("mismatch/unknown_tokens", "mismatch/k1")
+        }
+        self.log(staleness)
 
     def _add_to_row(self, values: Mapping[str, float]) -> None:
         self._batches[-1] |= values

@@ -1,0 +1,417 @@
+"""Batches that a server draws ahead: which weights draw them and score them, and what is left of a run that is interrupted."""
+
+import copy
+import threading
+import time
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from torch.utils.data import BatchSampler
+from transformers import TrainerCallback
+from trl.trainer.utils import RepeatSampler
+
+from played_server import play_servers
+from testing_utils import logged, make_vllm_trainer
+from trl_qarl import QaRLConfig
+from trl_qarl.checks.arguments import check_arguments
+from trl_qarl.rollout.ahead import NextPrompts
+from trl_qarl.rollout.failures import EngineLost
+from trl_qarl.rollout.http_session import ServerLost
+from trl_qarl.rollout.server_process import free_port
+
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+# Three epochs of two generation batches with two updates each.
+EPOCHS = {
+    "rollout_ahead": 1,
+    "per_device_train_batch_size": 8,
+    "num_generations": 2,
+    "steps_per_generation": 2,
+    "max_steps": 12,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+FOR_GOOD = [RuntimeError("ended with code -9")] * 9
+
+
+@pytest.fixture
+def make_trainer(tmp_path, monkeypatch):
+    return play_servers(tmp_path, monkeypatch)
+
+
+def weights(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+class Boundaries(TrainerCallback):
+    """Before each update, the learner's weights."""
+
+    def __init__(self):
+        self.weights = {}
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        self.weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def record(trainer):
+    """The generation batches of a training, and the weights at each update."""
+    batches, boundaries, generate = [], Boundaries(), trainer._generate_and_score_completions
+
+    def generate_and_record(inputs):
+        output = generate(inputs)
+        if trainer.model.training:
+            batches.append({name: copy.copy(value) for name, value in output.items()})
+        return output
+
+    trainer._generate_and_score_completions = generate_and_record
+    trainer.add_callback(boundaries)
+    return batches, boundaries.weights
+
+
+def scored(trainer, batch, state):
+    """Log-probs of a batch by the weights of one update."""
+    trainer.model.load_state_dict(state)
+    trainer.model.train()
+    return trainer._score_rollout(batch)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+def test_a_batch_is_drawn_and_scored_by_the_weights_of_a_fixed_number_of_batches_before(make_trainer, lag, objective):
+    trainer, server = make_trainer(rollout_ahead=lag, objective=objective, max_steps=5, beta=0.1)
+    batches, states = record(trainer)
+    trainer.train()
+    drawn_by = [max(0, step - lag) for step in range(5)]
+    assert logged(trainer, "rollout/weight_version") == drawn_by
+    assert logged(trainer, "rollout/age_updates") == [step - version for step, version in enumerate(drawn_by)]
+    # Of nothing that is not trained.
+    assert len(batches) == 5 and not trainer._ahead.pending
+    for batch, version in zip(batches, drawn_by, strict=True):
+        assert torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[version]))
+    last = scored(trainer, batches[-1], states[4]), scored(trainer, batches[-1], states[4 - lag])
+    assert not torch.equal(*last)
+    # Of the batches that are stale.
+    assert len(logged(trainer, "staleness/abs_logp_mean")) == 4 and min(logged(trainer, "staleness/abs_logp_mean")) > 0
+    expected = (last[0] - last[1])[batches[-1]["completion_mask"].bool()].abs()
+    assert logged(trainer, "staleness/abs_logp_max")[-1] == pytest.approx(expected.max().item(), rel=1e-5)
+    assert logged(trainer, "staleness/abs_logp_mean")[-1] == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize("old_logps", ["learner", "sampler"])
+def test_old_log_probs_are_those_that_were_asked_for(make_trainer, objective, old_logps):
+    trainer, server = make_trainer(rollout_ahead=1, objective=objective, max_steps=3, old_logps=old_logps)
+    batches, states = record(trainer)
+    trainer.train()
+    for step, batch in enumerate(batches):
+        theirs = batch["sampling_per_token_logps"]
+        if old_logps == "sampler":
+            assert torch.equal(batch["old_per_token_logps"], theirs)
+        else:
+            assert torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[step]))
+    mismatch = logged(trainer, "mismatch/abs_logp_max")
+    if old_logps == "sampler":
+        # Nothing was compared.
+        assert mismatch == []
+        return
+    # By the weights that drew it, whatever the loss compares with.
+    for step, batch in enumerate(batches):
+        old = scored(trainer, batch, states[max(0, step - 1)])
+        largest = (old - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs().max().item()
+        assert mismatch[step] == pytest.approx(largest, rel=1e-6)
+    assert len(logged(trainer, "staleness/abs_logp_max")) == 2
+
+
+def test_seconds_of_the_engine_are_not_those_that_the_learner_waits(make_trainer):
+    trainer, server = make_trainer(rollout_ahead=1, max_steps=3)
+    update = trainer.training_step
+    server.spoils = [lambda answer: time.sleep(0.3)] * 3
+
+    def slow_update(*args, **kwargs):
+        output = update(*args, **kwargs)
+        time.sleep(0.6)
+        return output
+
+    trainer.training_step = slow_update
+    trainer.train()
+    engine, waited = logged(trainer, "rollout/engine_seconds"), logged(trainer, "rollout/wait_seconds")
+    assert logged(trainer, "rollout/seconds") == engine and min(engine) >= 0.3
+    assert waited[0] == pytest.approx(engine[0], abs=0.05) and max(waited[1:]) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_trainer, lag):
+    """Within a generation batch and after one, in each of three epochs, with evaluations in between."""
+    options = EPOCHS | {"rollout_ahead": lag, "eval_strategy": "steps", "eval_steps": 3}
+    whole, _ = make_trainer("whole", **options)
+    batches, _ = record(whole)
+    whole.train()
+    ages = logged(whole, "rollout/age_updates")
+    assert ages == [2.0 * min(number, lag) for number in range(6)]
+    for step in (1, 2, 5, 8, 11) if lag == 1 else (3, 6):
+        resumed, server = make_trainer(f"resumed-{step}", **options)
+        theirs, _ = record(resumed)
+        resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-{step}")
+        assert resumed.state.global_step == 12 and torch.equal(weights(resumed), weights(whole)), step
+        left = batches[-len(theirs) :] if theirs else []
+        assert len(theirs) == 6 - (step + 1) // 2
+        for ours, its in zip(left, theirs, strict=True):
+            assert torch.equal(ours["completion_ids"], its["completion_ids"])
+            assert torch.equal(ours["old_per_token_logps"], its["old_per_token_logps"])
+        assert logged(resumed, "rollout/age_updates") == ages
+
+
+def test_an_evaluation_leaves_what_is_trained_alone(make_trainer):
+    options = {"rollout_ahead": 1, "max_steps": 4, "steps_per_generation": 2}
+    plain, _ = make_trainer("plain", **options)
+    trainer, server = make_trainer("evaluated", eval_strategy="steps", eval_steps=1, **options)
+    ours, theirs = (record(each)[0] for each in (trainer, plain))
+    evaluate = trainer.evaluate
+
+    def evaluate_apart(*args, **kwargs):
+        # It draws from torch's generator, by which a batch is shuffled.
+        with torch.random.fork_rng():
+            return evaluate(*args, **kwargs)
+
+    trainer.evaluate = evaluate_apart
+    for each in (trainer, plain):
+        torch.manual_seed(3)
+        each.train()
+    assert logged(trainer, "eval_rollout/weight_version") == [1, 2, 3, 4]
+    assert logged(trainer, "rollout/age_updates") == [0, 2]
+    assert [batch["completion_ids"].tolist() for batch in ours] == [
+        batch["completion_ids"].tolist() for batch in theirs
+    ]
+    assert torch.equal(weights(trainer), weights(plain))
+
+
+_undisturbed = []
+
+
+@pytest.fixture
+def undisturbed(make_trainer):
+    """Weights at the end of a training in which nothing fails."""
+    if not _undisturbed:
+        trainer, server = make_trainer("undisturbed", rollout_ahead=1)
+        trainer.train()
+        assert server.num_starts == 0 and logged(trainer, "rollout/age_updates") == [0, 1, 1, 1]
+        _undisturbed.append(weights(trainer))
+    return _undisturbed[0]
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        # Of the first batch, and of one that is drawn ahead.
+        {"generate": ["die"]},
+        {"generate": [None, None, "die"]},
+        # Once more while what was lost is drawn again.
+        {"generate": [None, "die", "die"]},
+        {"generate": [None, ServerLost("status 500"), KeyError("choices")]},
+        {"version": [None, None, "die"]},
+        # While the weights that draw it are published again, and while the learner's are, after that.
+        {"generate": [None, "die"], "publish": [None, "die", "die"]},
+        {"generate": [None, "die"], "publish": [None, None, None, "die"]},
+        {"publish": [None, "die"], "start": [OSError("no memory"), RuntimeError("did not answer")]},
+    ],
+    ids=lambda failures: "-".join(f"{what}{len(of_it)}" for what, of_it in failures.items()),
+)
+def test_an_engine_lost_while_it_draws_ahead_draws_the_batch_again_with_the_weights_it_had(
+    make_trainer, undisturbed, failures
+):
+    trainer, server = make_trainer(rollout_ahead=1)
+    server.failures = {what: list(of_it) for what, of_it in failures.items()}
+    trainer.train()
+    assert not any(server.failures.values())
+    assert logged(trainer, "rollout/age_updates") == [0, 1, 1, 1]
+    assert torch.equal(weights(trainer), undisturbed)
+
+
+def test_an_engine_lost_for_good_while_it_draws_ahead_leaves_a_checkpoint_with_the_weights_that_were_to_draw(
+    make_trainer, undisturbed
+):
+    trainer, server = make_trainer(rollout_ahead=1)
+    server.failures = {"generate": [None, None, "die"], "start": list(FOR_GOOD)}
+    with pytest.raises(EngineLost, match="failed 4 times.*code -9"):
+        trainer.train()
+    resumed, _ = make_trainer("resumed", rollout_ahead=1)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
+
+
+def test_a_checkpoint_is_written_although_what_is_drawn_ahead_is_lost(make_trainer, undisturbed):
+    trainer, server = make_trainer(rollout_ahead=1, save_strategy="steps", save_steps=1)
+    server.failures = {"generate": [None, None, "die"]}
+    trainer.train()
+    assert torch.equal(weights(trainer), undisturbed)
+    # Update 2 begins with the batch that was lost.
+    resumed, _ = make_trainer("resumed", rollout_ahead=1)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert torch.equal(weights(resumed), undisturbed)
+
+
+def test_weights_are_published_when_nothing_is_in_flight(make_trainer):
+    trainer, server = make_trainer(rollout_ahead=1)
+    backend, events = trainer.vllm_generation, []
+    backend.sync_weights()
+    may_end, spoil = threading.Event(), lambda answer: (may_end.wait(10), events.append("drawn"))
+    server.spoils = [spoil]
+    publish = server.publish
+    server.publish = lambda version: (events.append("published"), publish(version))[1]
+    in_flight = backend.launch([[5, 6]] * 4, 4)
+    threading.Timer(0.2, may_end.set).start()
+    backend.sync_weights()
+    assert events == ["drawn", "published"]
+    _, completion_ids, _, _ = backend.collect(in_flight)
+    assert len(completion_ids) == 4 and in_flight.seconds > 0.1
+
+
+def test_prompts_in_another_order_than_expected_are_drawn_when_their_turn_comes(make_trainer, caplog):
+    trainer, server = make_trainer(rollout_ahead=1, max_steps=3)
+    # Something else orders them.
+    trainer._get_train_sampler, sampler = lambda *dataset: trainer._sampler(*dataset), trainer._get_train_sampler
+    made = []
+
+    def other_order(*dataset):
+        made.append(sampler(*dataset))
+        made[-1].generator = torch.Generator().manual_seed(len(made))
+        return made[-1]
+
+    trainer._sampler = other_order
+    trainer.train()
+    assert trainer.state.global_step == 3 and logged(trainer, "rollout/age_updates") == [0, 0, 0]
+    assert "The prompts are not those that were drawn ahead" in caplog.text
+
+
+@pytest.mark.parametrize(("num_processes", "num_repeats", "accumulation"), [(1, 2, 1), (2, 3, 2)])
+def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
+    num_processes, num_repeats, accumulation
+):
+    dataset = Dataset.from_dict({"prompt": [f"{number}" for number in range(11)]})
+    share, num_generations = 4, 2
+
+    def sampler(repeat_count):
+        size = share * num_processes // num_generations
+        return RepeatSampler(dataset, num_generations, size, repeat_count, shuffle=True, seed=3)
+
+    for rank in range(num_processes):
+        # The loader's, iterated once for each epoch.
+        batches = BatchSamplerShard(BatchSampler(sampler(num_repeats), share, False), num_processes, rank)
+        coming = NextPrompts(sampler(num_repeats), dataset, num_repeats, accumulation, num_processes, rank)
+        seen = num_updates = 0
+        for epoch in range(3):
+            order = list(batches)
+            for micro_batch, indices in enumerate(order):
+                assert coming.number_at(epoch, micro_batch) == seen + micro_batch // num_repeats
+                if micro_batch % num_repeats == 0:
+                    number = coming.number_at(epoch, micro_batch)
+                    assert coming.prompts(number) == [dataset[index]["prompt"] for index in indices]
+                    assert coming.updates_before(number) == num_updates + micro_batch // accumulation
+            seen += len(order) // num_repeats
+            num_updates += -(-len(order) // accumulation)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_vllm": False}, "rollout_ahead=1 needs a vLLM server, but use_vllm=False"),
+        ({"vllm_mode": "colocate"}, "rollout_ahead=1 needs a vLLM server.*vllm_mode='colocate'"),
+        ({"precisions": [4, 3]}, r"rollout_ahead=1 is unsupported with precisions="),
+        ({"objective": "on-policy"}, "rollout_ahead=1 contradicts objective='on-policy'"),
+        ({"quantize_learner": False}, "quantize_learner=False has no old_logps='version'"),
+        ({"old_logps": "engine"}, "old_logps='engine' is unknown"),
+        ({"rollout_ahead": -1}, "rollout_ahead=-1 must be 0"),
+        ({"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler' is for rollouts that are drawn ahead"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_drawn_ahead_is_refused_by_name(tmp_path, options, message):
+    defaults = {"rollout_ahead": 1, "use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": True}
+    with pytest.raises(ValueError, match=message):
+        QaRLConfig(str(tmp_path), **(defaults | options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": [print]}, "rollout_ahead=1 is unsupported with `tools`"),
+        ({"rollout_func": print}, "rollout_ahead=1 is unsupported with `rollout_func`"),
+        ({"environment_factory": print}, "rollout_ahead=1 is unsupported with `environment_factory`"),
+        ({"train_dataset": "streamed"}, "rollout_ahead=1 is unsupported with a streamed dataset"),
+        ({"train_dataset": "pictures"}, "rollout_ahead=1 is unsupported with pictures.*'image'"),
+    ],
+    ids=str,
+)
+def test_arguments_that_contradict_drawing_ahead_are_refused_by_name(tmp_path, arguments, message):
+    pictures = Dataset.from_dict({"prompt": ["1 +"], "image": [None]})
+    prompts = pictures.remove_columns("image")
+    datasets = {"streamed": prompts.to_iterable_dataset(), "pictures": pictures}
+    given = {
+        "model": "nowhere",
+        "reward_funcs": print,
+        "args": QaRLConfig(str(tmp_path), rollout_ahead=1, use_vllm=True, vllm_mode="server", use_cpu=True, bf16=True),
+        "train_dataset": prompts,
+        "eval_dataset": None,
+        "quantization_config": None,
+        "peft_config": None,
+        "optimizers": (None, None),
+        **dict.fromkeys(("rollout_func", "environment_factory", "tools")),
+    }
+    given |= {name: datasets.get(str(value), value) for name, value in arguments.items()}
+    with pytest.raises(ValueError, match=message):
+        check_arguments(**given)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("warm_servers")
+def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_drew_them(
+    tmp_path, monkeypatch, warm_servers
+):
+    """In every batch, with an evaluation in between, which publishes other weights."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    warm_servers.serve(monkeypatch)
+    trainer = make_vllm_trainer(
+        tmp_path,
+        "qwen3",
+        rollout_ahead=1,
+        bf16=True,
+        numerics="engine",
+        exact="require",
+        vllm_mode="server",
+        vllm_server_autostart=True,
+        vllm_server_port=free_port(),
+        learning_rate=1e-2,
+        max_steps=8,
+        per_device_eval_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=3,
+    )
+    backend = trainer.vllm_generation
+    backend.sync_weights()
+    # Long enough to be aborted on the way.
+    backend.max_completion_length, usual = 100, backend.max_completion_length
+    in_flight = backend.launch([[5, 6]] * 64, 4)
+    time.sleep(0.2)
+    backend.vllm_client.control("/pause?mode=abort")
+    with pytest.raises(EngineLost, match="completions short: it was told to abort them") as cut:
+        backend.collect(in_flight)
+    assert cut.value.can_be_filled
+    backend.vllm_client.control("/resume")
+    backend.max_completion_length = usual
+    batches, states = record(trainer)
+    trainer.train()
+    assert logged(trainer, "rollout/age_updates") == [0, 2, 2, 2]
+    assert logged(trainer, "mismatch/abs_logp_max") == [0.0] * 4 == logged(trainer, "mismatch/abs_logp_mean")
+    assert set(logged(trainer, "eval_mismatch/abs_logp_max")) == {0.0}
+    assert min(logged(trainer, "staleness/abs_logp_mean")) > 0
+    # All tokens, by masters of that update that were quantized anew.
+    for number, batch in enumerate(batches):
+        at = scored(trainer, batch, states[max(0, 2 * (number - 1))])
+        mask = batch["completion_mask"].bool()
+        assert torch.equal(at[mask], batch["sampling_per_token_logps"][mask])
+        assert number == 0 or not torch.equal(scored(trainer, batch, states[2 * number])[mask], at[mask])

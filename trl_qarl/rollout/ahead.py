@@ -1,0 +1,328 @@
+"""
+Rollouts that a server draws while the learner trains on the ones before.
+
+    batch      t-1              t                t+1
+    learner    train ------>|   train ------>|   train ------>
+    engine     draw t ----->|   draw t+1 --->|   draw t+2 --->
+                            ^
+                            wait for t, publish the weights, ask for t+1
+
+Between two generation batches nothing is in flight: the learner waits for what the engine draws, publishes, and has a thread ask for
+more. The lag is fixed, so the weights that draw a batch depend on its number and never on who is faster: runs repeat and resume.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from ..quantization.versions import KeptVersion, at_version, kept_version
+from .failures import EngineLost, all_or_none
+
+
+__all__ = ["Ahead", "InFlight", "NextPrompts", "Pending"]
+
+logger = logging.getLogger(__name__)
+
+
+class InFlight:
+    """
+    Completions that a thread of the main process waits for. In other processes none is started, and this holds the prompts.
+
+    Args:
+        prompts (`list[list[int]]`):
+            Token ids of this process' prompts, each as often as it is completed.
+        num_generations (`int`):
+            Completions of each prompt.
+
+    Attributes:
+        seconds (`float`):
+            How long it took.
+    """
+
+    def __init__(self, prompts: list[list[int]], num_generations: int):
+        self.prompts, self.num_generations = prompts, num_generations
+        self.seconds = 0.0
+        self._thread: threading.Thread | None = None
+        self._answer: Any = None
+        self._error: Exception | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """True in the main process, once it was asked for."""
+        return self._thread is not None
+
+    def start(self, request: Callable[[], Any]) -> None:
+        """Have a thread make the `request`."""
+        # `concurrent.futures` would be joined when the interpreter ends, and a trainer that dies would wait for its server.
+        self._thread = threading.Thread(target=self._run, args=(request,), name="rollout-ahead", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the end of the request, whatever comes of it."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def answer(self) -> Any:
+        """Wait for the answer; what the request raised is raised here."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+    def _run(self, request: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        try:
+            self._answer = request()
+        except Exception as error:
+            self._error = error
+        self.seconds = time.perf_counter() - start
+
+
+@dataclass
+class Pending:
+    """
+    A generation batch of this process that is drawn before its turn.
+
+    Args:
+        prompt_ids (`list[list[int]]`):
+            Token ids of the prompts, each as often as it is completed.
+        version (`int`):
+            The update whose weights draw it.
+        kept (`KeptVersion`):
+            These weights.
+        completion_ids (`list[list[int]]`, *optional*), logps (`list[list[float]]`, *optional*):
+            Completions and the log-probs of their tokens, once they are there.
+        seconds (`float`, *optional*):
+            How long the engine took; known to the main process.
+        in_flight ([`InFlight`], *optional*):
+            What is waited for.
+    """
+
+    prompt_ids: list[list[int]]
+    version: int
+    kept: KeptVersion
+    completion_ids: list[list[int]] | None = None
+    logps: list[list[float | None]] | None = None
+    seconds: float = 0.0
+    in_flight: InFlight | None = None
+
+    def keep(self, output: tuple) -> None:
+        """Keep what [`~trl_qarl.rollout.generation.QaRLVLLMGeneration.generate`] has returned."""
+        _, self.completion_ids, logps, _ = output
+        self.logps = [[values[0] for values in row] for row in logps]
+        self.in_flight = None
+
+
+class NextPrompts:
+    """
+    The prompts of generation batches that have not begun, from a sampler seeded as the one of the training.
+
+    The loader itself must not be asked ahead of time: it marks the end of its data, after which accelerate cuts what it gathers.
+
+    Args:
+        sampler:
+            A TRL `RepeatSampler` of its own, none of whose orders has been drawn.
+        dataset:
+            The training dataset, with a length and a column `"prompt"`.
+        num_repeats (`int`):
+            Micro-batches for which the loader yields a generation batch.
+        accumulation (`int`):
+            Micro-batches of an update.
+        num_processes, process_index (`int`):
+            How many processes share a generation batch, and which of them this one is.
+    """
+
+    def __init__(
+        self, sampler: Any, dataset: Any, num_repeats: int, accumulation: int, num_processes: int, process_index: int
+    ):
+        self._sampler, self._dataset = sampler, dataset
+        self._num_repeats, self._accumulation = num_repeats, accumulation
+        self._num_processes, self._process_index = num_processes, process_index
+        # The loader repeats a batch for each micro-batch of it.
+        self._sampler.repeat_count = 1
+        self._num_drawn, self._order = 0, []
+        self._per_epoch = sampler.num_samples // sampler.batch_size
+
+    def number_at(self, epoch: int, micro_batch: int) -> int:
+        """Return the number, counted from the first epoch, of the generation batch that a micro-batch of an epoch belongs to."""
+        return epoch * self._per_epoch + micro_batch // self._num_repeats
+
+    def prompts(self, number: int) -> list[Any]:
+        """Return the prompts of this process in a generation batch. Of earlier epochs than the last that was asked for there are none."""
+        epoch, place = divmod(number, self._per_epoch)
+        while self._num_drawn <= epoch:
+            self._order = list(self._sampler)
+            self._num_drawn += 1
+        size = len(self._order) // self._per_epoch
+        share = size // self._num_processes
+        start = place * size + self._process_index * share
+        return [self._dataset[index]["prompt"] for index in self._order[start : start + share]]
+
+    def updates_before(self, number: int) -> int:
+        """Return how many updates are made before a generation batch. The last of an epoch may be of fewer micro-batches."""
+        epoch, place = divmod(number, self._per_epoch)
+        per_epoch = -(-self._per_epoch * self._num_repeats // self._accumulation)
+        return epoch * per_epoch + place * self._num_repeats // self._accumulation
+
+
+class Ahead:
+    """
+    The generation batches that are drawn before their turn, and the weights that draw them. Every process has one, and all have to
+    call alike.
+
+    Args:
+        generation ([`~trl_qarl.rollout.generation.QaRLVLLMGeneration`]):
+            Rollouts of a server.
+        args ([`QaRLConfig`]):
+            Configuration of the run: how many batches are drawn ahead, and what a batch is.
+
+    Attributes:
+        pending (`deque[Pending]`):
+            In the order of their turns.
+        drawn (`Pending` or `None`):
+            The batch in progress until it is scored, if it was drawn ahead.
+    """
+
+    def __init__(self, generation: Any, args: Any):
+        self.generation, self.args = generation, args
+        self.pending: deque[Pending] = deque()
+        self.drawn: Pending | None = None
+        self._coming: NextPrompts | None = None
+        self._wait_seconds = 0.0
+
+    def begin(self, sampler: Any, dataset: Any) -> None:
+        """Begin, or go on with, a training on `dataset`, whose prompts come in the order of a `sampler` that is this object's own."""
+        args, accelerator = self.args, self.generation.accelerator
+        num_repeats = args.steps_per_generation * args.num_iterations
+        processes = accelerator.num_processes, accelerator.process_index
+        self._coming = NextPrompts(sampler, dataset, num_repeats, args.gradient_accumulation_steps, *processes)
+
+    def wait(self) -> None:
+        """Wait for what is in flight. What has failed stays pending, to be drawn again by [`~Ahead.collect`]."""
+        start = time.perf_counter()
+        for batch in self.pending:
+            if batch.in_flight is None:
+                continue
+            in_flight = batch.in_flight
+            try:
+                batch.keep(self.generation.collect(in_flight))
+            except EngineLost as lost:
+                batch.in_flight = None
+                logger.warning("A generation batch was lost while it was drawn ahead: %s", lost)
+            batch.seconds = in_flight.seconds
+        self._wait_seconds += time.perf_counter() - start
+
+    def collect(self) -> bool:
+        """
+        Wait for what is in flight, and draw what was lost with the weights that were to draw it, which are published again. Returns
+        whether they were: then the engine no longer has the learner's.
+
+        Raises:
+            EngineLost: on every process, if the engine cannot be brought back. What is lost stays pending.
+        """
+        self.wait()
+        lost = [batch for batch in self.pending if batch.completion_ids is None]
+        for batch in lost:
+            start = time.perf_counter()
+            with at_version(self.generation.model, batch.kept):
+                self.generation.sync_weights()
+                batch.keep(self.generation.generate(batch.prompt_ids, None, self.args.num_generations))
+            batch.seconds = time.perf_counter() - start
+            self._wait_seconds += batch.seconds
+        return bool(lost)
+
+    def take(self, prompt_ids: list[list[int]]) -> Pending | None:
+        """Return the batch whose turn it is, if it was drawn ahead and of these prompts; others than those expected drop all."""
+        if not self.pending:
+            return None
+        batch = self.pending.popleft()
+        if not all(gather_object([batch.prompt_ids == prompt_ids])):
+            logger.warning(
+                "The prompts are not those that were drawn ahead: something else than `seed` orders them. They are drawn now, and what "
+                "was drawn ahead is dropped."
+            )
+            self.forget()
+            return None
+        self.drawn = batch
+        return batch
+
+    def measure(self, now: int, seconds: float) -> dict[str, float]:
+        """Return what is logged of the batch in progress, which begins at update `now` and took the engine `seconds`."""
+        waited, self._wait_seconds = self._wait_seconds, 0.0
+        return {
+            "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),
+            "rollout/engine_seconds": seconds,
+            "rollout/wait_seconds": waited + (seconds if self.drawn is None else 0.0),
+        }
+
+    def draw(self, place: tuple[int, int], state: Any, tokenize: Callable[[list], tuple]) -> None:
+        """
+        Have the engine, which has the learner's weights, draw the batches that come next, as far as the training goes, and keep these
+        weights.
+
+        Args:
+            place (`tuple[int, int]`):
+                The epoch, and the micro-batch of it that comes next.
+            state ([`~transformers.TrainerState`]):
+                The update whose weights the learner has, and the last one.
+            tokenize (`Callable`):
+                Makes token ids and pictures of prompts.
+        """
+        number, prompts = self._coming.number_at(*place), []
+        # What fails of one process' prompts must not leave the others waiting for it.
+        with all_or_none(self.generation.accelerator):
+            for later in range(number + len(self.pending) + 1, number + self.args.rollout_ahead + 1):
+                if self._coming.updates_before(later) < state.max_steps:
+                    prompt_ids, images, _ = tokenize(self._coming.prompts(later))
+                    if images is not None:
+                        raise ValueError(
+                            f"rollout_ahead={self.args.rollout_ahead} is unsupported with pictures. Leave it out."
+                        )
+                    prompts.append(prompt_ids)
+        kept = kept_version(self.generation.model) if prompts else None
+        for prompt_ids in prompts:
+            in_flight = self.generation.launch(prompt_ids, self.args.num_generations)
+            self.pending.append(Pending(prompt_ids, state.global_step, kept, in_flight=in_flight))
+
+    def at_drawn(self) -> AbstractContextManager:
+        """Return a context in which the learner has the weights that have drawn the batch in progress."""
+        return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.kept)
+
+    def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
+        """
+        Return, for files, what is pending in this process, of which what has failed has no completions, and the weights that draw it,
+        which all processes have alike.
+        """
+        self.wait()
+        versions = list({id(batch.kept): batch.kept for batch in self.pending}.values())
+        batches = [
+            (
+                b.prompt_ids,
+                b.version,
+                [b.kept is kept for kept in versions].index(True),
+                b.completion_ids,
+                b.logps,
+                b.seconds,
+            )
+            for b in self.pending
+        ]
+        return batches, [kept.state() for kept in versions]
+
+    def load(self, batches: list[tuple], versions: list[dict[str, Any]]) -> None:
+        """Go on from [`~Ahead.state`]."""
+        self.forget()
+        kept = [KeptVersion.of_state(state, self.generation.model) for state in versions]
+        for prompt_ids, version, index, *drawn in batches:
+            self.pending.append(Pending(prompt_ids, version, kept[index], *drawn))
+
+    def forget(self) -> None:
+        """Drop what is pending: it is of another training, or of prompts that do not come."""
+        self.pending.clear()
+        self.drawn = None

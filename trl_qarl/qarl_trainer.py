@@ -214,14 +214,9 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         if self.use_vllm and images is not None:
             raise_problems([*problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args)])
-            texts = self.processing_class.apply_chat_template(
-                [prepare_multimodal_messages(prompt) for prompt in prompts],
-                tools=self.tools or None,
-                chat_template=self.chat_template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self.chat_template_kwargs,
-            )
+            options = {"tools": self.tools or None, "chat_template": self.chat_template, **self.chat_template_kwargs}
+            messages = [prepare_multimodal_messages(prompt) for prompt in prompts]
+            texts = self.processing_class.apply_chat_template(messages, add_generation_prompt=True, **options)
             prompt_ids = expanded_prompts(prompt_ids, texts, self._tokenizer)
         return prompt_ids, images, fields
 

@@ -212,7 +212,7 @@ def test_a_tower_may_be_quantized_and_frozen(one_kind, tmp_path):
     assert [name for name, p in resumed.model.named_parameters() if not torch.equal(p, whole[name])] == []
 
 
-def test_lora_on_the_language_model_is_trained_and_the_export_is_what_was_sampled(one_kind, tmp_path):
+def test_lora_on_the_language_model_is_trained_and_evaluated(one_kind, tmp_path):
     peft = pytest.importorskip("peft")
     targets = r".*(language_model|text_model)\.layers\..*_proj"
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets, init_lora_weights="gaussian")

@@ -2,11 +2,15 @@
 
 import gc
 import os
+import sys
 import traceback
 from importlib.util import find_spec
 
 import pytest
 
+
+# torchvision, which some processors of pictures need: .ci/pictures has put one there that imports beside a CPU build of torch.
+sys.path.append(os.path.join(sys.prefix, "pictures"))
 
 # One thread per process: xdist runs several, and sums come out in the same order on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

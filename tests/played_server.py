@@ -43,6 +43,7 @@ class Server:
     def generate(self, prompts, n, max_tokens, **kwargs):
         self.ask("generate")
         assert self.version is not None, "weights were never published to this server"
+        self.asked = prompts, kwargs.get("features")
         # Completions depend on the weights and prompts alone, as those of a seeded engine.
         draw = random.Random(f"{self.held} {prompts}")
         tokens = [[draw.randrange(5, 250) for _ in range(max_tokens)] for _ in range(n * len(prompts))]
@@ -56,9 +57,6 @@ class Server:
         if spoil is not None:
             spoil(answer)
         return answer
-
-    def image_features(self, images):
-        self.ask("images")
 
     def get_server_info(self):
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from testing_utils import launch_environment, make_tiny_model
+from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -56,6 +57,39 @@ def test_gsm8k_trains_and_exports(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gsm8k.py", "--smoke", "--model", model, "--output_dir", str(tmp_path / "out")])
     load("gsm8k").main()
     assert "vllm serve" in capsys.readouterr().out
+    assert is_export(tmp_path / "out" / "w4a16") and (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_drawn_problem_has_as_many_shapes_as_its_answer_says(number):
+    row = load("pictures").draw_problem(number)
+    color, shape = row["prompt"][0]["content"].split()[2:4]
+    pixels = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255)}[color]
+    # A shape fills its cell's middle; a square alone fills the corner of its box too.
+    count = 0
+    for place in range(16):
+        left, top = place % 4 * 56 + 7, place // 4 * 56 + 7
+        has_color = row["images"][0].getpixel((left + 21, top + 21)) == pixels
+        is_square = row["images"][0].getpixel((left + 1, top + 1)) == pixels
+        count += has_color and is_square == (shape == "squares")
+    assert str(count) == row["answer"]
+
+
+def test_counting_rewards_the_last_answer():
+    completions = [[{"content": text}] for text in ("Answer: 2\nAnswer: 3", "3", "Answer: 33")]
+    assert load("pictures").correct(completions, ["3"] * 3) == [1, 0, 0]
+
+
+@needs_torchvision
+@pytest.mark.slow
+def test_pictures_trains_and_exports(tmp_path, monkeypatch, capsys):
+    from trl_qarl.checkpoint.export import is_export
+
+    model = make_tiny_picture_model(tmp_path, "idefics3")
+    argv = ["pictures.py", "--smoke", "--model", model, "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", argv)
+    load("pictures").main()
+    assert "outside the language model" in capsys.readouterr().out
     assert is_export(tmp_path / "out" / "w4a16") and (tmp_path / "out" / "model.safetensors").is_file()
 
 

@@ -20,6 +20,9 @@ import traceback
 from types import SimpleNamespace
 
 
+# As in conftest.py.
+sys.path.append(os.path.join(sys.prefix, "pictures"))
+
 IMPORTED = [
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.v1.engine.core",

@@ -80,7 +80,13 @@ class Batch(NamedTuple):
 
 
 @torch.no_grad()
-def learner_log_probs(model: nn.Module, token_ids: torch.Tensor, num_scored: int) -> torch.Tensor:
-    """Log-probs `(num_scored, V)`, float32, of what `model` expects at the last positions of `token_ids`, `(T,)`."""
-    logits = model(input_ids=token_ids.unsqueeze(0), logits_to_keep=num_scored + 1, use_cache=False).logits[0, :-1]
+def learner_log_probs(
+    model: nn.Module, token_ids: torch.Tensor, num_scored: int, **inputs: torch.Tensor
+) -> torch.Tensor:
+    """
+    Log-probs `(num_scored, V)`, float32, of what `model` expects at the last positions of `token_ids`, `(T,)`;
+    `inputs` are those of pictures.
+    """
+    ids = token_ids.unsqueeze(0)
+    logits = model(input_ids=ids, logits_to_keep=num_scored + 1, use_cache=False, **inputs).logits[0, :-1]
     return torch.log_softmax(logits.float(), dim=-1)

@@ -30,7 +30,7 @@ from .checkpoint.layout import problem_of_zero_points
 from .checkpoint.record import check_record, scheme_record
 from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
-from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters
+from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters, problems_of_pictures
 from .checks.launch import check_agreement, check_launch, shard_when_prepared, shards_masters
 from .checks.options import raise_problems
 from .numerics.attach import attach_engine_numerics
@@ -59,6 +59,8 @@ class Policy:
             Configuration of the run.
         peft_config ([`~peft.PeftConfig`], *optional*):
             Adapter that TRL will give the model.
+        has_pictures (`bool`, *optional*, defaults to `False`):
+            Whether it is trained on a dataset with pictures.
 
     Attributes:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -83,8 +85,9 @@ class Policy:
     swap_report: SwapReport
     numerics: str
 
-    def __init__(self, args: Any, peft_config: Any = None):
+    def __init__(self, args: Any, peft_config: Any = None, has_pictures: bool = False):
         self.args, self._peft_config = args, peft_config
+        self._has_pictures = has_pictures
         # For the learner, for an engine in this process, and for a server that is its child.
         os.environ[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
         self.exactness = Exactness(args.exact, is_asked_for=args.numerics is not None)
@@ -131,6 +134,7 @@ class Policy:
         if args.precisions is not None:
             raise_problems([*problems_of_patterns(args.precisions, self.swap_report.schemes)])
         raise_problems([*problems_of_experts(model, args, self.swap_report.skipped)])
+        raise_problems([*problems_of_pictures(model, args)] if self._has_pictures else [])
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)

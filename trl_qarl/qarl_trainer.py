@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from trl import GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
 from typing_extensions import override
 
-from .checks.arguments import PICTURES, check_arguments
+from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
 from .checks.launch import shards_masters
+from .checks.options import raise_problems
 from .checks.zero import compute_in_bfloat16
 from .forward import Batch
 from .log_probs import ScoresRollouts
@@ -30,6 +32,7 @@ from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration
+from .rollout.pictures import check_rows, expanded_prompts
 from .rollout.scoring import prompt_log_probs
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
@@ -113,7 +116,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             "environment_factory": environment_factory,
         }
         check_arguments(**given)
-        self.policy = Policy(args, peft_config)
+        self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)
         self._objective = get_objective(args)
         self._calls_tools = False
@@ -205,13 +208,30 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         return super().create_optimizer(model)
 
     @override
-    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
+    def _tokenize_prompts(self, prompts):
+        """Adds to prompts with pictures what is sent to vLLM, which expands their placeholders itself."""
+        check_rows(prompts)
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        if self.use_vllm and images is not None:
+            raise_problems([*problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args)])
+            options = {"tools": self.tools or None, "chat_template": self.chat_template, **self.chat_template_kwargs}
+            messages = [prepare_multimodal_messages(prompt) for prompt in prompts]
+            texts = self.processing_class.apply_chat_template(messages, add_generation_prompt=True, **options)
+            prompt_ids = expanded_prompts(prompt_ids, texts, self._tokenizer)
+        return prompt_ids, images, fields
+
+    @override
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """
         Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores. A
         failure of one process is raised by all.
         """
-        if self.use_vllm and images is not None:
-            raise ValueError(PICTURES)
+        if self.use_vllm and has_tool_images:
+            raise ValueError(
+                "A tool has returned a picture, which is not supported with use_vllm=True: TRL puts its placeholders into the middle of a "
+                "completion, where vLLM would expand them again. Return text, or use `use_vllm=False`."
+            )
+        args = prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         # Between calls of tools, processes generate each as often as they need.
         shared = nullcontext() if self._calls_tools else all_or_none(self.accelerator)
         draws_ahead = self._ahead is not None and self.model.training
@@ -220,12 +240,12 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             if drawn is not None:
                 completion_ids, logps = drawn.completion_ids, drawn.logps
             elif self.use_vllm:
-                completion_ids, logps = super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+                completion_ids, logps = super()._generate_single_turn(*args)
             else:
                 model = self.accelerator.unwrap_model(self.model_wrapped)
                 recording = record_sampling_logps(model, self.temperature)
                 with recording as recorded, quantized_forward(model), self.accelerator.autocast():
-                    completion_ids, _ = super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+                    completion_ids, _ = super()._generate_single_turn(*args)
                 logps = recorded[0].cpu().tolist()
                 logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
         seconds = self.recorder.pop_seconds("rollout") if drawn is None else drawn.seconds

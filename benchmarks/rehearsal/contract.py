@@ -55,11 +55,12 @@ _FLASH_ARGUMENTS = """q k v cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k sof
 _ENGINE_ARGUMENTS = """model dtype load_format hf_overrides kernel_config attention_backend block_size enforce_eager logprobs_mode
     max_logprobs weight_transfer_config worker_extension_cls enable_sleep_mode model_impl max_num_batched_tokens max_num_seqs
     trust_remote_code distributed_executor_backend tensor_parallel_size gpu_memory_utilization max_model_len seed enable_lora max_loras
-    max_lora_rank lora_target_modules skip_tokenizer_init"""
+    max_lora_rank lora_target_modules skip_tokenizer_init limit_mm_per_prompt mm_device_do_normalize"""
 
 _FLAGS = """--model --dtype --load-format --hf-overrides --kernel-config --attention-backend --block-size --enforce-eager --logprobs-mode
     --max-logprobs --weight-transfer-config --worker-extension-cls --enable-lora --max-loras --max-lora-rank --lora-target-modules
-    --gpu-memory-utilization --tensor-parallel-size --model-impl --max-model-len --trust-remote-code"""
+    --gpu-memory-utilization --tensor-parallel-size --model-impl --max-model-len --trust-remote-code --limit-mm-per-prompt
+    --no-mm-device-do-normalize"""
 
 # (operator, types of its arguments in their order); what follows has defaults.
 _SCHEMAS = (

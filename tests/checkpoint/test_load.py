@@ -6,9 +6,10 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from testing_utils import make_mixture, make_tiny_config
+from testing_utils.pictures import KINDS, make_picture_model
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import is_low_bit_checkpoint, load_frozen_model, load_masters, load_renamed
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
@@ -249,3 +250,21 @@ def test_masters_of_floating_point_codes_are_refused(tmp_path):
     exported(tmp_path, "mxfp4a16")
     with pytest.raises(ValueError, match="'mxfp4a16' has no integer codes"):
         load_masters(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_trainer_does_not_find_in_a_checkpoint_of_a_model_of_pictures_is_loaded(tmp_path, kind):
+    """transformers saves Qwen2.5-VL's `model.visual` as `visual`, and its Trainer looks for the former."""
+    make_picture_model(kind).save_pretrained(tmp_path / "first")
+    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "first")
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(1.0)
+    trained.save_pretrained(tmp_path / "checkpoint")
+    resumed = AutoModelForImageTextToText.from_pretrained(tmp_path / "first")
+    names = {*load_file(tmp_path / "checkpoint" / "model.safetensors")}
+    resumed.load_state_dict(load_file(tmp_path / "checkpoint" / "model.safetensors"), strict=False)
+    missing = [n for n, p in resumed.named_parameters() if not torch.equal(p, trained.get_parameter(n))]
+    assert bool(missing) == (not {n for n, _ in resumed.named_parameters()} <= names)
+    load_renamed(resumed, tmp_path / "checkpoint")
+    assert [n for n, p in resumed.named_parameters() if not torch.equal(p, trained.get_parameter(n))] == []

@@ -1,8 +1,11 @@
+import re
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from testing_utils import make_problems, make_tiny_config, spread
+from testing_utils.pictures import make_picture_config
 from testing_utils.trainings import SIGNED
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.checks.adapter import (
@@ -50,6 +53,17 @@ REFUSED = {
     "rank_pattern": {"q_proj": 2},
     "alpha_pattern": {"q_proj": 2},
 }
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
+def test_adapters_of_a_vision_tower_are_refused_and_of_the_language_model_are_not(kind):
+    def problems(targets):
+        model = AutoModelForImageTextToText.from_config(make_picture_config(kind))
+        return [*problems_of_adapted_model(peft.get_peft_model(model, peft.LoraConfig(target_modules=targets)))]
+
+    (problem,) = problems("all-linear")
+    assert "outside the language model" in problem
+    assert problems(eval(re.search(r"alone: target_modules=(.*)\.$", problem)[1])) == []
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_LORA)

@@ -9,6 +9,7 @@ from trl import GRPOConfig
 
 from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, spread
 from testing_utils.trainings import EXPERTS, arguments, make
+from trl_qarl.checks.arguments import problems_of_pictures
 from trl_qarl.qarl_trainer import QaRLTrainer
 
 
@@ -72,7 +73,6 @@ def with_pictures(name="image"):
     return make_problems().add_column(name, [None] * 16)
 
 
-@pytest.mark.parametrize("vllm_mode", ["colocate", "server"])
 @pytest.mark.parametrize(
     "datasets",
     [
@@ -83,27 +83,75 @@ def with_pictures(name="image"):
     ],
     ids=["image", "images", "eval", "one of eval"],
 )
-def test_pictures_are_refused_with_vllm_before_the_model_is_loaded(tmp_path, vllm_mode, datasets):
-    args = arguments(tmp_path, use_vllm=True, vllm_mode=vllm_mode)
-    with pytest.raises(ValueError, match=r"column 'images?'.*use_vllm=True.*placeholders.*`use_vllm=False`"):
-        QaRLTrainer("no/such-model", spread, args, **({"train_dataset": make_problems()} | datasets))
+def test_pictures_are_refused_for_a_class_that_was_not_compared(tiny_model, tmp_path, monkeypatch, datasets):
+    def never(*args, **kwargs):
+        raise AssertionError("the engine was made")
+
+    monkeypatch.setattr("trl_qarl.qarl_trainer.QaRLVLLMGeneration", never)
+    args = arguments(tmp_path, use_vllm=True)
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM with pictures and use_vllm=True: .* not been compared"):
+        QaRLTrainer(tiny_model, spread, args, **({"train_dataset": make_problems()} | datasets))
 
 
-def test_pictures_inside_prompts_are_refused_with_vllm_at_the_first_rollout(tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        ("Gemma3ForConditionalGeneration", "different names for the tensors of its vision tower"),
+        ("LlavaNextForConditionalGeneration", "different names for the tensors of its vision tower"),
+        ("MllamaForConditionalGeneration", "have not been compared"),
+        ("Qwen2_5_VLForConditionalGeneration", None),
+    ],
+)
+def test_a_class_is_refused_with_its_reason(tmp_path, cls, reason):
+    model = type(cls, (torch.nn.Module,), {})()
+    problems = [*problems_of_pictures(model, arguments(tmp_path, use_vllm=True))]
+    assert len(problems) == (reason is not None) and all(reason in problem for problem in problems)
+    assert [*problems_of_pictures(model, arguments(tmp_path))] == []
+
+
+@pytest.mark.parametrize(("option", "value"), [("numerics", "engine"), ("exact", "require")])
+def test_pictures_bit_for_bit_are_refused(tmp_path, option, value):
+    model = type("Qwen3VLForConditionalGeneration", (torch.nn.Module,), {})()
+    args = arguments(tmp_path, use_vllm=True)
+    setattr(args, option, value)
+    (problem,) = problems_of_pictures(model, args)
+    assert f"{option}={value!r} with pictures" in problem
+
+
+@pytest.mark.parametrize("name", ["video", "videos"])
+def test_videos_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"column '{name}': videos are not supported"):
+        QaRLTrainer("no/such-model", spread, arguments(tmp_path), with_pictures(name))
+
+
+def test_environments_with_pictures_are_refused_with_vllm(tmp_path):
+    args = arguments(tmp_path, use_vllm=True)
+    with pytest.raises(ValueError, match="`environment_factory` was given with a dataset of pictures"):
+        QaRLTrainer("no/such-model", spread, args, with_pictures(), environment_factory=object)
+
+
+def test_tools_that_return_pictures_are_refused_with_vllm(tiny_model, tmp_path):
     trainer = make(tiny_model, tmp_path)
     trainer.use_vllm = True
-    with pytest.raises(ValueError, match="Pictures are not supported with use_vllm=True"):
-        trainer._generate_single_turn([[4, 5]], [["a picture"]], {}, 1)
+    with pytest.raises(ValueError, match="A tool has returned a picture, .* use_vllm=True"):
+        trainer._generate_single_turn([[4, 5]], [["a picture"]], {}, 1, has_tool_images=True)
+
+
+def test_rows_with_and_without_pictures_are_refused_by_name(tiny_model, tmp_path):
+    text = [{"role": "user", "content": "Hello"}]
+    picture = [{"role": "user", "content": [{"type": "image", "image": None}, {"type": "text", "text": "Hello"}]}]
+    with pytest.raises(ValueError, match="prompt 1 of 2 has no picture, and others have"):
+        make(tiny_model, tmp_path)._tokenize_prompts([picture, text])
 
 
 def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    questions = Dataset.from_dict({"question": ["1 +"], "image": [None]})
+    questions = Dataset.from_dict({"question": ["1 +"], "video": [None]})
     with pytest.raises(ValueError) as error:
         QaRLTrainer(model, spread, arguments(tmp_path, use_vllm=True), questions, quantization_config=object())
     lines = str(error.value).splitlines()
     assert lines[0] == "4 problems:"
-    for line, text in zip(lines[1:], ["quantization_config", "`prompt`", "'image'", "bfloat16"], strict=True):
+    for line, text in zip(lines[1:], ["quantization_config", "`prompt`", "'video'", "bfloat16"], strict=True):
         assert text in line
 
 

@@ -245,7 +245,7 @@ def zero_fills_colocated_engines(folder):
     if find_spec("deepspeed") is None or find_spec("vllm") is None:
         return
     options = COLOCATED | {"optim": "adamw_torch"}
-    for stage, is_exact in ((1, has_engine_kernels()), (2, False), (3, False)):
+    for stage, is_exact in ((1, has_engine_kernels()), (3, False)):
         numerics = {"bf16": True, "numerics": "engine"} if is_exact else {}
         launch = launched(stage, is_exact)
         for trainer in train(folder, f"zero{stage}-colocated", launch=launch, **options, **numerics):

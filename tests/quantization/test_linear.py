@@ -12,7 +12,7 @@ from torchao.optim import AdamW8bit
 import trl_qarl.quantization.tensors
 from testing_utils import product_reference, relative_error
 from trl_qarl.quantization import gemm
-from trl_qarl.quantization.gemm import int4_kernel_operands
+from trl_qarl.quantization.formats.int4_packed import kernel_operands
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
@@ -444,11 +444,11 @@ def test_int4_kernel_copy_lives_through_a_rollout_only():
     layer = make(dtype=torch.bfloat16)
     with torch.no_grad():
         layer(torch.randn(4, 256, dtype=torch.bfloat16))
-        assert int4_kernel_operands in held(layer)._kept
+        assert kernel_operands in held(layer)._kept
         layer(torch.randn(400, 256, dtype=torch.bfloat16))
-        assert int4_kernel_operands in held(layer)._kept, "scoring a prompt does not end the rollout"
+        assert kernel_operands in held(layer)._kept, "scoring a prompt does not end the rollout"
     layer(torch.randn(400, 256, dtype=torch.bfloat16))
-    assert int4_kernel_operands not in held(layer)._kept
+    assert kernel_operands not in held(layer)._kept
 
 
 def test_extra_memory_of_w4a16_is_below_30_percent_of_bf16():

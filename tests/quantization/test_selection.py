@@ -1,10 +1,16 @@
 import re
 
 import pytest
+import torch
 from torch import nn
+from transformers import AutoModelForImageTextToText
 
 from testing_utils.layers import LAYERS, tiny
+from testing_utils.pictures import KINDS, make_picture_config
+from trl_qarl.checkpoint.layout import quantization_config
+from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.linear import QuantizedLinear
+from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import (
     prepare_model,
@@ -64,3 +70,38 @@ def test_exclude_pattern_without_a_hit_raises(pattern):
 def test_excluding_everything_raises():
     with pytest.raises(ValueError, match="all skipped"):
         prepare_model(tiny(), "w4a16", exclude_modules=r"model\..*")
+
+
+def picture_model(kind):
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(make_picture_config(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", ["w8a16", {"re:.*(mlp|attn).*": "w8a16"}], ids=["one", "pattern"])
+def test_the_language_model_alone_is_quantized(kind, scheme):
+    """Also where an expression fits layers of its tower."""
+    model = picture_model(kind)
+    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    report = prepare_model(model, scheme)
+    assert len(report.converted) == 14 and all(name.startswith(f"{decoder}.layers.") for name in report.converted)
+    around = [name for name, why in report.skipped.items() if why == "outside the language model"]
+    others = {name for name, module in model.named_modules() if type(module) is nn.Linear} - {"lm_head"}
+    assert {*around} == others and any("vis" in name for name in around)
+    assert f"left alone: {len(around)} (outside the language model): " in str(report)
+    assert {*around} < {*quantization_config(Inventory.of(model))["ignore"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pattern_that_fits_a_tower_alone_quantizes_it(kind):
+    model = picture_model(kind)
+    report = prepare_model(model, {r"re:.*\.(blocks|encoder)\..*": "w8a16", "_default": "w8a8"})
+    names = {scheme: [n for n, s in report.schemes.items() if s.name == scheme] for scheme in ("w8a16", "w8a8")}
+    assert len(names["w8a8"]) == 14 and names["w8a16"] and all("vis" in name for name in names["w8a16"])
+    assert "outside the language model" in report.skipped.values(), "the connector is not fitted"
+
+
+def test_decoder_layers_at_the_ends_are_counted_without_the_tower():
+    """Whose stack has the same name."""
+    report = prepare_model(picture_model("idefics3"), get_plan("w8a16", high_precision_first=1))
+    assert len(report.converted) == 7 and all("text_model.layers.1." in name for name in report.converted)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trl_qarl.quantization.gemm import int4_kernel_operands, low_bit_linear
+from trl_qarl.quantization.formats.int4_packed import kernel_operands
+from trl_qarl.quantization.gemm import low_bit_linear
 from trl_qarl.quantization.quantize import dequantize_activation, quantize_activation, quantize_weight
 from trl_qarl.quantization.schemes import SCHEMES, get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor, straight_through_linear
@@ -155,7 +156,7 @@ def test_copy_takes_codes_scales_and_no_old_operands():
     other = LowBitTensor.from_hp(torch.randn(96, 256, dtype=torch.bfloat16), get_scheme("w4a16"), torch.bfloat16)
     with torch.no_grad():
         F.linear(x, weight)
-        assert int4_kernel_operands in weight._kept
+        assert kernel_operands in weight._kept
         assert weight.copy_(other) is weight and same(weight, other)
         assert torch.equal(F.linear(x, weight), F.linear(x, other))
 

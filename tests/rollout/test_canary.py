@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing_utils import make_tiny_mixture, make_tiny_model, start_engines_quickly
 from trl_qarl import prepare_model
 from trl_qarl.rollout import canary as canary_module
-from trl_qarl.rollout.canary import Canary
+from trl_qarl.rollout.canary import Canary, _Text
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -22,18 +22,23 @@ class Engine:
     def __init__(self, *replicas):
         self.replicas = replicas
 
-    def score(self, token_ids):
+    def score(self, token_ids, pictures=()):
         return [value for replica in self.replicas for value in replica.tolist()]
 
     def clear_cache(self):
         self.num_cleared += 1
 
 
+def make_canary():
+    canary = Canary(None, torch.float32, None)
+    canary.texts.append(_Text("publish/canary", [0] * 5, 4))
+    return canary
+
+
 def compare(difference, rounding):
     """What a canary makes of an engine at this distance, in nats."""
-    canary = Canary(None, torch.float32, None)
     engine = Engine(torch.zeros(4), torch.full((4,), difference))
-    return canary.compare((torch.zeros(4), rounding), engine)
+    return make_canary().compare([(torch.zeros(4), rounding)], engine)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +56,13 @@ def test_the_limit_follows_from_rounding_within_bounds(rounding, limit):
 def test_what_is_no_number_is_refused_and_goes_from_the_cache():
     engine = Engine(torch.full((4,), float("nan")))
     with pytest.raises(PublishError, match="the engine's log-probs of 4 fixed tokens are nan"):
-        Canary(None, torch.float32, None).compare((torch.zeros(4), 0.1), engine)
+        make_canary().compare([(torch.zeros(4), 0.1)], engine)
     assert engine.num_cleared == 1
 
 
 def test_without_a_tokenizer_nothing_is_compared():
     canary = Canary(None, torch.float32, None)
-    assert canary.score() is None and canary.compare(None, None) == {}
+    assert canary.score() == [] and canary.compare([], None) == {}
 
 
 def widen(model, size=2.0):

@@ -124,8 +124,8 @@ def test_completions_that_were_cut_short_are_a_lost_server():
 def test_pictures_that_the_server_does_not_take_are_a_lost_server(server):
     pil = pytest.importorskip("PIL.Image")
     client, server.failure = make_client(server.url), 500
-    with pytest.raises(ServerLost, match="render failed with status 500"):
-        client.image_features([[pil.new("RGB", (2, 2))]])
+    with pytest.raises(ServerLost, match="/inference/v1/generate failed with status 500"):
+        client.generate([[1]], [[pil.new("RGB", (2, 2))]])
 
 
 def test_a_session_that_belongs_to_somebody_else_is_a_lost_server(server):

@@ -221,15 +221,12 @@ def test_a_seed_of_each_request_is_refused_on_a_cpu(make_trainer, monkeypatch, d
         backend._set_publisher(None)
 
 
-def test_pictures_the_server_fails_on_for_good_are_a_lost_engine(make_trainer):
+def test_pictures_reach_the_server_with_their_prompts(make_trainer):
     trainer, server = make_trainer()
     backend = trainer.vllm_generation
     backend.sync_weights()
-    server.failures = {"images": [ServerLost("status 500")] * 9}
-    with pytest.raises(EngineLost, match="failed 4 times.*status 500"):
-        backend.generate([[5, 6]] * 4, [["picture"]] * 4, 4)
-    # The next batch is a new one.
-    assert len(backend.generate([[5, 6]] * 4, None, 4)[1]) == 4
+    assert len(backend.generate([[5, 6]] * 4 + [[7]] * 4, [["picture"]] * 4 + [None] * 4, 4)[1]) == 8
+    assert server.asked == ([[5, 6], [7]], [["picture"], None])
 
 
 def test_a_complete_checkpoint_is_not_written_again(make_trainer, monkeypatch):

@@ -44,6 +44,13 @@ def test_on_a_cpu_weights_go_through_files(monkeypatch):
         assert build_server_command("m", None, on_cpu=True)[1][name] == "0"
 
 
+def test_a_model_of_pictures_gets_a_server_that_takes_them():
+    argv, _ = build_server_command("m", None, takes_pictures=True)
+    assert "--enable-scale-out" in argv and "--no-mm-device-do-normalize" in argv
+    assert json.loads(option(argv, "--limit-mm-per-prompt")) == {"video": 0}
+    assert not any("mm-" in argument for argument in build_server_command("m", None)[0])
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_on_one_host_weights_go_through_files_unless_asked_for(host):
     """A trainer that waits for a server in NCCL waits without a time-out."""
@@ -84,6 +91,10 @@ def test_options_that_only_look_like_forbidden_ones_pass():
         ({"vllm_args": ["-pp=2"]}, "a part of the model"),
         ({"vllm_args": ["--enable_expert_parallel"]}, "a rank holds some experts"),
         ({"vllm_args": ["-ep"]}, "a rank holds some experts"),
+        ({"vllm_args": ["--mm-device-do-normalize"]}, "what it is in the learner"),
+        ({"vllm_args": ["--no-mm_device_do_normalize"]}, "what it is in the learner"),
+        ({"vllm_args": ["--mm-processor-kwargs.max_pixels", "7"]}, "what it is in the learner"),
+        ({"vllm_args": ["--mm-encoder-tp-mode=data"]}, "ranks do not share pictures out"),
         ({"vllm_args": ["--enable-eplb"]}, "a rank holds some experts"),
         ({"vllm_args": ["--enable-lora"]}, "it follows from --max_lora_rank"),
         ({"vllm_args": ["--max-lora-rank=64"]}, "it follows from --max_lora_rank"),

@@ -292,22 +292,6 @@ def test_a_half_applied_update_closes_the_gate_until_a_whole_one_lands(server, m
     assert server.complete().status_code == 200
 
 
-def test_a_publication_that_fails_once_is_repeated_whole(server, make_trainer):
-    trainer = make_trainer()
-    transport = trainer.vllm_generation.publisher.transport
-    send, failures = transport.send, [True, False, True]
-
-    def fail_sometimes(tensors):
-        send(tensors)
-        if failures and failures.pop():
-            raise PublishError("the network is to blame")
-
-    transport.send = fail_sometimes
-    trainer.train()
-    assert failures == []
-    assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
-
-
 @pytest.mark.nightly
 def test_a_killed_trainer_leaves_the_server_to_the_next(server, make_trainer, tmp_path):
     script = f"""

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from testing_utils import make_tiny_config
+from testing_utils.pictures import make_picture_config
 from trl_qarl.cli import main
 
 
@@ -75,3 +76,15 @@ def test_a_torchvision_for_another_pytorch_is_named_with_what_to_remove(broken_t
     last = (done.stdout or done.stderr).splitlines()[-1]
     assert done.returncode == 1 and last.endswith("pip uninstall torchvision torchaudio torchcodec")
     assert "torchvision::nms" in last
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
+def test_a_model_of_pictures_is_judged_by_its_language_model(kind, tmp_path, capsys):
+    """Towers have sizes that no group divides, as Qwen2.5-VL's of 3420."""
+    config = make_picture_config(kind)
+    config.vision_config.intermediate_size = 180
+    config.save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--scheme", "w4a16"]) == 0
+    assert "14 linear layers" in capsys.readouterr().out
+    assert main(["estimate", str(tmp_path), "--gpu_memory", "24"]) == 0
+    assert "Launch with" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model
+from testing_utils.pictures import make_picture_config, make_picture_model
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
@@ -61,6 +62,18 @@ def test_the_engine_is_quantized_as_the_learner_will_be(tmp_path, capsys, option
     model = AutoModelForCausalLM.from_pretrained(path)
     prepare_model(model, **swap)
     assert json.dumps({"quantization_config": quantization_config(Inventory.of(model))}) in command
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
+def test_a_model_of_pictures_is_served_with_its_tower_in_high_precision(tmp_path, capsys, kind):
+    make_picture_config(kind).save_pretrained(tmp_path)
+    assert main(["vllm-serve", "--model", str(tmp_path), "--scheme", "w8a16", "--print_command"]) == 0
+    command = capsys.readouterr().out
+    model = make_picture_model(kind)
+    prepare_model(model, "w8a16")
+    config = quantization_config(Inventory.of(model))
+    assert json.dumps({"quantization_config": config}) in command and any("vis" in name for name in config["ignore"])
+    assert "--enable-scale-out --no-mm-device-do-normalize" in command
 
 
 def test_unquantized_needs_no_overrides(tmp_path, capsys):

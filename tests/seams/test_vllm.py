@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from seams import imported_names, resolve, takes, without_place
+from trl_qarl.wire.describe import PICTURE_OPTIONS
 
 
 pytestmark = pytest.mark.vllm
@@ -189,7 +190,8 @@ def test_an_engine_is_started_and_spoken_to_as_we_do():
     options = """model load_format hf_overrides dtype logprobs_mode enforce_eager weight_transfer_config worker_extension_cls
         tensor_parallel_size gpu_memory_utilization max_model_len max_num_seqs enable_sleep_mode model_impl seed
         distributed_executor_backend max_num_batched_tokens trust_remote_code skip_tokenizer_init enable_prefix_caching
-        enable_lora max_loras max_lora_rank lora_target_modules attention_backend block_size max_logprobs"""
+        enable_lora max_loras max_lora_rank lora_target_modules attention_backend block_size max_logprobs
+        limit_mm_per_prompt mm_device_do_normalize"""
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     assert set(options.split()) <= known, set(options.split()) - known
     for name, arguments in {
@@ -209,6 +211,20 @@ def test_an_engine_is_started_and_spoken_to_as_we_do():
     assert "self.output_processor" in source and "self.model_executor" in source and "self.engine_core" in source
     sampling = ["n", "temperature", "max_tokens", "logprobs", "prompt_logprobs", "ignore_eos", "detokenize", "seed"]
     assert takes(SamplingParams, *sampling) == []
+
+
+def test_pictures_are_described_and_taken_with_token_ids_as_we_do():
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
+
+    assert set(PICTURE_OPTIONS) <= {field.name for field in dataclasses.fields(MultiModalConfig)}
+    request = {"model", "token_ids", "content_parts", "return_token_ids", "sampling_params"}
+    assert request <= protocol.GenerateRequest.model_fields.keys()
+    answer = {"prompt_token_ids", "prompt_logprobs", "choices"}
+    assert answer <= protocol.GenerateResponse.model_fields.keys()
+    assert '"image_url"' in inspect.getsource(serving.ServingTokens)
+    assert "enable_scale_out" in {field.name for field in dataclasses.fields(BaseFrontendArgs)}
 
 
 def test_a_server_asks_all_its_replicas_by_the_function_that_we_put_in_its_place():

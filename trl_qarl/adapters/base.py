@@ -215,9 +215,14 @@ def base_fingerprint(model: nn.Module) -> str:
 
 
 def _add_grid(digest, weight: LowBitTensor) -> None:
-    _, *scales = weight.parts()
-    for tensor in scales:
-        _add(digest, tensor)
+    _add(digest, weight.scale)
+    for operand in weight.format.operands:
+        tensor = getattr(weight, operand.name)
+        if operand.per_group:
+            _add(digest, tensor)
+        else:
+            # A base and twice that base may have the same codes and scales.
+            digest.update(str(tensor[0].item()).encode())
 
 
 def _add(digest, tensor: torch.Tensor) -> None:

@@ -125,10 +125,13 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
     by_format: dict[tuple[QuantScheme, int | None], list[str]] = defaultdict(list)
     for name, (scheme, group_size) in formats.items():
         by_format[scheme, group_size].append(name)
+    # compressed-tensors refuses an expression that fits a convolution, as `proj` does in towers of Qwen2.5-VL.
+    others = {n for n, m in inventory.modules.items() if "weight" in m._parameters and not isinstance(m, nn.Linear)}
+    layers = [*formats, *sorted(others - formats.keys())]
     groups = {}
     for index, ((scheme, group_size), members) in enumerate(by_format.items()):
         groups[group_name(index, scheme)] = {
-            "targets": ["Linear"] if len(by_format) == 1 else _targets(members, formats, names),
+            "targets": ["Linear"] if len(by_format) == 1 else _targets(members, layers, names),
             "weights": scheme.weight_args(group_size),
             "input_activations": scheme.activation_args,
             "output_activations": None,

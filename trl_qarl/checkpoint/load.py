@@ -18,9 +18,17 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 
+from ..quantization.checkpoint_names import find_checkpoint_names
 from ..quantization.experts import DOWN, GATE_UP, QuantizedExperts
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
@@ -35,7 +43,14 @@ from .compact import is_compact
 from .layout import problem_of_zero_points
 
 
-__all__ = ["is_low_bit_checkpoint", "load_deployed", "load_frozen_model", "load_masters", "load_renamed"]
+__all__ = [
+    "is_low_bit_checkpoint",
+    "load_deployed",
+    "load_frozen_model",
+    "load_masters",
+    "load_renamed",
+    "skeleton",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +64,19 @@ def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> boo
         return False
     described = json.loads(Path(path).read_text()).get("quantization_config") or {}
     return described.get("quant_method") == "compressed-tensors"
+
+
+def _auto_class(config: PreTrainedConfig) -> type:
+    """Return what loads a model of text, or one of pictures and text, to generate."""
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if has_pictures and not is_text else AutoModelForCausalLM
+
+
+def skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return the model of a configuration without its weights, on the meta device."""
+    with torch.device("meta"):
+        return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_frozen_model(
@@ -162,7 +190,7 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
         has_unread = len(groups) > 1 and not all(group["weights"]["symmetric"] for group in groups)
         if is_compact(described) or any(map(_has_unread_experts, files)) or (has_unread and problem_of_zero_points()):
             return load_frozen_model(str(folder), dtype)
-    return AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype).eval()
+    return _auto_class(AutoConfig.from_pretrained(name_or_path)).from_pretrained(name_or_path, dtype=dtype).eval()
 
 
 def _has_unread_experts(path: Path) -> bool:
@@ -176,8 +204,9 @@ def _has_unread_experts(path: Path) -> bool:
 @torch.no_grad()
 def load_renamed(model: nn.Module, folder: str | Path) -> None:
     """
-    Load from masters on disk, in place, what has another name there: the experts of a mixture, and what lies around them. transformers'
-    Trainer looks for the names in the model and leaves such tensors as they are, with a warning (5.17).
+    Load from masters on disk, in place, what has another name there: the experts of a mixture, what lies around them,
+    and models of pictures that transformers saves under names of an earlier release. transformers' Trainer looks for
+    the names in the model and leaves such tensors as they are, with a warning (5.17).
 
     Raises:
         ValueError: if experts are stored such that they cannot be found.
@@ -186,7 +215,7 @@ def load_renamed(model: nn.Module, folder: str | Path) -> None:
     if is_adapted(model) or not files:
         return
     inventory = Inventory.of(model)
-    names = inventory.names
+    names = find_checkpoint_names(inventory.model, inventory.modules, is_mixture=False)
     stacked = inventory.stacked_experts.keys() | names.experts.keys()
     for name, tensor in inventory.tensors().items():
         if name in files:

@@ -7,7 +7,9 @@ from torch import nn
 
 from ..adapters.tensors import ADAPTER_NAME
 from ..checkpoint.serving import ENGINE_RANKS
+from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, base_modules
+from ..quantization.selection import layers_around
 from .refused import REFUSED_BY_LORA
 
 
@@ -178,6 +180,13 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
     base = base_model(model)
     outside = {id(base.get_output_embeddings()), *(id(m) for m in base.modules() if isinstance(m, nn.Embedding))}
     wrapped = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
+    around = layers_around(Inventory.of(base))
+    if adapted := [name for name in wrapped if name in around]:
+        decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
+        yield (
+            f"peft_config: target_modules names {adapted[0]!r} and {len(adapted) - 1} more {around[adapted[0]]}, where vLLM is not asked to serve an "
+            f"adapter, and none has been tried. Name layers of the language model alone: target_modules={rf'{decoder}.*_proj'!r}."
+        )
     for name, module in wrapped.items():
         if id(module) in outside or id(module.base_layer) in outside:
             yield (

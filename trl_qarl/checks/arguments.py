@@ -15,6 +15,7 @@ from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted, is_peft_model
 from ..quantization.partitioned import shape_of
+from ..rollout.pictures import problem_of_class
 from .adapter import (
     is_nf4,
     problems_of_adapted_model,
@@ -27,18 +28,14 @@ from .options import low_precision_masters, raise_problems
 
 
 __all__ = [
-    "PICTURES",
     "check_arguments",
     "check_dropout",
+    "has_pictures",
     "problems_of_masters",
+    "problems_of_pictures",
 ]
 
 logger = logging.getLogger(__name__)
-
-PICTURES = (
-    "Pictures are not supported with use_vllm=True: vLLM expands the placeholders that the processor has expanded already, and "
-    "the vision tower's buffers are not published, so engine and learner would see different prompts. Use `use_vllm=False`."
-)
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
@@ -126,15 +123,48 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
         )
 
 
-def _problems_of_pictures(args: Any, datasets: tuple) -> Iterator[str]:
+def has_pictures(*datasets: Any) -> bool:
+    """Return whether a dataset, or one of several by name, has a column that TRL reads pictures from."""
+    splits = [split for data in datasets for split in (data.values() if isinstance(data, dict) else [data])]
+    return any({"image", "images"} & set(getattr(split, "column_names", None) or ()) for split in splits)
+
+
+def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
+    """
+    Yield what is wrong with rollouts of pictures.
+
+    Args:
+        model (`nn.Module`):
+            The model, once it is prepared.
+        args ([`QaRLConfig`]):
+            Configuration of the run.
+    """
     if not args.use_vllm:
         return
+    if problem := problem_of_class(model):
+        yield problem
+    for is_met, option in (
+        (args.numerics != "engine", "numerics='engine'"),
+        (args.exact != "require", "exact='require'"),
+    ):
+        if not is_met:
+            yield (
+                f"{option} with pictures and use_vllm=True is not supported: the operations of vision towers, and positions in several "
+                "dimensions, are not known to be the engine's, bit for bit. Remove it; log-probs of learner and engine then differ by rounding."
+            )
+
+
+def _problems_of_videos(datasets: tuple, environment_factory: Any) -> Iterator[str]:
     for dataset in datasets:
         for split in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            columns = {"image", "images"} & set(getattr(split, "column_names", None) or ())
+            columns = {"video", "videos"} & set(getattr(split, "column_names", None) or ())
             if columns:
-                yield f"The dataset has a column {min(columns)!r}. {PICTURES}"
-                return
+                yield (
+                    f"The dataset has a column {min(columns)!r}: videos are not supported, neither here nor by TRL's trainer. Remove it, or "
+                    "give frames as pictures in a column 'images'."
+                )
+    if environment_factory is not None and has_pictures(*datasets):
+        yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
 
 
 def _problems_of_ahead(args: Any, train_dataset: Any, turns: Mapping[str, Any]) -> Iterator[str]:
@@ -201,7 +231,7 @@ def check_arguments(
         problems.append(
             f"The training dataset needs a `prompt` column, got {columns}. Rename the column that holds it."
         )
-    problems += _problems_of_pictures(args, (train_dataset, eval_dataset))
+    problems += _problems_of_videos((train_dataset, eval_dataset), environment_factory if args.use_vllm else None)
     turns = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
     problems += _problems_of_ahead(args, train_dataset, turns)
     if isinstance(model, nn.Module):

@@ -23,7 +23,7 @@ from ..quantization.linear import QuantizedLinear
 from ..quantization.plan import QuantPlan, get_plan
 from ..quantization.report import SwapReport
 from ..quantization.schemes import E4M3, SCHEMES, QuantScheme
-from ..quantization.selection import layer_format, parts_of_experts
+from ..quantization.selection import layer_format, layers_around, parts_of_experts
 from ..quantization.swap import prepare_model
 from ..rollout.gpu_kernels import RELEASES, Gpu, choose_kernels
 
@@ -277,9 +277,9 @@ def check_model(
     plan = get_plan(scheme)
     refused = {}
     layers = Inventory.of(model).quantizable
-    parts = parts_of_experts(layers)
+    parts, around = parts_of_experts(layers), layers_around(Inventory.of(model))
     for name, module in layers.items():
-        if isinstance(module, nn.Linear) or name in parts:
+        if name not in around and (isinstance(module, nn.Linear) or name in parts):
             try:
                 layer_format(module, plan.scheme_of(name))
             except ValueError as error:

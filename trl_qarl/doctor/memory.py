@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from ..checkpoint.load import skeleton
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
@@ -80,8 +81,7 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
     """
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return skeleton(config, trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument} {model}: {' '.join(str(error).split())}") from error
 

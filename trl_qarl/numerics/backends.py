@@ -31,7 +31,6 @@ class Backend(Protocol):
 
     def PackedLinear(self, weight: torch.Tensor) -> Product:
         """Return the product with `weight`, `(N, K)` bfloat16 or float32, which is copied: later changes have no effect."""
-        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """
@@ -42,15 +41,12 @@ class Backend(Protocol):
             weight (`torch.Tensor`): `(H,)` in the engine's dtype, which is that of the result.
             epsilon (`float`): added to the mean.
         """
-        ...
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up`, both in the engine's dtype; on a CPU rounded after each."""
-        ...
 
     def log_softmax(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probs `(M, V)` float32 of `logits` `(M, V)` as the engine's sampler takes them."""
-        ...
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         """
@@ -61,7 +57,6 @@ class Backend(Protocol):
             positions (`torch.Tensor`): `(tokens,)` int64.
             cache (`torch.Tensor`): `(max_positions, head_dim)` in the dtype of `x`, cosines before sines.
         """
-        ...
 
     def attention(
         self,
@@ -91,7 +86,6 @@ class Backend(Protocol):
         Raises:
             NotImplementedError: for a window, by the other two.
         """
-        ...
 
 
 def backend_of(x: torch.Tensor) -> Any:

@@ -44,10 +44,14 @@ class CheckpointNames:
         return of_module.removesuffix(".weight") if of_module else self.tensors.get(name, name)
 
 
-def find_checkpoint_names(model: nn.Module, modules: Mapping[str, nn.Module]) -> CheckpointNames:
+def find_checkpoint_names(
+    model: nn.Module, modules: Mapping[str, nn.Module], is_mixture: bool = True
+) -> CheckpointNames:
     """
     Return the names that `model`, with these `modules`, has in a checkpoint. There are none for a model without experts that can be
-    quantized, or whose checkpoints do not have the experts' matrices one by one.
+    quantized, or whose checkpoints do not have the experts' matrices one by one. With `is_mixture=False` there are
+    names for any model: those that `save_pretrained` writes, as `visual.` for Qwen2.5-VL's `model.visual.`, where
+    exports and engines take both.
     """
     stacked = {
         f"{name}.{leaf}": (module.num_experts, blocks)
@@ -55,7 +59,7 @@ def find_checkpoint_names(model: nn.Module, modules: Mapping[str, nn.Module]) ->
         if isinstance(module, QuantizedExperts) or problem_of_experts(module) is None
         for leaf, blocks in _ROW_BLOCKS.items()
     }
-    if not stacked or not isinstance(model, PreTrainedModel):
+    if (is_mixture and not stacked) or not isinstance(model, PreTrainedModel):
         return CheckpointNames()
     found = CheckpointNames()
     for name, tensor in base_state_dict(model).items():

@@ -7,7 +7,8 @@ kernel of a scheme computes the same sum of products with float32 accumulation, 
 and the order of summation. With `row_invariant=True` it does not depend on the number of rows either, and the result of a
 row is the same bits whatever rows come with it: an engine needs this, whose prefill and decode must agree.
 
-On a CPU the thresholds below are where the measured times cross (`learner` and `decode` of `python -m benchmarks.bench`, benchmarks/learner.md):
+On a CPU the thresholds, here and in `formats/`, are where the measured times cross (`learner` and `decode` of
+`python -m benchmarks.bench`, benchmarks/learner.md):
 
 - INT4: ATen's INT4 kernel works row by row and wins up to 32 rows; above, expanding the weight once and multiplying in
   bf16 (or in float32 where the processor has no bf16 instructions) is faster.
@@ -31,34 +32,26 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from .formats import int4_packed
+from .formats.registry import format_of
 from .quantize import activation_form, quantize_activation
-from .schemes import INT4_PACKED, INT8_PACKED, QuantScheme
+from .schemes import QuantScheme
 
 
 __all__ = [
     "expanded_name",
     "has_fast_bf16",
-    "int4_kernel_operands",
     "linear_in_blocks",
     "low_bit_linear",
     "low_bit_matmul",
-    "uses_int4_kernel",
 ]
 
-INT4_KERNEL_MAX_ROWS = 32
-INT8_WEIGHT_KERNEL_MAX_ROWS = 16
 INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
-INT8_WEIGHT_KERNEL_FEATURES = 16
-INT8_WEIGHT_KERNEL_ALIGNMENT = 32  # bytes: 16 activations in bf16, one aligned load
 ROW_INVARIANT_BLOCK = (
     48  # a multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest
 )
 EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
 
 # Names of what ran; docs/schemes.md says what each means.
-INT4_KERNEL = "aten::_weight_int4pack_mm_for_cpu"
-INT8_WEIGHT_KERNEL = "aten::_weight_int8pack_mm"
 EXPANDED = "{weight} expanded to {dtype} + aten::linear"
 GROUPED = "{weight} expanded to {dtype} + aten::_grouped_mm"
 INT8_KERNEL = "aten::_int_mm"
@@ -119,28 +112,6 @@ def low_bit_linear(
         return _add_bias(product, bias), (codes, scale), kernel
 
 
-def uses_int4_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool = False) -> bool:
-    """Return whether activations `x`, `(M, K)`, go to ATen's INT4 CPU kernel, which needs [`int4_kernel_operands`]."""
-    return (
-        weight.scheme.container == INT4_PACKED
-        and (row_invariant or x.shape[0] <= INT4_KERNEL_MAX_ROWS)
-        and _cpu_bf16_kernel_fits(x, weight)
-    )
-
-
-def int4_kernel_operands(weight: LowBitWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Weight and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, `N` filled up to a multiple of 16: a
-    layer and a part of it must not get products of different kinds.
-    """
-    pad = (0, 0, 0, -weight.qdata.shape[0] % 16)
-    scale = F.pad(weight.scale, pad).t()
-    return (
-        torch.ops.aten._convert_weight_to_int4pack_for_cpu(int4_packed.unsigned_codes(F.pad(weight.qdata, pad)), 1),
-        torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
-    )
-
-
 def low_bit_matmul(
     x_codes: torch.Tensor,
     w_codes: torch.Tensor,
@@ -176,16 +147,9 @@ def low_bit_matmul(
 
 
 def _weight_only_linear(x, weight, bias, row_invariant):
-    if uses_int4_kernel(x, weight, row_invariant):
-        packed, scales_and_zeros = weight.cached(int4_kernel_operands)
-        group_size = x.shape[1] // weight.scale.shape[1]
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group_size, scales_and_zeros)
-        return _add_bias(product[:, : weight.qdata.shape[0]], bias), INT4_KERNEL
-    if _uses_int8_weight_kernel(x, weight, row_invariant):
-        x = x.contiguous()
-        if x.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT:
-            x = x.clone()
-        return _add_bias(torch._weight_int8pack_mm(x, weight.qdata, weight.scale.view(-1)), bias), INT8_WEIGHT_KERNEL
+    if found := format_of(weight.scheme.container).multiply(x, weight, row_invariant):
+        product, name = found
+        return _add_bias(product, bias), name
     dtype = x.dtype
     if x.device.type == "cpu" and dtype is not torch.float32 and not has_fast_bf16():
         dtype = torch.float32
@@ -231,23 +195,6 @@ def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Te
     blocks = zip(x_codes.split(EXACT_FLOAT32_FEATURES, 1), w_codes.split(EXACT_FLOAT32_FEATURES, 1), strict=True)
     product = sum(F.linear(x.float(), w.float()).to(torch.int32) for x, w in blocks)
     return product, INT8_IN_FLOAT32
-
-
-def _uses_int8_weight_kernel(x: torch.Tensor, weight: LowBitWeight, row_invariant: bool) -> bool:
-    return (
-        weight.scheme.container == INT8_PACKED
-        and (row_invariant or x.shape[0] <= INT8_WEIGHT_KERNEL_MAX_ROWS)
-        and _cpu_bf16_kernel_fits(x, weight)
-        # Else it reads beyond each row: wrong numbers on some processors, the end of the process on others.
-        and x.shape[1] % INT8_WEIGHT_KERNEL_FEATURES == 0
-        and weight.qdata.is_contiguous()
-        and weight.qdata.data_ptr() % INT8_WEIGHT_KERNEL_ALIGNMENT == 0
-    )
-
-
-def _cpu_bf16_kernel_fits(x: torch.Tensor, weight: LowBitWeight) -> bool:
-    # ATen's float32 variants of these kernels are scalar code, and a float32 scale must not be rounded to bf16.
-    return x.device.type == "cpu" and x.dtype is torch.bfloat16 and weight.scale.dtype is torch.bfloat16
 
 
 def _has_fp8_kernel(x_codes: torch.Tensor, w_codes: torch.Tensor) -> bool:

@@ -128,6 +128,7 @@ class QuantPlan:
         names: Iterable[str],
         skipped: Mapping[str, str],
         parts: Mapping[str, Sequence[Sequence[str]]] | None = None,
+        outside: Mapping[str, str] | None = None,
     ) -> tuple[dict[str, QuantScheme], dict[str, str]]:
         """
         Scheme of each layer that is quantized, and the reason for each other one.
@@ -139,42 +140,53 @@ class QuantPlan:
                 Those that are not quantized whatever the plan says, and why.
             parts (`Mapping[str, Sequence[Sequence[str]]]`, *optional*):
                 For layers of several matrices that share a scheme, what these are called, in one or more ways.
+            outside (`Mapping[str, str]`, *optional*):
+                Layers that stay in high precision unless a pattern fits such layers alone, and why: those around a
+                language model.
 
         Raises:
             ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only layers that are skipped, and if more
                 decoder layers are to stay in high precision than there are.
         """
-        names, parts = list(names), parts or {}
-        self._check_patterns(names, skipped, parts)
-        kept = self._kept_edges(names)
+        names, parts, outside = list(names), parts or {}, outside or {}
+        hits = self._check_patterns(names, skipped, parts)
+        kept = self._kept_edges([name for name in names if name not in outside])
+        rules = dict(self.rules)
+        # `re:.*mlp.*` is meant for the decoder's layers, whatever else has an MLP.
+        rules_outside = {p: scheme for p, scheme in rules.items() if p in hits and outside.keys() >= {*hits[p]}}
         schemes: dict[str, QuantScheme] = {}
         reasons: dict[str, str] = {}
         for name in names:
             if name in skipped:
                 continue
-            pattern = pattern_of(dict(self.rules), name, parts.get(name, ()))
-            scheme = dict(self.rules).get(pattern or "", _HIGH_PRECISION)
+            pattern = pattern_of(rules_outside if name in outside else rules, name, parts.get(name, ()))
+            scheme = rules.get(pattern or "", _HIGH_PRECISION)
             if name in kept:
                 reasons[name] = kept[name]
             elif scheme.is_quantized:
                 schemes[name] = scheme
+            elif pattern is None:
+                reasons[name] = outside.get(name, "matches no pattern")
             else:
-                reasons[name] = "matches no pattern" if pattern is None else f"bf16 by {pattern!r}"
+                reasons[name] = f"bf16 by {pattern!r}"
         return schemes, reasons
 
     def _check_patterns(
         self, names: list[str], skipped: Mapping[str, str], parts: Mapping[str, Sequence[Sequence[str]]]
-    ) -> None:
+    ) -> dict[str, list[str]]:
+        """Return which layers each pattern fits."""
+        found = {}
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:
                 continue
-            hits = covered_names(pattern, "scheme", names, "linear layers", parts)
+            hits = found[pattern] = covered_names(pattern, "scheme", names, "linear layers", parts)
             left = {skipped[name] for name in hits if name in skipped}
             if scheme.is_quantized and all(name in skipped for name in hits):
                 raise ValueError(
                     f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
                     f"{hits[0]!r} ({'; '.join(sorted(left))}). Remove it."
                 )
+        return found
 
     def _kept_edges(self, names: list[str]) -> dict[str, str]:
         if not self._edges:

@@ -242,7 +242,7 @@ class QuantScheme:
             )
         if self.grid is not None and self.grid.has_signed_scales and self.activation == E4M3:
             raise ValueError(
-                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {self.activation.name!r}. "
+                f"Scheme {self.name!r}: grid {self.grid.name!r} does not go with activations in {E4M3.name!r}. "
                 + _AGAINST_SIGNED_SCALES
             )
         if self.group_size not in (self.group_sizes or (None,)):

@@ -17,6 +17,7 @@ from .schemes import QuantScheme
 __all__ = [
     "ROUTER_NAMES",
     "layer_format",
+    "layers_around",
     "parts_of_experts",
     "reasons_to_skip",
 ]
@@ -53,6 +54,20 @@ def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, i
     if isinstance(module, nn.Linear):
         return scheme, scheme.group_size_for(module.in_features)
     return experts_format(module, scheme)
+
+
+def layers_around(inventory: Inventory) -> dict[str, str]:
+    """
+    Return the quantizable layers of a model that are not its language model's, as those of a vision tower and its
+    connector, and the reason why they stay in high precision unless a plan names them.
+    """
+    model = inventory.model
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
+        return {}
+    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    return {
+        name: "outside the language model" for name, module in inventory.quantizable.items() if module not in inside
+    }
 
 
 def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] | None) -> dict[str, str]:

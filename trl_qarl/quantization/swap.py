@@ -31,7 +31,7 @@ from .names import base_model
 from .plan import QuantPlan, check_fused, get_plan
 from .report import SwapReport, report_layers
 from .schemes import QuantScheme, get_scheme
-from .selection import layer_format, parts_of_experts, reasons_to_skip
+from .selection import layer_format, layers_around, parts_of_experts, reasons_to_skip
 from .tensors import LowBitTensor
 from .weight import MADE_IN_INFERENCE_MODE, QuantizedLayer
 
@@ -126,7 +126,8 @@ def prepare_model(
     Quantize the forward of every linear layer of `model`, and of the experts of a mixture: each is replaced by a [`QuantizedLinear`] or
     [`~trl_qarl.quantization.experts.QuantizedExperts`] with the same parameters.
 
-    Output head, embeddings (and whatever shares their weight) and MoE routers are never touched.
+    Output head, embeddings (and whatever shares their weight) and MoE routers are never touched. Layers around a
+    language model, as those of a vision tower, are quantized by a pattern that fits such layers alone.
 
     Args:
         model (`nn.Module`):
@@ -154,7 +155,7 @@ def prepare_model(
     if not candidates:
         raise ValueError(f"{type(model).__name__} has no nn.Linear layer, so there is nothing to quantize.")
     reasons = reasons_to_skip(inventory, exclude_modules)
-    schemes, kept = plan.assign(candidates, reasons, parts_of_experts(candidates))
+    schemes, kept = plan.assign(candidates, reasons, parts_of_experts(candidates), layers_around(inventory))
     reasons |= kept
     chosen = {name: candidates[name] for name in schemes}
     if not chosen:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from .formats.base import Format
 from .formats.int4_packed import fp8_gemm_weight
 from .formats.registry import OPERANDS, format_of
-from .gemm import int4_kernel_operands, low_bit_linear, uses_int4_kernel
+from .gemm import low_bit_linear
 from .quantize import coarser, dequantize_activation, quantize_weight
 from .schemes import Container, Grid, QuantScheme, get_scheme
 
@@ -250,10 +250,8 @@ def straight_through_linear(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(-1, x.shape[-1])
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, master, bias))
-    if needs_grad and not uses_int4_kernel(rows, weight):
-        # The kernel's own copy of the weight lives through a rollout only, not through training.
-        weight.drop(int4_kernel_operands)
     if needs_grad:
+        weight.format.release(rows, weight)
         y = _StraightThroughLinear.apply(rows, master, bias, weight, product)
     else:
         y = product(rows, weight, bias)[0]

@@ -12,11 +12,13 @@ by: 0.5 to 1.6 times as much in the publications on which [`LIMIT`] was settled.
 It sees what is wrong by more than a few roundings in the tokens of this text. It does not see one expert of many, a
 bias of one update ago, one query or key bias among many layers in bfloat16, nor anything in a model whose outputs
 hardly depend on its inputs, as those with random weights of a small scale.
+
+A text shows nothing of a vision tower. So a model that takes pictures has a second text, after a fixed picture.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ from ..quantization.names import layer_of
 from ..quantization.swap import quantized_forward
 from ..wire.describe import CANARY_TOKENS, sample_token_ids
 from ..wire.protocol import PublishError
+from .pictures import canary_prompt, takes_pictures
 from .transports import Transport
 
 
@@ -34,6 +37,9 @@ __all__ = ["Canary"]
 LIMIT = 3.0
 """Mean difference from which on the engine is taken to be broken, in units of the learner's rounding."""
 
+PICTURE_TOKENS = 16
+"""Tokens after the picture that are compared."""
+
 SMALLEST, LARGEST = 0.01, 2.5
 """
 Bounds of that, in nats: the first as a single code of an activation can be rounded otherwise, which in float32 is
@@ -41,38 +47,70 @@ rare.
 """
 
 
+class _Text(NamedTuple):
+    """
+    Args:
+        metric (`str`):
+            What its comparison is published as.
+        token_ids (`list[int]`):
+            The text.
+        num_scored (`int`):
+            How many of its last tokens are compared.
+        inputs (`dict[str, torch.Tensor]`):
+            The rest of the learner's inputs.
+        pictures (`list`):
+            What the engine is shown.
+    """
+
+    metric: str
+    token_ids: list[int]
+    num_scored: int
+    inputs: Mapping[str, torch.Tensor] = {}
+    pictures: Sequence[Any] = ()
+
+
 class Canary:
     """
-    The fixed text of one learner.
+    The fixed text of one learner, and the fixed picture of one that takes pictures.
 
     Args:
         model (`nn.Module`):
             The learner.
         dtype (`torch.dtype`):
             Dtype in which the engine runs the model.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             The learner's; without it nothing is compared.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, tokenizer: Any):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, processing_class: Any):
         self.model, self.dtype = model, dtype
-        self.token_ids = [] if tokenizer is None else sample_token_ids(tokenizer)[:CANARY_TOKENS]
+        self.texts: list[_Text] = []
+        if processing_class is None:
+            return
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        ids = sample_token_ids(tokenizer)[:CANARY_TOKENS]
+        if len(ids) > 1:
+            self.texts.append(_Text("publish/canary", ids, len(ids) - 1))
+        if takes_pictures(model) and getattr(processing_class, "chat_template", None):
+            prompt, inputs, pictures = canary_prompt(processing_class, PICTURE_TOKENS)
+            self.texts.append(_Text("publish/canary_picture", prompt, PICTURE_TOKENS, inputs, pictures))
 
-    def score(self) -> tuple[torch.Tensor, float] | None:
+    def score(self) -> list[tuple[torch.Tensor, float]]:
         """
-        Return the learner's log-probs of the text's tokens from the second on, `(T,)` in nats on the CPU, and how much
-        they change, on average, when everything is rounded otherwise; nothing without a text. Where masters are
-        sharded, every process calls it.
+        Return for each text the learner's log-probs of the tokens that are compared, `(T,)` in nats on the CPU, and
+        how much they change, on average, when everything is rounded otherwise. Where masters are sharded, every
+        process calls it.
         """
-        if len(self.token_ids) < 2:
-            return None
-        log_probs = self._log_probs()
-        with self._otherwise_rounded():
-            return log_probs, (self._log_probs() - log_probs).abs().mean().item()
+        scores = []
+        for text in self.texts:
+            log_probs = self._log_probs(text)
+            with self._otherwise_rounded():
+                scores.append((log_probs, (self._log_probs(text) - log_probs).abs().mean().item()))
+        return scores
 
-    def compare(self, learner: tuple[torch.Tensor, float] | None, transport: Transport) -> dict[str, float]:
+    def compare(self, learner: list[tuple[torch.Tensor, float]], transport: Transport) -> dict[str, float]:
         """
-        Compare what the engine, or each replica of a server, says of the text.
+        Compare what the engine, or each replica of a server, says of the texts.
 
         Args:
             learner:
@@ -82,15 +120,22 @@ class Canary:
 
         Returns:
             `publish/canary_abs_logp`, the mean difference in nats, of the replica that is furthest away, and
-            `publish/canary_rounding`, the learner's own.
+            `publish/canary_rounding`, the learner's own; with a picture `publish/canary_picture_abs_logp` and
+            `publish/canary_picture_rounding`.
 
         Raises:
-            PublishError: if the difference is larger than rounding explains.
+            PublishError: if the difference is larger than rounding explains, or the engine makes another prompt of the
+            picture.
         """
-        if learner is None:
-            return {}
-        log_probs, rounding = learner
-        replicas = torch.tensor(transport.score(self.token_ids)).view(-1, len(log_probs))
+        found: dict[str, float] = {}
+        for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):
+            difference = self._compare(text, log_probs, rounding, transport)
+            found |= {f"{text.metric}_abs_logp": difference, f"{text.metric}_rounding": rounding}
+        return found
+
+    def _compare(self, text: _Text, log_probs: torch.Tensor, rounding: float, transport: Transport) -> float:
+        scored = torch.tensor(transport.score(text.token_ids, text.pictures))
+        replicas = scored.view(-1, len(text.token_ids) - 1)[:, -text.num_scored :]
         differences = (replicas - log_probs).abs().mean(1)
         # `nan` if one difference is not a number.
         worst = int(differences.argmax())
@@ -101,20 +146,21 @@ class Canary:
             transport.clear_cache()
             name = "the engine" if len(replicas) == 1 else f"replica {worst}"
             raise PublishError(
-                f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens are {difference:.3g} nats from the "
+                f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
                 f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "
                 f"changes in the learner, so one of the two computes nonsense, or a kernel works with a copy of other weights. "
                 f"Engine: {_rounded(engine)}; learner: {_rounded(log_probs)}."
             )
-        return {"publish/canary_abs_logp": difference, "publish/canary_rounding": rounding}
+        return difference
 
-    def _log_probs(self) -> torch.Tensor:
-        ids = torch.tensor(self.token_ids, device=next(self.model.parameters()).device)
+    def _log_probs(self, text: _Text) -> torch.Tensor:
+        ids = torch.tensor(list(text.token_ids), device=next(self.model.parameters()).device)
+        inputs = {name: value.to(ids.device) for name, value in text.inputs.items()}
         # The engine runs low-bit weights also where the learner does not.
         autocast = torch.autocast(ids.device.type, self.dtype, enabled=self.dtype is not torch.float32)
         with quantized_forward(self.model), autocast:
-            log_probs = learner_log_probs(self.model, ids, len(ids) - 1)
-        return log_probs.gather(1, ids[1:, None])[:, 0].cpu()
+            log_probs = learner_log_probs(self.model, ids, text.num_scored, **inputs)
+        return log_probs.gather(1, ids[-text.num_scored :, None])[:, 0].cpu()
 
     @contextmanager
     def _otherwise_rounded(self) -> Iterator[None]:

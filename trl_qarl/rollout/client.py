@@ -27,6 +27,7 @@ from ..wire.handshake import is_proof, proof, read_token_file
 from ..wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, PublishError
 from .http_session import CheckedSession, ServerLost, check_finished, error_text
 from .nccl import fail, join_group
+from .pictures import PICTURE_PATH, complete_prompts
 
 
 __all__ = ["QaRLClient"]
@@ -76,6 +77,8 @@ class QaRLClient(VLLMClient):
     """
 
     session: CheckedSession
+    placeholders: frozenset[int] = frozenset()
+    """Token ids that stand for pictures."""
     communicator: Any = None
     _has_group = False
     """Whether weights go over NCCL."""
@@ -323,6 +326,12 @@ class QaRLClient(VLLMClient):
     def state(self) -> dict[str, Any]:
         """Return the gate's state: `is_open`, `num_publications`, `holder`, `instance`, `transfer_dir`."""
         return self._get(f"{self.base_url}{STATE_PATH}")
+
+    @override
+    def _generate_from_features(self, prompts, features, sampling_params, *args, **kwargs):
+        """Sends pictures with prompts that have one placeholder for each; returns the prompts that the server makes of them."""
+        post = partial(self._post, f"{self.base_url}{PICTURE_PATH}")
+        return complete_prompts(post, self.model, prompts, features, sampling_params, self.placeholders)
 
     @override
     def _get(self, url: str, **kwargs) -> dict:

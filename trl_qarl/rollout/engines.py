@@ -21,6 +21,7 @@ from ..quantization.inventory import Inventory
 from ..wire.protocol import FILE_BACKEND, WORKER_EXTENSION
 from ..wire.transfer_dir import default_transfer_dir, owned_prefix
 from .gpu_kernels import kernel_arguments
+from .pictures import engine_arguments
 from .publisher import largest_chunk
 from .server_command import build_server_command, check_engine_runs, cpu_environment
 from .server_process import ServerProcess
@@ -99,6 +100,7 @@ def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
         dtype=dtype,
         **({} if on_cpu else kernel_arguments(config)),
         **lora_arguments(model),
+        **engine_arguments(model),
         **arguments,
     )
 
@@ -220,6 +222,7 @@ def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
         max_lora_rank=lora.get("max_lora_rank"),
         lora_modules=lora.get("lora_target_modules", ()),
         numerics="engine" if _is_repeated_on_gpu(model) else "fast",
+        takes_pictures=bool(engine_arguments(model)),
         vllm_args=vllm_args,
     )
     return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

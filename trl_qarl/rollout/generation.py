@@ -24,6 +24,7 @@ from .engines import make_engine, share_engine
 from .failures import EngineLost, all_or_none, as_lost, persistently
 from .http_session import ServerLost
 from .http_transport import choose_transport, sends_changes
+from .pictures import placeholders_of, takes_pictures, with_pictures
 from .publisher import Publisher
 from .server_process import ServerProcess
 from .transports import DirectTransport, NCCLTransport
@@ -102,7 +103,6 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
         self._published_parameters: list[tuple[int, ...]] | None = None
-        self._lost_images: EngineLost | None = None
         self._in_flight: InFlight | None = None
         self._launched: list[InFlight] = []
         # A `rollout_func` may ask TRL's client for text, or for other log-probs; what it returns is checked.
@@ -136,6 +136,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             ca_certs=self.ca_certs,
             start_command=self.start_command,
         )
+        self.vllm_client.placeholders = placeholders_of(self.processing_class)
         transport, reason = choose_transport(self.vllm_client, self.transport, self.allow_plain_http)
         logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
         self.delta_sync = sends_changes(transport, self.delta_sync)
@@ -146,11 +147,12 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _keep_trying(self) -> None:
         """Have answers to TRL's client be checked, and what fails reach every process with the completions."""
-        generate, image_features = self.vllm_client.generate, self.vllm_client.image_features
+        generate = self.vllm_client.generate
         self.vllm_client.generate = lambda *args, **kwargs: self._completions(
             partial(generate, *args, **kwargs), kwargs
         )
-        self.vllm_client.image_features = lambda images: self._image_features(image_features, images)
+        # The server processes pictures together with their prompts.
+        self.vllm_client.image_features = lambda images: images
 
     def _build_engine(self) -> None:
         shared, group = share_engine(self.accelerator, self.tensor_parallel_size)
@@ -170,6 +172,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             max_num_batched_tokens=4096,
             trust_remote_code=self.trust_remote_code,
         )
+        if takes_pictures(self.model):
+            self.llm.generate = with_pictures(self.llm.generate, placeholders_of(self.processing_class))
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode
@@ -251,7 +255,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self._in_flight = None
 
     def _generate_once(self, prompts, images, num_generations, profiler=None):
-        self._lost_images, self._is_generating = None, True
+        self._is_generating = True
         try:
             output = super().generate(prompts, images, num_generations, profiler)
             if self.mode == "colocate":
@@ -277,12 +281,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     @override
     def _place_features(self, features, prompt_ids):
-        """As the parent's; what it refuses, on the main process alone, reaches every process with the completions."""
-        try:
-            return super()._place_features(features, prompt_ids)
-        except ValueError as error:
-            self._lost_images = EngineLost(str(error))
-            return None
+        """Return the pictures as they are: the server finds their places itself."""
+        return features
 
     def _check_weight_version(self, stamped: str) -> None:
         if stamped != self.published_version:
@@ -336,8 +336,6 @@ class QaRLVLLMGeneration(VLLMGeneration):
         is_own, in_flight = self._is_generating, self._in_flight
         request = partial(self._generate_and_check, generate, asked if is_own else None)
         try:
-            if self._lost_images is not None:
-                raise self._lost_images
             if not is_own:
                 # A `rollout_func` asks, on this process alone.
                 return persistently(_GENERATING, request, self._publish_alone)
@@ -366,14 +364,6 @@ class QaRLVLLMGeneration(VLLMGeneration):
         # Now and not when they have been rewarded: nothing is asked of the server until the next completions.
         self._check_weight_version(self.vllm_client.weight_version())
         return completions
-
-    def _image_features(self, image_features, images: list) -> list:
-        """Return what the server makes of images; where that fails, the completions say so to every process."""
-        try:
-            return image_features(images)
-        except Exception as error:
-            self._lost_images = as_lost(error, f"{_GENERATING} failed")
-            return [None] * len(images)
 
     def _recover(self, attempt: int) -> None:
         """

@@ -22,8 +22,10 @@ from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.sharded import is_sharded
 from ..wire.describe import (
+    PICTURE_OPTIONS,
     config_differences,
     describe_model,
+    describe_pictures,
     describe_tokenizer,
     model_differences,
 )
@@ -71,8 +73,9 @@ class Publisher:
         self.model = model
         self.dtype = dtype
         self.transport = transport
+        self.processing_class = tokenizer
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        self.canary = Canary(model, dtype, self.tokenizer)
+        self.canary = Canary(model, dtype, tokenizer)
         self._published: dict[str, str] = {}
         self._deltas = Deltas(transport) if delta else None
 
@@ -82,8 +85,8 @@ class Publisher:
 
     def check_engine(self) -> dict[str, Any]:
         """
-        Compare scheme, group sizes, exclude list, dtype, log-prob mode, model configuration and tokenizer with the engine's, and
-        return its description.
+        Compare scheme, group sizes, exclude list, dtype, log-prob mode, model configuration, tokenizer, vision tower
+        and image processor with the engine's, and return its description.
 
         Raises:
             ValueError: naming both values of everything that differs.
@@ -101,6 +104,9 @@ class Publisher:
         if config is not None:
             ours = describe_model(config.get_text_config())
             problems += model_differences("model", ours, engine.get("model") or {})
+            image_processor = getattr(self.processing_class, "image_processor", None)
+            ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
+            problems += model_differences("pictures", ours, engine.get("pictures") or {})
         if self.tokenizer is not None:
             ours = describe_tokenizer(self.tokenizer)
             problems += model_differences("tokenizer", ours, engine.get("tokenizer") or {})

@@ -23,6 +23,8 @@ _LORA = "it follows from --max_lora_rank"
 
 _SOME_EXPERTS = "a rank holds some experts, and the audit sees whole models only"
 
+_PICTURES = "a picture must become what it is in the learner"
+
 _ONE_SERVER = "all replicas must be behind one server, which takes the weights; use only --data-parallel-size"
 
 # vLLM options that are set here or left at their defaults, with the reason why a user may not set them.
@@ -50,6 +52,11 @@ _IMPOSED = {
     "--pipeline-parallel-size": "a stage holds a part of the model, and the audit sees whole models only",
     "-pp": "a stage holds a part of the model, and the audit sees whole models only",
     "--enable-expert-parallel": _SOME_EXPERTS,
+    "--mm-device-do-normalize": _PICTURES,
+    "--no-mm-device-do-normalize": _PICTURES,
+    "--mm-processor-kwargs": _PICTURES,
+    "--mm-encoder-attn-dtype": _PICTURES,
+    "--mm-encoder-tp-mode": "the audit compares the weights of each rank, so ranks do not share pictures out",
     "-ep": _SOME_EXPERTS,
     "--enable-eplb": _SOME_EXPERTS,
     "--enable-lora": _LORA,
@@ -154,6 +161,7 @@ def build_server_command(
     lora_modules: Sequence[str] = (),
     numerics: str = "fast",
     gpu: Gpu | None = None,
+    takes_pictures: bool = False,
     vllm_args: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """
@@ -186,6 +194,8 @@ def build_server_command(
             ([`trl_qarl.numerics.cuda`]); on a CPU every engine is one.
         gpu ([`Gpu`], *optional*):
             The GPU that the engine runs on. Defaults to the one that is here.
+        takes_pictures (`bool`, *optional*, defaults to `False`):
+            Whether the model is one of pictures and text.
         vllm_args (`Sequence[str]`, *optional*):
             Further arguments of `vllm serve`.
 
@@ -217,6 +227,14 @@ def build_server_command(
     if max_lora_rank is not None:
         argv += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_lora_rank)]
         argv += ["--lora-target-modules", *lora_modules]
+    if takes_pictures:
+        # Pictures come with token ids, and the processor normalizes them as the learner's does.
+        argv += [
+            "--enable-scale-out",
+            "--no-mm-device-do-normalize",
+            "--limit-mm-per-prompt",
+            json.dumps({"video": 0}),
+        ]
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if transport == "file":
         environment[TRANSFER_DIR_VARIABLE] = str(transfer_dir or default_transfer_dir(port))

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 
 from ..wire.protocol import PublishError
 from ..wire.transfer_dir import check_transfer_dir, make_transfer_dir, owned_prefix, remove_leftovers
+from .pictures import PICTURE_PATH, picture_request
 
 
 __all__ = [
@@ -67,8 +69,12 @@ class Transport(Protocol):
     def finish(self, fingerprints: dict[str, str], weight_version: str) -> None:
         """End the update and raise [`PublishError`] unless the engine holds what the fingerprints say."""
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        """The engine's log-probs of the tokens from the second on, NaN where there is none; replica by replica."""
+    def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
+        """
+        The engine's log-probs of the tokens from the second on, NaN where there is none; replica by replica. With
+        `pictures` the tokens are an [`~trl_qarl.rollout.pictures.ExpandedPrompt`]. Raises [`PublishError`] if the
+        engine makes another prompt of it.
+        """
 
     def clear_cache(self) -> None:
         """Set all keys and values that the engine holds to 0."""
@@ -137,7 +143,7 @@ class DirectTransport:
             raise PublishError(str(error)) from error
         self.llm.update_weight_version(weight_version)
 
-    def score(self, token_ids: list[int]) -> list[float]:
+    def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
         from vllm import SamplingParams
 
         if self.llm.llm_engine.is_sleeping():
@@ -145,7 +151,11 @@ class DirectTransport:
             self.llm.wake_up(tags=["kv_cache"])
         # Greedy: a sample would move the random state of the rollout.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
-        (output,) = self.llm.generate([{"prompt_token_ids": token_ids}], parameters, use_tqdm=False)
+        prompt: dict[str, Any] = {"prompt_token_ids": getattr(token_ids, "sent", token_ids)}
+        if pictures:
+            prompt["multi_modal_data"] = {"image": list(pictures)}
+        (output,) = self.llm.generate([prompt], parameters, use_tqdm=False)
+        _check_prompt(output.prompt_token_ids, token_ids)
         return [
             entry[token].logprob if entry else math.nan
             for entry, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
@@ -201,22 +211,22 @@ class ServerTransport:
         if stamped != weight_version:
             raise PublishError(f"Published weight version {weight_version!r}, but the server says {stamped!r}.")
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        body = {
-            "model": self.client.model,
-            "prompt": token_ids,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": 0,
-        }
-        return [value for replica in range(self._replicas) for value in self._score_with(replica, body)]
+    def score(self, token_ids: list[int], pictures: Sequence[Any] = ()) -> list[float]:
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        path, body = "/v1/completions", {"model": self.client.model, "prompt": token_ids, **sampling}
+        if pictures:
+            path, body = PICTURE_PATH, picture_request(self.client.model, token_ids, pictures, **sampling)
+        return [
+            value for replica in range(self._replicas) for value in self._score_with(replica, path, body, token_ids)
+        ]
 
-    def _score_with(self, replica: int, body: dict[str, Any]) -> list[float]:
-        token_ids = body["prompt"]
-        answer = self.client.control("/v1/completions", body, {"X-data-parallel-rank": str(replica)})
-        entries = _json(answer)["choices"][0].get("prompt_logprobs")
+    def _score_with(self, replica: int, path: str, body: dict[str, Any], token_ids: list[int]) -> list[float]:
+        answer = _json(self.client.control(path, body, {"X-data-parallel-rank": str(replica)}))
+        if path == PICTURE_PATH:
+            _check_prompt(answer.get("prompt_token_ids"), token_ids)
+        entries = (answer if path == PICTURE_PATH else answer["choices"][0]).get("prompt_logprobs")
         if not entries or len(entries) != len(token_ids):
-            raise PublishError("/v1/completions: the server returned no log-probs of the prompt.")
+            raise PublishError(f"{path}: the server returned no log-probs of the prompt.")
         values = [(entry or {}).get(str(token), {}) for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
         return [math.nan if value.get("logprob") is None else value["logprob"] for value in values]
 
@@ -287,6 +297,18 @@ class NCCLTransport(ServerTransport):
         # NCCL reads them in other streams, which do not wait for the kernels that produce them.
         torch.accelerator.synchronize()
         self.client.broadcast(metadata, tensors)
+
+
+def _check_prompt(theirs: list[int] | None, ours: list[int]) -> None:
+    if theirs != ours:
+        raise PublishError(
+            f"The engine makes another prompt of the same picture and text: {_described(theirs)}, the learner {_described(ours)}. Its image "
+            "processor, or what it was sent, is not the learner's."
+        )
+
+
+def _described(ids: list[int] | None) -> str:
+    return "nothing" if ids is None else f"{len(ids)} tokens {ids}"
 
 
 def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -84,6 +84,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         import torch
 
         from ..checkpoint.serving import engine_rank
+        from ..rollout.pictures import engine_arguments
 
         argv, environment = build_server_command(
             args.model,
@@ -97,6 +98,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             max_lora_rank=args.max_lora_rank and engine_rank(args.max_lora_rank),
             lora_modules=_linear_layers(args) if args.max_lora_rank else (),
             numerics=args.numerics,
+            takes_pictures=bool(engine_arguments(_shapes(args))),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
     environment[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
@@ -168,8 +170,9 @@ def _linear_layers(args: Namespace) -> list[str]:
 
 def _shapes(args: Namespace):
     """Return the model without its weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from ..checkpoint.load import skeleton
 
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None and args.max_lora_rank is None:
@@ -178,5 +181,4 @@ def _shapes(args: Namespace):
             f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
             "--max_lora_rank."
         )
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    return skeleton(config, args.trust_remote_code)

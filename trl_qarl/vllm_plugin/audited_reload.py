@@ -48,6 +48,7 @@ from .engine_tensors import (
     engine_name,
     half_loaded_modules,
     live_fingerprints,
+    noisy_buffers,
     owned_names,
     sources_of_modules,
     tied_names,
@@ -83,8 +84,10 @@ class AuditedReload:
         self.copy = CheckpointCopy(self.device)
         self.has_graphs = self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         self._addresses: Addresses | None = None
+        self._noisy: list[str] = []
         if self.vllm_config.load_config.load_format == "dummy":
             self._set_scales()
+            self._noisy = noisy_buffers(self.model)
         if self.device.type == "cuda" and envs.VLLM_BATCH_INVARIANT:
             cuda.use_one_tiling()
         self._forget()
@@ -240,6 +243,11 @@ class AuditedReload:
         mapped = {self._engine_name(name): name for name in self._expected if not is_adapter_tensor(name)}
         problems += [f"{name}: the learner sent nothing for it" for name in sorted(owned - mapped.keys())][:5]
         problems += [f"{mapped[n]}: the engine has no such parameter" for n in sorted(mapped.keys() - owned)][:5]
+        problems += [
+            f"{name}: dummy loading has filled this buffer with noise, and the learner sent nothing for it"
+            for name in self._noisy
+            if name not in mapped
+        ][:5]
         problems += half_loaded_modules(self._owned, {self._engine_name(name) for name in self._arrived})
         if self._is_whole:
             problems += [

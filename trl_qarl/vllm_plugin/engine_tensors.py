@@ -16,6 +16,7 @@ __all__ = [
     "half_loaded_modules",
     "kernels_in_use",
     "live_fingerprints",
+    "noisy_buffers",
     "owned_names",
     "sources_of_modules",
     "tied_names",
@@ -56,7 +57,10 @@ def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Each parameter of a model in checkpoint format, and the names in a checkpoint that fill it, in their order."""
-    packed = getattr(model, "packed_modules_mapping", {}) or {}
+    # A model of pictures and text may leave it to its language model.
+    packed = {}
+    for module in model.modules():
+        packed = (getattr(module, "packed_modules_mapping", None) or {}) | packed
     seen: set[int] = set()
     for prefix, layer in model.named_modules():
         # Attention layers hold cache scales, which have defaults.
@@ -71,6 +75,20 @@ def owned_names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
                 parts = packed.get(leaf, [leaf])
                 names = [".".join(part for part in (parent, module, name) if part) for module in parts]
                 yield f"{prefix}.{name}" if prefix else name, names
+
+
+def noisy_buffers(model: nn.Module) -> list[str]:
+    """
+    Names of the buffers that dummy loading has filled with noise. The scales of attention have defaults, and quantized
+    layers make their own.
+    """
+    return [
+        f"{prefix}.{leaf}" if prefix else leaf
+        for prefix, layer in model.named_modules()
+        if not is_deferred_attention_layer(layer) and getattr(layer, "quant_method", None) is None
+        for leaf, buffer in layer._buffers.items()
+        if buffer is not None and leaf not in layer._non_persistent_buffers_set
+    ]
 
 
 def engine_name(model: nn.Module, name: str) -> str:

@@ -6,10 +6,11 @@ import vllm
 from vllm.model_executor.model_loader.reload import meta
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.transformers_utils.processor import cached_processor_from_config
 
 from ..numerics import cuda
 from ..numerics.low_bit import describe_arithmetic
-from ..wire.describe import describe_model, describe_tokenizer
+from ..wire.describe import PICTURE_OPTIONS, describe_model, describe_pictures, describe_tokenizer
 from .adapters import describe_lora, serve_adapter
 from .engine_tensors import kernels_in_use
 
@@ -43,6 +44,7 @@ class WorkerExtension:
             "published": len(self.weight_transfer_engine.published),
             "kernels": kernels_in_use(self.model_runner.model),
             "model": describe_model(hf_config),
+            "pictures": self._describe_pictures(),
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
             # More than 1 only for mixtures of experts, whose replicas work together; other replicas count only themselves.
@@ -66,6 +68,16 @@ class WorkerExtension:
             "name": current_platform.get_device_name(),
             "vllm": vllm.__version__,
         }
+
+    def _describe_pictures(self) -> dict[str, Any]:
+        config = self.vllm_config.model_config
+        if config.multimodal_config is None:
+            return {}
+        options = {
+            name: getattr(config.multimodal_config, name, None) or value for name, value in PICTURE_OPTIONS.items()
+        }
+        processor = cached_processor_from_config(config)
+        return describe_pictures(config.hf_config, getattr(processor, "image_processor", None), options)
 
     def _describe_arithmetic(self) -> dict[str, Any]:
         if self.device.type == "cpu":

@@ -10,8 +10,10 @@ from ..quantization.schemes import SCHEMES, QuantScheme
 
 __all__ = [
     "CANARY_TOKENS",
+    "PICTURE_OPTIONS",
     "config_differences",
     "describe_model",
+    "describe_pictures",
     "describe_tokenizer",
     "group_name",
     "model_differences",
@@ -128,11 +130,11 @@ _NOT_NUMERIC = frozenset(
 
 def describe_model(config) -> dict[str, Any]:
     """
-    Return what of a text model's configuration decides the numbers that it computes, as JSON has it.
+    Return what of a model's configuration decides the numbers that it computes, as JSON has it.
 
     Args:
         config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the text model (`get_text_config()`).
+            Configuration of the text model (`get_text_config()`), or of a vision tower.
     """
     settings = {
         name: value
@@ -143,6 +145,42 @@ def describe_model(config) -> dict[str, Any]:
     if settings.get("sliding_window") == 0:
         settings["sliding_window"] = None
     return json.loads(json.dumps(settings, default=str))
+
+
+def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return what decides the numbers that a model computes from a picture, as JSON has it; empty for a model of text.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the whole model.
+        image_processor ([`~transformers.BaseImageProcessor`], *optional*):
+            What makes tensors of pictures.
+        engine (`Mapping[str, Any]`):
+            Options of an engine's `MultiModalConfig`; the learner's are [`PICTURE_OPTIONS`].
+    """
+    vision = getattr(config, "vision_config", None)
+    if vision is None or image_processor is None:
+        return {}
+    settings = {name: value for name, value in image_processor.to_dict().items() if name not in _NOT_OF_PICTURES}
+    settings = {name: value for name, value in settings.items() if not name.startswith("_")}
+    described = {"tower": describe_model(vision), "image processor": settings, **engine}
+    return json.loads(json.dumps(described, default=str))
+
+
+PICTURE_OPTIONS = {
+    "mm_device_do_normalize": False,
+    "mm_encoder_attn_dtype": None,
+    "mm_encoder_tp_mode": "weights",
+    "mm_processor_kwargs": None,
+}
+"""
+Options of vLLM's `MultiModalConfig` that change what a picture becomes: pictures are normalized by the processor, as
+the learner's are, with no other settings, and each rank has a part of the tower's weights, which an audit can compare.
+"""
+
+# Where the settings came from, and how tensors are returned.
+_NOT_OF_PICTURES = frozenset(["auto_map", "device", "disable_grouping", "processor_class", "return_tensors"])
 
 
 def describe_tokenizer(tokenizer) -> dict[str, Any]:

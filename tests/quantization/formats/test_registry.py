@@ -5,7 +5,8 @@ import torch
 
 from trl_qarl.quantization.formats.mxfp4 import MAGNITUDES
 from trl_qarl.quantization.formats.registry import format_of
-from trl_qarl.quantization.schemes import CONTAINERS, GRIDS
+from trl_qarl.quantization.schemes import CONTAINERS, GRIDS, SCHEMES
+from trl_qarl.quantization.tensors import LowBitTensor
 
 
 LOW_BIT = [container for container in CONTAINERS.values() if container.type is not None]
@@ -61,6 +62,17 @@ def test_flips_are_counted_one_by_one(container, grid):
     differ = (before != after) | (before.signbit() != after.signbit()) & (grid.type == "float")
     assert flips == differ.sum() > 0
     assert functions.count_flips(functions.pack(before), functions.pack(before.clone())) == 0
+
+
+@pytest.mark.parametrize("container", LOW_BIT, ids=lambda value: value.name)
+def test_every_tensor_has_a_row_for_each_of_the_weight_and_is_as_declared(container):
+    scheme = next(scheme for scheme in SCHEMES.values() if scheme.container == container)
+    weight = LowBitTensor.from_hp(torch.randn(48, 256), scheme, torch.bfloat16)
+    _, scale, *tensors = weight.parts()
+    assert {len(part) for part in weight.parts()} == {48}
+    declared = [(o.dtype, scale.shape if o.per_group else (48, 1)) for o in weight.format.operands]
+    assert [(tensor.dtype, tensor.shape) for tensor in tensors] == declared
+    assert torch.equal(weight.take(slice(16)).dequantize(), weight.dequantize()[:16])
 
 
 def test_a_container_without_low_bit_codes_has_no_functions():

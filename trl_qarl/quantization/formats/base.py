@@ -183,6 +183,21 @@ class Format:
         """Return the number of codes that differ between two `qdata`, 0-d int64 on their device."""
         return (before.view(torch.uint8) != after.view(torch.uint8)).count_nonzero()
 
+    def multiply(self, x: torch.Tensor, weight: Any, row_invariant: bool) -> tuple[torch.Tensor, str] | None:
+        """
+        Return `x @ w'.T` by a kernel that takes the codes as they are, and its name; `None` where there is none, or where the product of
+        the expanded weight is faster ([`trl_qarl.quantization.gemm`]).
+
+        Args:
+            x (`torch.Tensor`): `(M, K)`, activations or their codes as numbers.
+            weight ([`~trl_qarl.quantization.tensors.LowBitTensor`]): `(N, K)`.
+            row_invariant (`bool`): whether one kernel has to be used for any number of rows.
+        """
+        return None
+
+    def release(self, x: torch.Tensor, weight: Any) -> None:
+        """Drop what [`~Format.multiply`] keeps of `weight`, unless it multiplies `x` in a training step too."""
+
     def to_checkpoint(
         self, qdata: torch.Tensor, scale: torch.Tensor, *operands: torch.Tensor
     ) -> dict[str, torch.Tensor]:
@@ -204,6 +219,12 @@ class Format:
         raise NotImplementedError(
             f"Scheme {scheme.name!r}: no kernel of vLLM is known for container {scheme.container.name!r}."
         )
+
+
+def fits_cpu_kernels(x: torch.Tensor, weight: Any) -> bool:
+    """Return whether dtypes and device are those of ATen's weight-only kernels for CPUs."""
+    # ATen's float32 variants of these kernels are scalar code, and a float32 scale must not be rounded to bf16.
+    return x.device.type == "cpu" and x.dtype is torch.bfloat16 and weight.scale.dtype is torch.bfloat16
 
 
 def in_groups(weight: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:

@@ -15,14 +15,19 @@ bits, as bf16 does. [`fp8_gemm_weight`] is what the engine multiplies by.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..schemes import INT8
-from .base import Format, KernelChoice
+from .base import Format, KernelChoice, fits_cpu_kernels
 
 
 __all__ = ["HalfBytes", "Int4Packed", "fp8_gemm_weight", "integer_kernels", "look_up", "to_words", "unsigned_codes"]
+
+
+KERNEL, KERNEL_MAX_ROWS = "aten::_weight_int4pack_mm_for_cpu", 32
 
 
 class HalfBytes(Format):
@@ -66,6 +71,19 @@ class Int4Packed(HalfBytes):
         (scale,) = super().choose_scales(groups, scheme)
         return (_fp8_exact_scales(scale) if scheme.has_fp8_scales else scale,)
 
+    def multiply(self, x, weight, row_invariant):
+        if not (fits_cpu_kernels(x, weight) and (row_invariant or len(x) <= KERNEL_MAX_ROWS)):
+            return None
+        packed, scales_and_zeros = weight.cached(kernel_operands)
+        group_size = x.shape[1] // weight.scale.shape[1]
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group_size, scales_and_zeros)
+        return product[:, : len(weight.qdata)], KERNEL
+
+    def release(self, x, weight):
+        # The kernel's own copy of the weight lives only through a rollout, not through training.
+        if len(x) > KERNEL_MAX_ROWS or not fits_cpu_kernels(x, weight):
+            weight.drop(kernel_operands)
+
     def kernels(self, scheme, gpu):
         on_hopper = gpu.capability == (9, 0)
         if scheme.has_fp8_scales:
@@ -83,6 +101,19 @@ class Int4Packed(HalfBytes):
         # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs only on a GPU. It takes Marlin elsewhere.
         needs_marlin = on_hopper and gpu.release != "0.31"
         return integer_kernels(gpu, experts_backend="marlin" if needs_marlin else None)
+
+
+def kernel_operands(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return codes and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, `N` filled up to a multiple of 16: a
+    layer and a part of it must not get products of different kinds.
+    """
+    pad = (0, 0, 0, -len(weight.qdata) % 16)
+    scale = F.pad(weight.scale, pad).t()
+    return (
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned_codes(F.pad(weight.qdata, pad)), 1),
+        torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
+    )
 
 
 def integer_kernels(gpu, experts_backend: str | None = None) -> KernelChoice:

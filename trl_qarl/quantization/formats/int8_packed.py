@@ -7,11 +7,14 @@ lowest bits, and `weight_shape` says `(N, K)`.
 
 import torch
 
-from .base import Format
+from .base import Format, fits_cpu_kernels
 from .int4_packed import integer_kernels
 
 
 __all__ = ["Int8Packed", "Words"]
+
+KERNEL, KERNEL_MAX_ROWS, KERNEL_FEATURES = "aten::_weight_int8pack_mm", 16, 16
+KERNEL_ALIGNMENT = 32  # bytes: 16 activations in bf16, one aligned load
 
 
 class Words(Format):
@@ -33,6 +36,23 @@ class Int8Packed(Words):
     """INT8 weights that meet 16-bit activations."""
 
     gguf_type = "Q8_0"
+
+    def multiply(self, x, weight, row_invariant):
+        codes = weight.qdata
+        fits = (
+            fits_cpu_kernels(x, weight)
+            and (row_invariant or len(x) <= KERNEL_MAX_ROWS)
+            # Else it reads beyond each row: wrong numbers on some processors, the end of the process on others.
+            and x.shape[1] % KERNEL_FEATURES == 0
+            and codes.is_contiguous()
+            and codes.data_ptr() % KERNEL_ALIGNMENT == 0
+        )
+        if not fits:
+            return None
+        x = x.contiguous()
+        if x.data_ptr() % KERNEL_ALIGNMENT:
+            x = x.clone()
+        return torch._weight_int8pack_mm(x, codes, weight.scale.view(-1)), KERNEL
 
     def kernels(self, scheme, gpu):
         return integer_kernels(gpu)

@@ -1,0 +1,111 @@
+"""Prompts with pictures, and completions in which a placeholder was sampled; test_vllm_pictures.py has them in engines."""
+
+import base64
+import copy
+import io
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from trl_qarl.rollout.answers import BadAnswer
+from trl_qarl.rollout.pictures import (
+    MAX_DRAWS,
+    ExpandedPrompt,
+    complete_prompts,
+    draw_again,
+    picture_request,
+    with_pictures,
+)
+
+
+PLACEHOLDER = 7
+ROW = ExpandedPrompt([1, PLACEHOLDER, PLACEHOLDER, 2], [1, PLACEHOLDER, 2])
+
+
+def test_what_is_appended_to_a_prompt_is_sent_too():
+    longer = ROW + [3] + [4]
+    assert longer == [1, PLACEHOLDER, PLACEHOLDER, 2, 3, 4] and longer.sent == [1, PLACEHOLDER, 2, 3, 4]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda row: pickle.loads(pickle.dumps(row))])
+def test_a_prompt_keeps_what_is_sent_on_its_way_to_another_process(copied):
+    assert copied(ROW) == ROW and copied(ROW).sent == ROW.sent
+
+
+def test_completions_with_a_placeholder_are_drawn_again_and_no_other():
+    drawn = iter([[5, PLACEHOLDER], [6], [8]])
+    asked = []
+
+    def draw(places):
+        asked.append(places)
+        return [next(drawn) for _ in places]
+
+    outputs = draw_again([[1], [PLACEHOLDER], [2, PLACEHOLDER, 3]], lambda row: row, frozenset([PLACEHOLDER]), draw)
+    assert outputs == [[1], [8], [6]] and asked == [[1, 2], [1]]
+
+
+def test_a_policy_that_writes_placeholders_is_named_with_completion_and_token():
+    with pytest.raises(BadAnswer, match=f"completion 1 of 2, token 2 of 3: 7 is the placeholder.*{MAX_DRAWS} times"):
+        draw_again([[1], [5, 6, 7]], lambda row: row, frozenset([PLACEHOLDER]), lambda places: [[5, 6, 7]])
+
+
+class Engine:
+    """`LLM.generate` whose completions are given."""
+
+    def __init__(self, *completions):
+        self.completions, self.prompts = iter(completions), []
+
+    def generate(self, prompts, parameters, use_tqdm=True):
+        self.prompts += [prompt["prompt_token_ids"] for prompt in prompts]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=next(self.completions))]) for _ in prompts]
+
+
+@pytest.mark.parametrize("has_pictures", [True, False])
+def test_an_engine_is_sent_one_placeholder_and_asked_again_for_completions_of_pictures_alone(has_pictures):
+    """Without pictures the learner takes the token for text, as the engine does."""
+    engine = Engine([PLACEHOLDER], [4], [5])
+    rows = [{"prompt_token_ids": ROW}, {"prompt_token_ids": [1, 2]}]
+    if has_pictures:
+        rows[0]["multi_modal_data"] = {"image": "a picture"}
+    outputs = with_pictures(engine.generate, frozenset([PLACEHOLDER]))(rows, None, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == (
+        [[5], [4]] if has_pictures else [[PLACEHOLDER], [4]]
+    )
+    assert engine.prompts == [ROW.sent, [1, 2]] + [ROW.sent] * has_pictures
+    assert rows[0]["prompt_token_ids"] is ROW
+
+
+def test_a_request_has_the_pixels_of_its_pictures():
+    picture = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
+    body = picture_request("model", ROW, [picture], n=2)
+    assert body["token_ids"] == ROW.sent and body["sampling_params"]["n"] == 2 and body["return_token_ids"]
+    (part,) = body["content_parts"]
+    data = base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))
+    # Processors leave out what is transparent, where a server would put white.
+    sent = Image.open(io.BytesIO(data))
+    assert sent.mode == "RGB" and [sent.getpixel((x, 0)) for x in (0, 1)] == [(10, 20, 30)] * 2
+    assert "content_parts" not in picture_request("model", [1, 2], None)
+
+
+def test_a_server_is_asked_again_for_one_completion_of_a_prompt():
+    requests = []
+
+    def post(json):
+        requests.append(json)
+        tokens = [[PLACEHOLDER], [4]] if json["sampling_params"]["n"] == 2 else [[5]]
+        logprobs = [
+            {"content": [{"token": f"token_id:{row[0]}", "logprob": -1.0, "top_logprobs": []}]} for row in tokens
+        ]
+        choices = [{"token_ids": row, "logprobs": found} for row, found in zip(tokens, logprobs, strict=True)]
+        return {"prompt_token_ids": list(ROW), "choices": choices}
+
+    answer = complete_prompts(post, "model", [ROW], [None], {"n": 2}, frozenset([PLACEHOLDER]))
+    assert answer == {
+        "prompt_ids": [list(ROW)],
+        "completion_ids": [[5], [4]],
+        "logprobs": [[[-1.0]], [[-1.0]]],
+        "logprob_token_ids": [[[5]], [[4]]],
+    }
+    assert [request["sampling_params"]["n"] for request in requests] == [2, 1]

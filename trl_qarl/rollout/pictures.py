@@ -1,0 +1,317 @@
+"""
+Prompts with pictures: their token ids for learner and engine, the model classes that have them, and the picture of the
+canary.
+
+The learner's processor replaces the placeholder of a picture by one for each of its patches, or by rows of tiles. A
+vLLM engine does the same with the token ids that it is sent, so it is sent one placeholder for each picture
+(https://github.com/huggingface/trl/issues/6294). The prompt that comes back with the completions is the engine's,
+which must be the learner's, token by token.
+"""
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from trl.generation.vllm_client import parse_logprobs
+
+from ..quantization.names import architecture
+from ..wire.describe import sample_token_ids
+from .answers import BadAnswer
+
+
+__all__ = [
+    "PICTURE_CLASSES",
+    "PICTURE_PATH",
+    "ExpandedPrompt",
+    "canary_prompt",
+    "check_rows",
+    "complete_prompts",
+    "draw_again",
+    "engine_arguments",
+    "expanded_prompts",
+    "picture_request",
+    "placeholders_of",
+    "problem_of_class",
+    "takes_pictures",
+    "with_pictures",
+]
+
+PICTURE_CLASSES = (
+    "Idefics3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+)
+"""Classes whose prompts, tensors and log-probs in vLLM have been compared with the learner's."""
+
+_OTHER_NAMES = "transformers 5.17 and vLLM 0.31 have different names for the tensors of its vision tower"
+
+NOT_COMPARED = {
+    "Gemma3ForConditionalGeneration": _OTHER_NAMES,
+    "LlavaNextForConditionalGeneration": _OTHER_NAMES,
+}
+
+PICTURE_PATH = "/inference/v1/generate"
+"""Where vLLM's server takes token ids together with pictures, if it is started with `--enable-scale-out`."""
+
+MAX_DRAWS = 50
+
+MAX_REQUESTS = 64
+"""Requests to a server at the same time."""
+
+_Output = TypeVar("_Output")
+
+
+def takes_pictures(model: nn.Module) -> bool:
+    """Return whether a model is of a class whose pictures have been compared."""
+    return architecture(model) in PICTURE_CLASSES
+
+
+def problem_of_class(model: nn.Module) -> str | None:
+    """Return why a model cannot be trained on pictures with vLLM, or `None`."""
+    name = architecture(model)
+    if name in PICTURE_CLASSES:
+        return None
+    reason = NOT_COMPARED.get(name, "its pictures in vLLM have not been compared with the learner's")
+    return f"{name} with pictures and use_vllm=True: {reason}. Use one of {', '.join(PICTURE_CLASSES)}, or use_vllm=False."
+
+
+class ExpandedPrompt(list):
+    """
+    Token ids of a prompt as the learner has them.
+
+    Args:
+        ids (`Sequence[int]`):
+            Token ids, with every placeholder that the processor has written.
+        sent (`Sequence[int]`):
+            The same with one placeholder for each picture, for an engine.
+    """
+
+    def __init__(self, ids: Sequence[int], sent: Sequence[int]):
+        super().__init__(ids)
+        self.sent = list(sent)
+
+    def __add__(self, more):
+        # TRL appends completions and answers of tools.
+        return ExpandedPrompt([*self, *more], [*self.sent, *more])
+
+
+def check_rows(prompts: Sequence[Any]) -> None:
+    """
+    Raise a `ValueError` for conversations of which some have pictures and others none: TRL 1.16 calls the processor
+    with `None` for these.
+    """
+    if not isinstance(prompts[0], list):
+        return
+    parts = [[part for message in prompt for part in message["content"] or ()] for prompt in prompts]
+    counts = [sum(isinstance(part, dict) and part.get("type") == "image" for part in row) for row in parts]
+    if 0 in counts and any(counts):
+        raise ValueError(
+            f"prompt {counts.index(0)} of {len(counts)} has no picture, and others have, which TRL does not take in one generation batch. Give "
+            "every row a picture, or train on one kind of rows after the other."
+        )
+
+
+def expanded_prompts(
+    prompt_ids: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Any
+) -> list[ExpandedPrompt]:
+    """
+    Return the prompts of a rollout, also as they are sent.
+
+    Args:
+        prompt_ids (`list[list[int]]`):
+            Token ids from the processor.
+        texts (`list[str]`):
+            The same prompts as text, from the chat template: with one placeholder for each picture.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The processor's.
+    """
+    prompts = []
+    for ids, text in zip(prompt_ids, texts, strict=True):
+        # As processors do: the template has written the first special token, or the tokenizer does.
+        has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        prompts.append(ExpandedPrompt(ids, tokenizer(text, add_special_tokens=not has_bos)["input_ids"]))
+    return prompts
+
+
+def placeholders_of(processing_class: Any) -> frozenset[int]:
+    """Return the token ids that stand for pictures; none for a tokenizer."""
+    token = getattr(processing_class, "image_token_id", None)
+    return frozenset() if token is None else frozenset([token])
+
+
+def engine_arguments(model: nn.Module) -> dict[str, Any]:
+    """
+    Return the arguments of `vllm.LLM` with which an engine sees the pictures that the learner sees; none for a model
+    of text.
+
+    By default vLLM leaves the normalization of some processors to buffers of the model, which no publication fills;
+    without, its processor normalizes as the learner's.
+    """
+    if model.config.get_text_config() is model.config:
+        return {}
+    return {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0}}
+
+
+def draw_again(
+    outputs: list[_Output],
+    tokens_of: Callable[[_Output], Sequence[int]],
+    placeholders: frozenset[int],
+    draw: Callable[[list[int]], Sequence[_Output]],
+) -> list[_Output]:
+    """
+    Replace completions in which the placeholder of a picture was sampled, which the learner would take for a picture.
+
+    What is left is drawn from the policy on condition that it has none. A trained model gives a placeholder no weight;
+    one with random weights and a small vocabulary does.
+
+    Args:
+        outputs (`list`):
+            Completions.
+        tokens_of (`Callable`):
+            Gives the token ids of one.
+        placeholders (`frozenset[int]`):
+            Token ids that must not be in it.
+        draw (`Callable`):
+            Gives other completions for those at the places in a list.
+
+    Raises:
+        BadAnswer: if there is one after [`MAX_DRAWS`] attempts.
+    """
+    for _ in range(MAX_DRAWS):
+        places = [place for place, output in enumerate(outputs) if not placeholders.isdisjoint(tokens_of(output))]
+        if not places:
+            return outputs
+        for place, output in zip(places, draw(places), strict=True):
+            outputs[place] = output
+    tokens = list(tokens_of(outputs[places[0]]))
+    position = next(position for position, token in enumerate(tokens) if token in placeholders)
+    raise BadAnswer(
+        f"completion {places[0]} of {len(outputs)}, token {position} of {len(tokens)}: {tokens[position]} is the placeholder of a picture, "
+        f"which the learner cannot score. It was sampled {MAX_DRAWS} times, so the policy has learned to write it."
+    )
+
+
+def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -> Callable[..., list]:
+    """`LLM.generate` that sends an [`ExpandedPrompt`] with one placeholder for each picture, and uses [`draw_again`]."""
+
+    def generate_with_pictures(prompts, sampling_params, **kwargs):
+        has_pictures = any("multi_modal_data" in prompt for prompt in prompts)
+        prompts = [
+            {**prompt, "prompt_token_ids": getattr(ids := prompt["prompt_token_ids"], "sent", ids)}
+            for prompt in prompts
+        ]
+        outputs = generate(prompts, sampling_params, **kwargs)
+        if not has_pictures:
+            return outputs
+        return draw_again(
+            outputs,
+            lambda output: output.outputs[0].token_ids,
+            placeholders,
+            lambda places: generate([prompts[place] for place in places], sampling_params, **kwargs),
+        )
+
+    return generate_with_pictures
+
+
+def picture_request(model: str, prompt: list[int], pictures: Sequence[Any] | None, **sampling: Any) -> dict[str, Any]:
+    """
+    Return the body of a request to [`PICTURE_PATH`], whose answer has the expanded prompt.
+
+    Args:
+        model (`str`):
+            The server's name for its model.
+        prompt (`list[int]`):
+            Token ids, an [`ExpandedPrompt`] where there are pictures.
+        pictures (`list[PIL.Image.Image]`, *optional*):
+            Its pictures.
+        sampling:
+            Parameters of `vllm.SamplingParams`.
+    """
+    body = {
+        "model": model,
+        "token_ids": list(getattr(prompt, "sent", prompt)),
+        "return_token_ids": True,
+        # By default a choice is lost of which another one ends later (https://github.com/vllm-project/vllm/pull/52399).
+        "sampling_params": {**sampling, "output_kind": 2},
+    }
+    if pictures:
+        body["content_parts"] = [{"type": "image_url", "url": _data_url(picture)} for picture in pictures]
+    return body
+
+
+def complete_prompts(
+    post: Callable[..., dict[str, Any]],
+    model: str,
+    prompts: Sequence[list[int]],
+    pictures: Sequence[Sequence[Any] | None],
+    sampling: Mapping[str, Any],
+    placeholders: frozenset[int],
+) -> dict[str, Any]:
+    """
+    Have a server complete prompts, and return what TRL's client returns, with the server's prompts.
+
+    Args:
+        post (`Callable`):
+            Sends a body to [`PICTURE_PATH`] as `json` and returns the answer.
+        model (`str`):
+            The server's name for its model.
+        prompts (`list[list[int]]`), pictures (`list`):
+            Token ids and the pictures, or `None`, of each.
+        sampling (`Mapping[str, Any]`):
+            Parameters of `vllm.SamplingParams`, with `n`, the completions of each prompt.
+        placeholders (`frozenset[int]`):
+            Token ids that stand for pictures.
+    """
+    num_each = sampling["n"]
+
+    def draw(place: int, count: int) -> dict[str, Any]:
+        return post(json=picture_request(model, prompts[place], pictures[place], **{**sampling, "n": count}))
+
+    with ThreadPoolExecutor(min(MAX_REQUESTS, len(prompts))) as executor:
+        answers = list(executor.map(lambda place: draw(place, num_each), range(len(prompts))))
+    choices = draw_again(
+        [choice for answer in answers for choice in answer["choices"]],
+        itemgetter("token_ids"),
+        placeholders,
+        lambda places: [draw(place // num_each, 1)["choices"][0] for place in places],
+    )
+    logprobs, logprob_token_ids = parse_logprobs([choice["logprobs"] for choice in choices])
+    return {
+        "prompt_ids": [answer["prompt_token_ids"] for answer in answers],
+        "completion_ids": [choice["token_ids"] for choice in choices],
+        "logprobs": logprobs,
+        "logprob_token_ids": logprob_token_ids,
+    }
+
+
+def _data_url(picture: Any) -> str:
+    # The server would put a white background behind what is transparent; processors leave it out.
+    buffer = BytesIO()
+    picture.convert("RGB").save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def canary_prompt(processor: Any, num_tokens: int) -> tuple[ExpandedPrompt, Mapping[str, torch.Tensor], list]:
+    """
+    Return a prompt of a picture and a text of about `num_tokens` tokens after it, the tensors of the picture for the
+    learner's forward, and the picture: a gradient in three colours, whose sides differ.
+    """
+    from PIL import Image
+
+    ramp = Image.linear_gradient("L")
+    bands = ramp, ramp.transpose(Image.Transpose.ROTATE_90), ramp.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    picture = Image.merge("RGB", bands).resize((112, 84))
+    text = processor.tokenizer.decode(sample_token_ids(processor.tokenizer)[:num_tokens])
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+    conversation = [[{"role": "user", "content": content}]]
+    inputs = processor.apply_chat_template(conversation, tokenize=True, return_dict=True, return_tensors="pt")
+    texts = processor.apply_chat_template(conversation, tokenize=False)
+    (prompt,) = expanded_prompts(inputs.pop("input_ids").tolist(), texts, processor.tokenizer)
+    return prompt, dict(inputs), [picture]

@@ -24,6 +24,9 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 
 
+HAS_FAILED = pytest.StashKey[bool]()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """
@@ -40,10 +43,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """A failure's frames go with its report: an engine in one of them would be in the way of the next test's."""
+    """The frames of a failure go with its report: one may hold an engine, see [`keep_what_is_imported`]."""
     report = yield
-    if call.excinfo is not None and not item.config.option.usepdb:
-        error = call.excinfo.value
+    if report.failed and not item.config.option.usepdb:
+        item.getparent(pytest.Module).stash[HAS_FAILED] = True
+        error = call.excinfo and call.excinfo.value
         while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
@@ -51,10 +55,19 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def keep_what_is_imported():
-    """The collection at the end of each training need not walk a million objects of modules."""
+def keep_what_is_imported(request):
+    """
+    The collection at the end of each training need not walk a million objects of modules.
+
+    vLLM exempts its engines from collection too. One that a failed test has not ended would be collected in the middle of
+    another test, and end the process groups that this one's engine uses.
+    """
     gc.collect()
     gc.freeze()
+    yield
+    if request.node.stash.get(HAS_FAILED, False):
+        gc.unfreeze()
+        gc.collect()
 
 
 def pytest_sessionfinish():

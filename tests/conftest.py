@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import traceback
 from importlib.util import find_spec
 
 import pytest
@@ -24,9 +23,6 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 
 
-HAS_FAILED = pytest.StashKey[bool]()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """
@@ -41,33 +37,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """The frames of a failure go with its report: one may hold an engine, see [`keep_what_is_imported`]."""
-    report = yield
-    if report.failed and not item.config.option.usepdb:
-        item.getparent(pytest.Module).stash[HAS_FAILED] = True
-        error = call.excinfo and call.excinfo.value
-        while error is not None:
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
-    return report
-
-
 @pytest.fixture(scope="module", autouse=True)
-def keep_what_is_imported(request):
-    """
-    The collection at the end of each training need not walk a million objects of modules.
-
-    vLLM exempts its engines from collection too. One that a failed test has not ended would be collected in the middle of
-    another test, and end the process groups that this one's engine uses.
-    """
+def keep_what_is_imported():
+    """The collection at the end of each training need not walk a million objects of modules."""
     gc.collect()
     gc.freeze()
-    yield
-    if request.node.stash.get(HAS_FAILED, False):
-        gc.unfreeze()
-        gc.collect()
 
 
 def pytest_sessionfinish():

@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import traceback
 from importlib.util import find_spec
 
 import pytest
@@ -36,18 +35,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip("needs vLLM"))
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """A failure's frames go with its report: an engine in one of them would be in the way of the next test's."""
-    report = yield
-    if call.excinfo is not None and not item.config.option.usepdb:
-        error = call.excinfo.value
-        while error is not None:
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
-    return report
 
 
 @pytest.fixture(scope="module", autouse=True)

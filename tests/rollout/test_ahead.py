@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
+from peft import LoraConfig
 from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
@@ -99,6 +100,20 @@ def test_a_batch_is_drawn_and_scored_by_the_weights_of_a_fixed_number_of_batches
     expected = (last[0] - last[1])[batches[-1]["completion_mask"].bool()].abs()
     assert logged(trainer, "staleness/abs_logp_max")[-1] == pytest.approx(expected.max().item(), rel=1e-5)
     assert logged(trainer, "staleness/abs_logp_mean")[-1] == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("lora_mode", ["adapter", "merged"])
+def test_an_adapter_is_of_the_version_that_drew_too(make_trainer, lora_mode):
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer, server = make_trainer(
+        rollout_ahead=1, max_steps=3, learning_rate=1e-2, lora_mode=lora_mode, peft_config=adapter
+    )
+    batches, states = record(trainer)
+    trainer.train()
+    assert logged(trainer, "rollout/age_updates") == [0, 1, 1]
+    for step, batch in enumerate(batches):
+        assert torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[max(0, step - 1)]))
+    assert not torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[step]))
 
 
 @pytest.mark.parametrize("objective", ["tbpo", "grpo"])

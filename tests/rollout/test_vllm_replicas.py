@@ -107,7 +107,7 @@ def test_everything_and_then_changes_reach_both_replicas(server, make_trainer, t
     scored = []
     transport = trainer.vllm_generation.publisher.transport
     score = transport.score
-    transport.score = lambda ids: scored.append(score(ids)) or scored[-1]
+    transport.score = lambda *asked: scored.append(score(*asked)) or scored[-1]
     trainer.train()
     assert max(logged(trainer, "mismatch/abs_logp_max")) < 1e-5
     everything, changes = logged(trainer, "publish/megabytes")

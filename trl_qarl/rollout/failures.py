@@ -90,7 +90,8 @@ def persistently(doing: str, attempt: Callable[[], Any], recover: Callable[[int]
             if not lost.can_be_filled:
                 raise lost from error
             logger.warning("Attempt %d of %d: %s", number, MAX_ATTEMPTS, lost)
-    raise EngineLost(f"{doing} failed {MAX_ATTEMPTS} times. The last error: {lost}")
+    last = str(lost).removeprefix(f"{doing} failed: ")
+    raise EngineLost(f"{doing} failed {MAX_ATTEMPTS} times. The last error: {last}")
 
 
 def _for_others(error: Exception) -> Exception:

@@ -515,7 +515,7 @@ CHOSEN = (
     "die /update_weights middle and last",
     "truncated /update_weights middle and last, over HTTP",
     "garbage /qarl/upload first and middle",
-    "log-prob null; log-prob NaN; log-prob inf",
+    "log-prob NaN; log-prob inf; log-prob -inf",
     "no completions, always, over HTTP",
     "/v1/completions then /update_weights die, over HTTP",
     "/weight_info and 100 deaths",
@@ -552,8 +552,5 @@ CHOSEN = (
     "two ranks die /update_weights",
     "kill trainer on rank 1 of two",
     "two ranks, half a model on rank 0",
-    "ahead, undisturbed",
-    "ahead, die and /v1/completions",
-    "ahead, the trainer is killed at reward",
 )
 """Scenarios of all families that run every time; the whole families run each night."""

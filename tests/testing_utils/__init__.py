@@ -160,8 +160,9 @@ def start_engines_quickly(patch) -> None:
         gc.freeze()
     patch.setattr(core, "freeze_gc_heap", lambda: None)
     patch.setattr(gpu_worker, "freeze_gc_heap", lambda: None)
-    for module in (engines, parallel_state):
-        patch.setattr(module, "gc", SimpleNamespace(collect=gc.collect, unfreeze=lambda: None))
+    # An engine that ends would free earlier ones too, whose end destroys the groups of the engine that is there by then.
+    for module in (engines, parallel_state, core, gpu_worker):
+        patch.setattr(module, "gc", SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None))
     # 64 MiB for keys and values in place of a GiB of zeros, without a trial of how much there is.
     patch.setattr(cpu_worker.CPUWorker, "determine_available_memory", lambda self: 2**26)
     # Looks at every name of every module for those that it replaces, and finds them replaced.

@@ -244,7 +244,8 @@ class SavesRuns(PushesPolicy):
         batch = generation_batch.load_batch(checkpoint, rank, self._batch_shape(), device)
         if batch is None:
             return
-        self._step, self._buffered_inputs, self.policy.exactness.has_differed = batch[:3]
+        self._step, self._buffered_inputs = batch.step, batch.buffered_inputs
+        self.policy.exactness.has_differed = batch.has_differed
         if self._ahead is not None:
             self._ahead.load(batch.ahead, generation_batch.load_versions(checkpoint, device))
         elif batch.ahead:

@@ -37,6 +37,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_PICTURE_COLUMNS = {"image", "images"}
+
 
 def check_dropout(model: nn.Module, args: Any) -> None:
     """Switch off the dropout that TRL's `disable_dropout` leaves on, and require it for objectives that need one policy throughout."""
@@ -125,8 +127,13 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
 
 def has_pictures(*datasets: Any) -> bool:
     """Return whether a dataset, or one of several by name, has a column that TRL reads pictures from."""
+    return bool(_columns_among(_PICTURE_COLUMNS, datasets))
+
+
+def _columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
+    """Return which of `names` are columns of a dataset, or of one of several by name."""
     splits = [split for data in datasets for split in (data.values() if isinstance(data, dict) else [data])]
-    return any({"image", "images"} & set(getattr(split, "column_names", None) or ()) for split in splits)
+    return names & {column for split in splits for column in getattr(split, "column_names", None) or ()}
 
 
 def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
@@ -155,14 +162,11 @@ def problems_of_pictures(model: nn.Module, args: Any) -> Iterator[str]:
 
 
 def _problems_of_videos(datasets: tuple, environment_factory: Any) -> Iterator[str]:
-    for dataset in datasets:
-        for split in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            columns = {"video", "videos"} & set(getattr(split, "column_names", None) or ())
-            if columns:
-                yield (
-                    f"The dataset has a column {min(columns)!r}: videos are not supported, neither here nor by TRL's trainer. Remove it, or "
-                    "give frames as pictures in a column 'images'."
-                )
+    if columns := _columns_among({"video", "videos"}, datasets):
+        yield (
+            f"The dataset has a column {min(columns)!r}: videos are not supported, neither here nor by TRL's trainer. Remove it, or "
+            "give frames as pictures in a column 'images'."
+        )
     if environment_factory is not None and has_pictures(*datasets):
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
 
@@ -177,8 +181,7 @@ def _problems_of_ahead(args: Any, train_dataset: Any, turns: Mapping[str, Any]) 
             yield f"{said} is unsupported with `{name}`: its later turns would meet newer weights. Leave out one of them."
     if isinstance(train_dataset, IterableDataset):
         yield f"{said} is unsupported with a streamed dataset: prompts are looked up before their turn. Load it with a length."
-    columns = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
-    if columns:
+    if columns := _columns_among(_PICTURE_COLUMNS, [train_dataset]):
         yield f"{said} is unsupported with pictures, and the dataset has a column {min(columns)!r}. Leave out one of them."
 
 

@@ -301,19 +301,13 @@ class Ahead:
         which all processes have alike.
         """
         self.wait()
-        versions = list({id(batch.kept): batch.kept for batch in self.pending}.values())
+        kept = {id(batch.kept): batch.kept for batch in self.pending}
+        places = list(kept)
         batches = [
-            (
-                b.prompt_ids,
-                b.version,
-                [b.kept is kept for kept in versions].index(True),
-                b.completion_ids,
-                b.logps,
-                b.seconds,
-            )
+            (b.prompt_ids, b.version, places.index(id(b.kept)), b.completion_ids, b.logps, b.seconds)
             for b in self.pending
         ]
-        return batches, [kept.state() for kept in versions]
+        return batches, [version.state() for version in kept.values()]
 
     def load(self, batches: list[tuple], versions: list[dict[str, Any]]) -> None:
         """Go on from [`~Ahead.state`]."""

@@ -37,6 +37,7 @@ __all__ = [
     "picture_request",
     "placeholders_of",
     "problem_of_class",
+    "sent_ids",
     "takes_pictures",
     "with_pictures",
 ]
@@ -100,6 +101,11 @@ class ExpandedPrompt(list):
     def __add__(self, more):
         # TRL appends completions and answers of tools.
         return ExpandedPrompt([*self, *more], [*self.sent, *more])
+
+
+def sent_ids(prompt: list[int]) -> list[int]:
+    """Return the token ids that an engine is sent of a prompt, with pictures or without."""
+    return getattr(prompt, "sent", prompt)
 
 
 def check_rows(prompts: Sequence[Any]) -> None:
@@ -203,10 +209,7 @@ def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -
 
     def generate_with_pictures(prompts, sampling_params, **kwargs):
         has_pictures = any("multi_modal_data" in prompt for prompt in prompts)
-        prompts = [
-            {**prompt, "prompt_token_ids": getattr(ids := prompt["prompt_token_ids"], "sent", ids)}
-            for prompt in prompts
-        ]
+        prompts = [{**prompt, "prompt_token_ids": sent_ids(prompt["prompt_token_ids"])} for prompt in prompts]
         outputs = generate(prompts, sampling_params, **kwargs)
         if not has_pictures:
             return outputs
@@ -236,7 +239,7 @@ def picture_request(model: str, prompt: list[int], pictures: Sequence[Any] | Non
     """
     body = {
         "model": model,
-        "token_ids": list(getattr(prompt, "sent", prompt)),
+        "token_ids": list(sent_ids(prompt)),
         "return_token_ids": True,
         # By default a choice is lost of which another one ends later (https://github.com/vllm-project/vllm/pull/52399).
         "sampling_params": {**sampling, "output_kind": 2},

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from ..wire.protocol import PublishError
 from ..wire.transfer_dir import check_transfer_dir, make_transfer_dir, owned_prefix, remove_leftovers
-from .pictures import PICTURE_PATH, picture_request
+from .pictures import PICTURE_PATH, picture_request, sent_ids
 
 
 __all__ = [
@@ -151,7 +151,7 @@ class DirectTransport:
             self.llm.wake_up(tags=["kv_cache"])
         # Greedy: a sample would move the random state of the rollout.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
-        prompt: dict[str, Any] = {"prompt_token_ids": getattr(token_ids, "sent", token_ids)}
+        prompt: dict[str, Any] = {"prompt_token_ids": sent_ids(token_ids)}
         if pictures:
             prompt["multi_modal_data"] = {"image": list(pictures)}
         (output,) = self.llm.generate([prompt], parameters, use_tqdm=False)

@@ -85,12 +85,15 @@ def scored(trainer, batch, state):
 def test_a_batch_is_drawn_and_scored_by_the_weights_of_a_fixed_number_of_batches_before(make_trainer, lag, objective):
     trainer, server = make_trainer(rollout_ahead=lag, objective=objective, max_steps=5, beta=0.1)
     batches, states = record(trainer)
+    asked, ask = [], server.ask
+    server.ask = lambda what: asked.append(what) or ask(what)
     trainer.train()
     drawn_by = [max(0, step - lag) for step in range(5)]
     assert logged(trainer, "rollout/weight_version") == drawn_by
     assert logged(trainer, "rollout/age_updates") == [step - version for step, version in enumerate(drawn_by)]
     # Of nothing that is not trained.
     assert len(batches) == 5 and not trainer._ahead.pending
+    assert asked.count("generate") == 5
     for batch, version in zip(batches, drawn_by, strict=True):
         assert torch.equal(batch["old_per_token_logps"], scored(trainer, batch, states[version]))
     last = scored(trainer, batches[-1], states[4]), scored(trainer, batches[-1], states[4 - lag])

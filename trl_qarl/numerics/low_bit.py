@@ -100,7 +100,7 @@ class _Expanded:
             raise MemoryError(
                 f"A weight of shape {tuple(low_bit.shape)} takes {needed >> 20} MiB to be expanded to {self.dtype} and packed, and "
                 f"{free >> 20} MiB are free. Set cpu_weights='packed' (in the environment of a server {CPU_WEIGHTS_VARIABLE}=packed): "
-                "weights then stay in low bits, and products are up to three times slower."
+                "weights then stay in low bits, and products take longer."
             )
         self._product = PackedLinear(low_bit.gemm_weight().dequantize(self.dtype))
 

@@ -20,7 +20,7 @@ from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quan
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
-from ..quantization.sharded import is_sharded
+from ..quantization.storage import is_sharded
 from ..wire.describe import (
     PICTURE_OPTIONS,
     config_differences,
@@ -78,6 +78,11 @@ class Publisher:
         self.canary = Canary(model, dtype, tokenizer)
         self._published: dict[str, str] = {}
         self._deltas = Deltas(transport) if delta else None
+
+    @property
+    def takes_all_processes(self) -> bool:
+        """Whether the others have to [`~Publisher.join`] a publication."""
+        return is_sharded(self.model)
 
     def forget(self) -> None:
         """Send everything with the next publication, because the engine is new or its state is unknown."""
@@ -154,7 +159,7 @@ class Publisher:
             num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)
         finally:
             # Finish the collectives: the other ranks do not know of the failure.
-            for _ in layers if is_sharded(self.model) else ():
+            for _ in layers if self.takes_all_processes else ():
                 pass
         canary = self.canary.compare(learner, self.transport)
         self._published = fingerprints

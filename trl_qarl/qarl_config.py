@@ -33,11 +33,11 @@ from .checks.options import (
     refused_by_all,
 )
 from .checks.refused import LORA_MODES
-from .checks.zero import keep_float32_masters
 from .objectives.options import UNSET, trl_default
 from .objectives.registry import get_objective, problem_of_objective
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import QuantPlan, get_plan, parse_scheme
+from .sharding.zero3 import keep_float32_masters
 
 
 __all__ = ["QaRLConfig", "config_for"]

@@ -14,9 +14,7 @@ from trl.extras.profiling import profiling_context
 from typing_extensions import override
 
 from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
-from .checks.launch import shards_masters
 from .checks.options import raise_problems
-from .checks.zero import compute_in_bfloat16
 from .forward import Batch
 from .log_probs import ScoresRollouts
 from .muon import create_muon_adamw
@@ -25,7 +23,6 @@ from .objectives.registry import get_objective
 from .policy import Policy, PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
 from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
-from .quantization.partitioned import forget_order
 from .quantization.swap import quantized_forward
 from .rollout.ahead import Ahead
 from .rollout.answers import checked_rollout_func, vocabulary_size
@@ -36,6 +33,8 @@ from .rollout.pictures import check_rows, expanded_prompts
 from .rollout.scoring import prompt_log_probs
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
+from .sharding.accelerate import sharded_by
+from .sharding.zero3 import compute_in_bfloat16, forget_order
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
@@ -130,7 +129,11 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             # After TRL has given the models another forward.
             for each in filter(None, (self.model, self.ref_model)):
                 compute_in_bfloat16(self.accelerator.unwrap_model(each))
-        if shards_masters(self.accelerator) and not self.use_vllm and (tools or environment_factory):
+        if (
+            sharded_by(self.accelerator) in ("FSDP2", "ZeRO-3")
+            and not self.use_vllm
+            and (tools or environment_factory)
+        ):
             raise NotImplementedError(
                 "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: processes call them each as often as they need, and generate together."
             )

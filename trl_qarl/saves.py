@@ -24,7 +24,6 @@ from .checkpoint.load import load_renamed
 from .checkpoint.pushes import PushesPolicy
 from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
-from .quantization.sharded import is_sharded
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 
@@ -200,7 +199,7 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _gathering(self):
-        return all_or_none(self.accelerator) if is_sharded(self.model) else nullcontext()
+        return all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext()
 
     def _shared_while_saving(self):
         """Return where processes meet within a checkpoint, a failure of one before must reach the others."""

@@ -9,7 +9,6 @@ from torch import nn
 
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.launch import check_launch
-from trl_qarl.checks.zero import compute_in_bfloat16
 
 
 SLICES = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
@@ -87,12 +86,3 @@ def test_adapters_are_refused_but_within_whole_weights():
     check_launch(accelerator, config(lora_mode="merged"), model)
     # Else accelerate puts another optimizer into the place of `optim`, where its state is offloaded.
     assert accelerator.state.deepspeed_plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] is False
-
-
-def test_the_forward_computes_in_bfloat16_and_returns_float32():
-    model, x = nn.Linear(8, 8), torch.ones(2, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(x)
-    compute_in_bfloat16(model)
-    assert expected.dtype is torch.bfloat16 and model.weight.dtype is torch.float32
-    assert model(x).dtype is torch.float32 and torch.equal(model(x), expected.float())

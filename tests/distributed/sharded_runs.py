@@ -27,7 +27,7 @@ from testing_utils import launch_environment, make_trainer
 from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.checkpoint.export import _content
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
-from trl_qarl.quantization.sharded import is_sharded, whole, whole_low_bit
+from trl_qarl.quantization.storage import is_sharded, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import canary
@@ -172,7 +172,7 @@ def assert_trained_the_same(trainer, ddp):
         # Of a frozen low-bit weight, bytes are sharded.
         assert isinstance(theirs, LowBitTensor) or torch.equal(whole(ours), theirs), name
     for ours, theirs in zip(weights_of(trainer.model), weights_of(ddp.model), strict=True):
-        assert same(whole_low_bit(ours), theirs.low_bit_weight())
+        assert same(ours.whole_low_bit(), theirs.low_bit_weight())
     export = trainer.export_model(None if is_sharded(trainer.model) else f"{trainer.export_dir}{dist.get_rank()}")
     dist.barrier()
     expected = files_of(ddp.export_model(f"{export}-alone{dist.get_rank()}"))

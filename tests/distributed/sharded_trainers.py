@@ -35,7 +35,7 @@ from trl_qarl.numerics.exact import describe_difference
 from trl_qarl.numerics.modules import operation_of
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
-from trl_qarl.quantization.sharded import is_sharded, reshard, whole, whole_low_bit
+from trl_qarl.quantization.storage import is_sharded, refresh, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
@@ -129,7 +129,7 @@ def engine_numerics_train_what_they_train_with_whole_masters(folder):
         for factor in (1, -2):
             with torch.no_grad():
                 for each in (trainer, ddp):
-                    reshard(each.model)
+                    refresh(each.model)
                     each.model.get_output_embeddings().weight.mul_(factor)
                     logits.append(each.model(input_ids=torch.arange(3, 9).view(1, -1)).logits)
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[3])
@@ -237,7 +237,7 @@ def a_reference_is_low_bit_and_sharded_too(folder):
         expected = [weight.low_bit_weight() for weight in weights_of(ddp.ref_model)]
         trainer.ref_model.reshard()
         assert len(weights) == 14, (len(weights), trainer.ref_model)
-        assert all(map(same, map(whole_low_bit, weights), expected))
+        assert all(map(same, (w.whole_low_bit() for w in weights), expected))
         for name in ("kl", "loss"):
             ours, theirs = ([row[name] for row in t.state.log_history if name in row] for t in (trainer, ddp))
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9) and len(ours) == 3, name

@@ -246,12 +246,12 @@ def test_changes_that_go_wrong_are_refused_and_everything_is_sent(publisher, del
 
 
 def test_an_engine_that_was_started_again_between_two_updates_gets_everything(publisher, deltas):
-    from trl_qarl.vllm_plugin.checkpoint_copy import CheckpointCopy
     from trl_qarl.wire.delta import is_delta
+    from trl_qarl.wire.patches import PatchBook
 
     engine = publisher.transport._worker.weight_transfer_engine
     flip_codes(publisher.model, 3)
-    engine.copy = CheckpointCopy(engine.device)
+    engine.copy = PatchBook(is_kept=False)
     engine._distrust()
     names, metrics = sent_by(deltas, "started again")
     assert not any(map(is_delta, names)) and metrics["publish/unchanged_tensors"] == 0

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..forward import Batch
 from ..quantization.names import base_model
-from ..quantization.sharded import is_sharded
+from ..quantization.storage import is_sharded
 from . import cuda, low_bit
 from .modules import Router, operation_of
 from .ops import token_log_probs

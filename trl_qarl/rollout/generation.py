@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from typing_extensions import override
 
-from ..quantization.sharded import is_sharded, writes_to
+from ..quantization.parameters import writes_to
 from .ahead import InFlight
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .client import QaRLClient
@@ -306,7 +306,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _publish(self) -> dict[str, float]:
         # The step alone does not tell: training can begin again at 0, and another trainer has steps of the same number.
         version = f"{self.weight_version()}-{secrets.token_hex(4)}"
-        if self.mode == "server" and is_sharded(self.model):
+        if self.mode == "server" and self.publisher.takes_all_processes:
             # The others are where it ends.
             broadcast_object_list([_GATHERS], from_process=0)
         publication = self.publisher.publish(version)
@@ -327,7 +327,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             raise as_lost(error, "Publishing to vLLM failed") from error
 
     def _publish_alone(self, attempt: int = 0) -> None:
-        if attempt and is_sharded(self.model):
+        if attempt and self.publisher.takes_all_processes:
             raise EngineLost("A `rollout_func` has lost the server, which takes all processes to fill.")
         self.publication = persistently("Publishing to vLLM", self._publish, self._recover)
 

@@ -18,7 +18,7 @@ from ..objectives.objective import reduce_metrics
 from ..objectives.ratios import mismatch_weight, sequence_log_ratio
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
-from ..quantization.sharded import is_sharded
+from ..quantization.storage import is_sharded
 from ..quantization.swap import quantized_forward
 from ..quantization.weight import QuantizedWeight
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step

@@ -273,9 +273,10 @@ def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
         )
         return Finding("entropy", "Entropy", level, value, threshold, advice)
     if last < ENTROPY_LEFT * first:
+        wider = "lower `trust_band_share`" if settings.get("trust_band") == "auto" else "raise `positive_epsilon_high`"
         advice = (
             "Completions become copies of each other. If the reward has stopped below what is possible, raise `temperature` or "
-            "`positive_epsilon_high`."
+            f"{wider}."
         )
         return Finding("entropy", "Entropy", "watch", value, threshold, advice)
     return Finding("entropy", "Entropy", "fine", value, threshold)

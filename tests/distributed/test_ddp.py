@@ -27,7 +27,9 @@ def train_on_two_processes(tmp_path, environment, runs, with_failures) -> tuple[
     output_dir.mkdir()
     launch = [sys.executable, str(Path(__file__).with_name("train_ddp.py")), model, str(output_dir), json.dumps(runs)]
     launch += ["fail"] * with_failures
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment}
+    # The helpers of the tests, and this tree's package whatever else is installed.
+    path = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=1500)
     assert result.returncode == 0, result.stderr[-4000:]
     ranks = [json.loads((output_dir / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -153,10 +153,12 @@ class TestTwoProcesses:
         # The second update of the first batch: four completions in each process, none with an advantage of 0.
         assert [len(update) for update in ours["window"]] == [0, 8, 0, 8]
         estimated = estimate_bands(*torch.tensor(ours["window"][1]).unbind(1), 0.5)
+        assert math.isfinite(estimated.positive_epsilon_high)
         for rank in (ours, theirs):
             last = [row for row in rank["resumed_rows"] if "loss" in row][-1]
-            assert last["tbpo/band/positive_high"] == estimated.positive_epsilon_high
-            assert last["tbpo/band/negative_low"] == estimated.negative_epsilon_low
+            # A sign of which there are too few completions has no bound, and logs none.
+            for name, offset in estimated._asdict().items():
+                assert last.get(f"tbpo/band/{name.replace('_epsilon', '')}", math.inf) == offset
 
     @pytest.mark.parametrize("mode", ["masters", "epochs", "bands", "adapter", "merged"])
     def test_they_go_on_from_a_checkpoint_as_if_they_had_not_ended(self, trained, mode):

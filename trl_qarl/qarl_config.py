@@ -141,8 +141,7 @@ class QaRLConfig(GRPOConfig):
             TBPO: for negative advantages, the ratio counts up to `1 + negative_epsilon_high`; above, the sequence
             contributes no gradient.
         trust_band (`str`, *optional*, defaults to `"fixed"`):
-            TBPO: `"fixed"` takes the three bands above, `"auto"` estimates them from the ratios of recent updates, whatever length,
-            learning rate and optimizer.
+            TBPO: `"fixed"` takes the three bands above, `"auto"` (experimental) estimates them from the ratios of recent updates.
         trust_band_share (`float`, *optional*, defaults to `0.25`):
             TBPO with `trust_band="auto"`: share of the completions of each sign of the advantage to drop. Those of updates on a fresh
             batch, whose ratios are 1, are neither dropped nor counted.

@@ -38,12 +38,14 @@ def observe(bands, log_ratios, advantages, num_parts=1, is_on_policy=False, gath
 
 
 class TestEstimate:
-    @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.9])
-    def test_bands_and_the_loss_that_they_clip_are_those_of_loops_in_value_and_gradient(self, share):
+    # Without a push ratios leave the negative band on either side; with one, so many leave it that every quantile is outside 1.
+    @pytest.mark.parametrize(("share", "push"), [(0.05, 0.0), (0.25, 0.0), (0.5, 2.0), (0.9, 2.0)])
+    def test_bands_and_the_loss_that_they_clip_are_those_of_loops_in_value_and_gradient(self, share, push):
         for seed in range(5):
             batch = make_batch(seed, num_sequences=96)
-            # Around 1, and moved by the sign of the advantage, as updates of one batch do.
-            logps = batch["old"] + 0.01 * (batch["logps"] - batch["old"] + 2 * batch["advantages"].sign()[:, None])
+            # Around 1, and pushed by the sign of the advantage.
+            pushed = push * batch["advantages"].sign()[:, None]
+            logps = batch["old"] + 0.01 * (batch["logps"] - batch["old"] + pushed)
             arguments = [logps.requires_grad_(), batch["old"], batch["sampling"], batch["advantages"], batch["mask"]]
             log_ratios = sequence_log_ratio(logps, batch["old"], batch["mask"])
             counts = batch["mask"].any(-1)

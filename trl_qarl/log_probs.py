@@ -60,6 +60,14 @@ class ScoresRollouts(_BaseTrainer):
         return self._ahead is not None and self.model.training and self._ahead.drawn is not None
 
     @property
+    def _was_on_policy(self) -> bool:
+        """Whether the learner computed the last micro-batch with the weights of its old log-probs."""
+        args = self.args
+        place = (self._step - 1) % (args.steps_per_generation * args.num_iterations)
+        has_older = args.rollout_ahead and args.old_logps != "learner"
+        return place < args.gradient_accumulation_steps and not has_older
+
+    @property
     def _are_compared(self) -> bool:
         """Whether log-probs of a rollout are the sampler's, to be compared in the first update."""
         is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed

@@ -117,7 +117,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         check_arguments(**given)
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)
-        self._objective = get_objective(args)
+        self._objective = get_objective(args).for_run(args)
         self._calls_tools = False
         with replaced_in_trl(
             create_model_from_path=self.policy.load,
@@ -144,7 +144,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
             self._ahead = Ahead(self.vllm_generation, args)
-        self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
+        measured = self.accelerator, self.model, self._metrics, self._tokenizer.decode, self._objective
+        self.recorder = Recorder(args, *measured)
         self._explain_scoring()
         self._add_callbacks()
 
@@ -341,6 +342,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         # TRL has closed the step.
         if self._current_train_step_time == 0.0:
             self.recorder.log({"step/forward_backward_seconds": self.recorder.pop_seconds("forward_backward")})
+            self.recorder.log(self._objective.end_update(self.accelerator.gather, self._was_on_policy))
         return loss
 
     @override

@@ -92,6 +92,19 @@ CHANGED_OBJECTIVES = {
     "grpo-tis-sequence": ("grpo", {"vllm_importance_sampling_mode": "sequence_truncate"}),
     "tbpo-wide": ("tbpo", {name: 3 * offset for name, offset in BANDS.items()}),
 }
+# TBPO with bands that are set by hand and that set themselves, at several learning rates (benchmarks/study/bands_150.yaml).
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "muon": "muon"}
+CHANGED_OBJECTIVES |= {
+    f"tbpo{band}-{optimizer}-{rate}": ("tbpo", changed | {"optim": name, "learning_rate": float(rate)})
+    for band, changed in {
+        "": {},
+        "-auto": {"trust_band": "auto"},
+        "-auto10": {"trust_band": "auto", "trust_band_share": 0.1},
+        "-auto40": {"trust_band": "auto", "trust_band_share": 0.4},
+    }.items()
+    for optimizer, name in OPTIMIZERS.items()
+    for rate in ("3e-5", "1e-4", "3e-4")
+}
 
 
 def main() -> None:
@@ -165,7 +178,10 @@ def make_trainer(args: Namespace):
 
     objective, changed = CHANGED_OBJECTIVES.get(args.objective, (args.objective, {}))
     offsets = BANDS if objective == "tbpo" else SEQUENCE_CLIP if objective.endswith("gspo") else {}
-    options = {"learning_rate": args.learning_rate, **offsets, **changed, **VARIANTS[args.scheme]}
+    if "trust_band" in changed:
+        offsets = {}
+    options = {"learning_rate": args.learning_rate, "optim": OPTIMIZERS["adamw"]}
+    options |= {**offsets, **changed, **VARIANTS[args.scheme]}
     options |= {name: args.band_scale * options[name] for name in offsets}
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     start, rate = options.pop("start", None), options.pop("low_bit_rate", None)
@@ -182,7 +198,6 @@ def make_trainer(args: Namespace):
         max_steps=max(args.max_steps, 1),
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=NUM_UPDATES_PER_BATCH,
-        optim="adamw_torch_fused",
         adam_beta2=0.95,
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=args.num_prompts * NUM_GENERATIONS // NUM_UPDATES_PER_BATCH,

@@ -45,13 +45,13 @@ from trl_qarl.rollout.publisher import Publisher
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
-    """With all telemetry; its export and what it publishes are those of one process, byte for byte."""
-    [ddp] = train(folder, "ddp")
-    for trainer in train(folder, "fsdp", launch={}):
+    """With all telemetry and its own bands; its export and what it publishes are those of one process, byte for byte."""
+    bands = {"trust_band": "auto", "trust_band_share": 0.5, "per_device_train_batch_size": 4}
+    [ddp] = train(folder, "ddp", **bands)
+    for trainer in train(folder, "fsdp", launch={}, **bands):
         rows = assert_trained_the_same(trainer, ddp)
-        assert {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"} <= {
-            n for row in rows for n in row
-        }
+        names = {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"}
+        assert names | {"tbpo/band/positive_high"} <= {n for row in rows for n in row}
         assert any(row.get("quant/code_flip_rate") for row in rows) and any("probe" in n for row in rows for n in row)
         assert_publishes(trainer, ddp)
 

@@ -164,13 +164,16 @@ def test_seconds_of_the_engine_are_not_those_that_the_learner_waits(make_trainer
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_trainer, lag):
-    """Within a generation batch and after one, in each of three epochs, with evaluations in between."""
+    """Within a generation batch and after one, in each of three epochs, with evaluations in between, and with bands that set themselves."""
     options = EPOCHS | {"rollout_ahead": lag, "eval_strategy": "steps", "eval_steps": 3}
+    options |= {"trust_band": "auto", "trust_band_share": 0.5}
     whole, _ = make_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
     ages = logged(whole, "rollout/age_updates")
     assert ages == [2.0 * min(number, lag) for number in range(6)]
+    # The first update on what was drawn ahead has other ratios than 1, too.
+    assert [len(update) > 0 for update in whole._objective.state()["window"]] == [False] + 11 * [True]
     for step in (1, 2, 5, 8, 11) if lag == 1 else (3, 6):
         resumed, server = make_trainer(f"resumed-{step}", **options)
         theirs, _ = record(resumed)

@@ -31,7 +31,7 @@ class Aged(Ahead):
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
         if not self.versions:
             return None
-        update, kept = self.versions[0]
+        version = _, kept = self.versions[0]
         # It generates as it does without.
         self.trainer._ahead = None
         try:
@@ -39,7 +39,7 @@ class Aged(Ahead):
                 drawn = self.trainer._generate_single_turn(prompt_ids, None, {}, self.args.num_generations)
         finally:
             self.trainer._ahead = self
-        self.drawn = Pending(prompt_ids, update, kept, *drawn)
+        self.drawn = Pending(prompt_ids, [version], *drawn)
         return self.drawn
 
     @override

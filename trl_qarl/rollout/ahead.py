@@ -343,7 +343,17 @@ class Ahead:
         return batches, [version.state() for version in kept.values()]
 
     def load(self, batches: list[tuple], versions: list[dict[str, Any]]) -> None:
-        """Go on from [`~Ahead.state`]."""
+        """
+        Go on from [`~Ahead.state`].
+
+        Raises:
+            ValueError: if a batch is of the weights of several updates, and this run looks for those of one.
+        """
+        if not self.args.in_flight_updates and any(len(drawn_by) > 1 for _, drawn_by, *_ in batches):
+            raise ValueError(
+                "The checkpoint has completions that were drawn with in_flight_updates=True, by the weights of several updates. Resume "
+                "with it."
+            )
         self.forget()
         kept = [KeptVersion.of_state(state, self.generation.model) for state in versions]
         for prompt_ids, drawn_by, *drawn in batches:

@@ -219,3 +219,5 @@ if __name__ == "__main__":
         draw_bits(cells)
     if any(cell["study"] in LENGTHS for cell in cells):
         draw_lengths(cells)
+    if any(cell["study"] == "age" for cell in cells):
+        draw_ages(cells)

@@ -174,6 +174,9 @@ class QaRLConfig(GRPOConfig):
         old_logps (`str`, *optional*, defaults to `"version"`):
             With `rollout_ahead`, whose log-probs the ratio compares with: `"version"`, those of the weights that drew the
             batch, which are kept; `"learner"`, those of the learner when it begins with the batch; `"sampler"`, the engine's.
+        in_flight_updates (`bool`, *optional*, defaults to `False`):
+            Experimental. With `rollout_ahead` of at least 2 and `numerics="engine"`, publish weights while completions are drawn: the
+            engine goes on with the new ones, and never waits for the longest completion of a batch.
         mismatch_probe_steps (`int`, *optional*, defaults to `0`):
             Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of the rollout:
             `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
@@ -250,6 +253,7 @@ class QaRLConfig(GRPOConfig):
     optim: str = "muon"
     rollout_ahead: int = 0
     old_logps: str = field(default="version", metadata={"choices": list(OLD_LOGPS)})
+    in_flight_updates: bool = False
     mismatch_probe_steps: int = 0
     vllm_server_autostart: bool = False
     allow_low_precision_masters: bool = False

@@ -168,6 +168,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             ca_certs=args.vllm_ssl_ca_certs,
             delta_sync=args.vllm_delta_sync,
             start_command=start_command(args, self.model, policy.dtype),
+            in_flight_updates=args.in_flight_updates,
         )
         if self.numerics == "engine" and self.accelerator.is_main_process:
             policy.check_engine(generation.engine)
@@ -279,7 +280,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         if self._ahead is not None:
             # Apart from what else is done with a generation batch.
             with self.recorder.time("wait"):
-                has_other_weights = self._ahead.collect()
+                has_other_weights = self._ahead.collect(self.model.training)
             if has_other_weights:
                 self._last_loaded_step = -1
         if self.use_vllm:

@@ -46,7 +46,7 @@ RECIPES = {
 
 # Studies of one recipe with answers of so many tokens.
 LENGTHS = {"length_150": "150 tokens", "length_400": "400 tokens", "length_1000": "1,000 tokens"}
-LENGTH_SCHEME = "w4a16-g128-signed"
+LENGTH_SCHEME = AGE_SCHEME = "w4a16-g128-signed"
 
 
 def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -184,6 +184,32 @@ def _panels(**options):
     return figure, panels
 
 
+def draw_ages(cells: list[dict]) -> None:
+    """Rewards over updates with rollouts of so many generation batches before, a panel for each objective; means over the seeds."""
+    import matplotlib.pyplot as plt
+
+    groups = {name[1:]: of for name, of in group_cells(cells).items() if name[0] == "age"}
+    objectives = list(dict.fromkeys(objective for _, _, objective in groups))
+    figure, axes = plt.subplots(1, len(objectives), figsize=(3.6 * len(objectives), 3.2), sharey=True, squeeze=False)
+    for axis, objective in zip(axes[0], objectives, strict=True):
+        for age, color in {0: "ink", 1: "blue", 2: "green", 4: "vermillion"}.items():
+            of = groups.get((AGE_SCHEME + (f"-age{age}" if age else ""), "QaRL", objective), [])
+            if not of:
+                continue
+            rewards = [
+                statistics.fmean(values) for values in zip(*(cell["course"]["reward"] for cell in of), strict=True)
+            ]
+            smooth = [statistics.fmean(rewards[max(0, i + 1 - SMOOTHED) : i + 1]) for i in range(len(rewards))]
+            updates = range(8, 8 * len(smooth) + 1, 8)
+            axis.plot(updates, smooth, color=COLORS[color][0], label=f"{age} ({len(of)} seeds)")
+        axis.set_title(f"QaRL, {objective}", fontsize=10)
+        axis.set_xlabel("update")
+        axis.legend(title="age in batches", fontsize=8, title_fontsize=8, frameon=False)
+    axes[0][0].set_ylabel("reward")
+    figure.tight_layout()
+    figure.savefig(HERE / "study-age.png", facecolor="white", dpi=130)
+
+
 if __name__ == "__main__":
     cells = json.loads(RESULTS.read_text())
     draw_scores(cells, read_scores(cells))
@@ -193,3 +219,5 @@ if __name__ == "__main__":
         draw_bits(cells)
     if any(cell["study"] in LENGTHS for cell in cells):
         draw_lengths(cells)
+    if any(cell["study"] == "age" for cell in cells):
+        draw_ages(cells)

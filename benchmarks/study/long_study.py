@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import ages
 import chain_sums
 import decoding
 import long_starts
@@ -49,6 +50,8 @@ VARIANTS = {
     "w3a16-g128": {"scheme": "w3a16-observer", "group_size": 128},
     # Signed scales (benchmarks/study/long_signed.yaml).
     "w4a16-g128-signed": {"scheme": "w4a16", "group_size": 128},
+    # Rollouts of so many generation batches before (benchmarks/study/age.yaml); `age` is this script's own, as the options below.
+    **{f"w4a16-g128-signed-age{age}": {"scheme": "w4a16", "group_size": 128, "age": age} for age in (1, 2, 4)},
     "w3a16-g32-signed": {"scheme": "w3a16", "group_size": 32},
     "w3a16-g32-signed-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
     # What others found to help low-bit learners (benchmarks/study/long_variants.yaml).
@@ -150,9 +153,8 @@ def train(args: Namespace) -> None:
         # So that a report does not take runs with and without errors, or from another start, for the same.
         record = args.output_dir / "run.json"
         own = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
-        own |= {
-            name: VARIANTS[args.scheme][name] for name in ("start", "low_bit_rate") if name in VARIANTS[args.scheme]
-        }
+        variant = VARIANTS[args.scheme]
+        own |= {name: variant[name] for name in ("start", "low_bit_rate", "age") if name in variant}
         record.write_text(json.dumps(json.loads(record.read_text()) | own, indent=2))
     trainer.save_model(args.output_dir / "masters")
     # The policy is scored without a fault of its engine.
@@ -184,7 +186,7 @@ def make_trainer(args: Namespace):
     options |= {**offsets, **changed, **VARIANTS[args.scheme]}
     options |= {name: args.band_scale * options[name] for name in offsets}
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    start, rate = options.pop("start", None), options.pop("low_bit_rate", None)
+    start, rate, age = (options.pop(name, None) for name in ("start", "low_bit_rate", "age"))
     if isinstance(options.get("precisions"), dict):
         # What a shorter run reaches of it.
         reached = {update: bits for update, bits in options["precisions"].items() if update < max(args.max_steps, 1)}
@@ -225,6 +227,8 @@ def make_trainer(args: Namespace):
     )
     if start in ("mse", "gptq"):
         long_starts.improve_start(trainer, start)
+    if age:
+        trainer._ahead = ages.Aged(trainer, age)
     if rate:
         trainer.create_optimizer()
         speed_up(trainer.optimizer, trainer.model, rate)

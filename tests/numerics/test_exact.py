@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_qarl.forward import Batch
-from trl_qarl.numerics.exact import Exactness
+from trl_qarl.numerics.exact import Exactness, choose_versions
 
 
 ACCELERATOR = SimpleNamespace(
@@ -68,3 +68,14 @@ def test_an_engine_of_other_arithmetic_is_refused_where_exactness_is_required(mo
     Exactness("warn", True).check_engine(theirs, on_gpu=False)
     with pytest.raises(ValueError, match="amx: learner True, engine False"):
         Exactness(None, True).check_engine(theirs, on_gpu=False)
+
+
+def test_a_token_is_of_the_first_weights_that_give_it_its_log_prob_and_none_before_those_of_the_token_before():
+    first, second = torch.tensor([-1.0, -1.0, -3.0, -1.0, -1.0]), torch.tensor([-2.0, -1.0, -2.0, -2.0, -2.0])
+    # Equal under both; of the second; of none, and closer to weights that are earlier than those of the token before; not counted.
+    sampling = torch.tensor([[-1.0, -1.0, -2.0, -1.1, 0.0]])
+    mask = torch.tensor([[True, True, True, True, False]])
+    logps, places = choose_versions(torch.stack([first, second])[:, None], sampling, mask)
+    assert places.tolist() == [[0, 0, 1, 1, 1]]
+    assert logps.tolist() == [[-1.0, -1.0, -2.0, -2.0, -2.0]]
+    assert (logps != sampling)[mask].sum() == 1

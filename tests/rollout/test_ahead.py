@@ -17,7 +17,8 @@ from played_server import play_servers
 from testing_utils import logged, make_vllm_trainer
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.arguments import check_arguments
-from trl_qarl.rollout.ahead import NextPrompts
+from trl_qarl.numerics.exact import choose_versions
+from trl_qarl.rollout.ahead import InFlight, NextPrompts
 from trl_qarl.rollout.failures import EngineLost
 from trl_qarl.rollout.http_session import ServerLost
 from trl_qarl.rollout.server_process import free_port
@@ -36,6 +37,7 @@ EPOCHS = {
     "save_strategy": "steps",
     "save_steps": 1,
 }
+IN_FLIGHT = {"in_flight_updates": True, "numerics": "engine"}
 FOR_GOOD = [RuntimeError("ended with code -9")] * 9
 
 
@@ -292,6 +294,81 @@ def test_weights_are_published_when_nothing_is_in_flight(make_trainer):
     assert len(completion_ids) == 4 and in_flight.seconds > 0.1
 
 
+def ask_late(monkeypatch):
+    """Have what is in flight ask the server no sooner than `may_ask` is set, or than it is waited for."""
+    start, wait = InFlight.start, InFlight.wait
+
+    def start_later(self, request):
+        self.may_ask = threading.Event()
+        start(self, lambda: self.may_ask.wait(60) and request())
+
+    def wait_for_what_may_ask(self):
+        if self.is_started:
+            self.may_ask.set()
+        wait(self)
+
+    monkeypatch.setattr(InFlight, "start", start_later)
+    monkeypatch.setattr(InFlight, "wait", wait_for_what_may_ask)
+
+
+def make_in_flight(make_trainer, name="run", **options):
+    """A trainer whose server goes on with what is published, and which weights can have drawn each of its batches."""
+    trainer, server = make_trainer(name, rollout_ahead=2, max_steps=6, **options)
+    # Without engine numerics, which a played server does not have.
+    trainer.args.in_flight_updates = trainer.vllm_generation.in_flight_updates = True
+    drawn_by, take = [], trainer._ahead.take
+
+    def take_and_note(prompt_ids):
+        drawn = take(prompt_ids)
+        drawn_by.append([0] if drawn is None else [update for update, _ in drawn.versions])
+        return drawn
+
+    trainer._ahead.take = take_and_note
+    return trainer, server, drawn_by
+
+
+def test_a_batch_in_flight_keeps_all_weights_that_are_published_meanwhile(make_trainer, monkeypatch):
+    ask_late(monkeypatch)
+    trainer, server, drawn_by = make_in_flight(make_trainer)
+    trainer.train()
+    assert drawn_by == [[0], [0], [0, 1], [1, 2], [2, 3], [3, 4]]
+    assert logged(trainer, "rollout/age_updates") == [0, 1, 2, 2, 2, 2]
+
+
+def test_an_evaluation_waits_for_all_that_is_in_flight(make_trainer, monkeypatch):
+    ask_late(monkeypatch)
+    trainer, server, drawn_by = make_in_flight(make_trainer, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    # After 3 updates batches 3 and 4 are drawn by what was published for batch 2.
+    assert drawn_by == [[0], [0], [0, 1], [1, 2], [2], [3, 4]]
+
+
+def test_a_batch_lost_in_flight_is_drawn_by_the_last_weights_that_were_to_draw_it(make_trainer, monkeypatch):
+    ask_late(monkeypatch)
+    trainer, server, drawn_by = make_in_flight(make_trainer)
+    server.failures = {"generate": [None, None, "die"]}
+    trainer.train()
+    # With batch 2, batch 3 is waited for, and lost, before earlier weights are published.
+    assert server.num_starts == 1 and drawn_by == [[0], [0], [1], [1], [2, 3], [3, 4]]
+
+
+def test_a_run_resumed_with_updates_in_flight_goes_on_with_completions_and_all_their_weights(
+    make_trainer, monkeypatch
+):
+    ask_late(monkeypatch)
+    whole, _, drawn_by = make_in_flight(make_trainer, "whole", save_strategy="steps", save_steps=3)
+    whole.train()
+    resumed, _, theirs = make_in_flight(make_trainer, "resumed", save_strategy="steps", save_steps=3)
+    checkpoint = f"{whole.args.output_dir}/checkpoint-3"
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert drawn_by[3] == [1, 2] and theirs == drawn_by[3:]
+    # Nothing else was in flight when the checkpoint was written.
+    assert torch.equal(weights(resumed), weights(whole))
+    other, _ = make_trainer("other", rollout_ahead=2, max_steps=6)
+    with pytest.raises(ValueError, match="drawn with in_flight_updates=True.*Resume with it"):
+        other.train(resume_from_checkpoint=checkpoint)
+
+
 def test_prompts_in_another_order_than_expected_are_drawn_when_their_turn_comes(make_trainer, caplog):
     trainer, server = make_trainer(rollout_ahead=1, max_steps=3)
     # Something else orders them.
@@ -348,6 +425,11 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
         ({"old_logps": "engine"}, "old_logps='engine' is unknown"),
         ({"rollout_ahead": -1}, "rollout_ahead=-1 must be 0"),
         ({"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler' is for rollouts that are drawn ahead"),
+        ({"rollout_ahead": 0, **IN_FLIGHT}, "in_flight_updates=True is for rollouts that are drawn ahead"),
+        (IN_FLIGHT, "in_flight_updates=True with rollout_ahead=1: nothing is in flight"),
+        (IN_FLIGHT | {"numerics": None}, "needs numerics='engine', and not exact='warn', but numerics=None"),
+        (IN_FLIGHT | {"exact": "warn"}, "needs numerics='engine', and not exact='warn', but.*exact='warn'"),
+        (IN_FLIGHT | {"old_logps": "learner"}, "in_flight_updates=True is unsupported with old_logps='learner'"),
     ],
     ids=str,
 )
@@ -436,3 +518,73 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
         mask = batch["completion_mask"].bool()
         assert torch.equal(at[mask], batch["sampling_per_token_logps"][mask])
         assert number == 0 or not torch.equal(scored(trainer, batch, states[2 * number])[mask], at[mask])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("warm_servers")
+def test_each_token_has_in_every_bit_the_log_prob_of_weights_of_before_or_after_an_update_in_flight(
+    tmp_path, monkeypatch, warm_servers
+):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    warm_servers.serve(monkeypatch)
+    trainer = make_vllm_trainer(
+        tmp_path,
+        "qwen3",
+        rollout_ahead=2,
+        **IN_FLIGHT,
+        bf16=True,
+        vllm_mode="server",
+        vllm_server_autostart=True,
+        vllm_server_port=free_port(),
+        vllm_max_model_length=512,
+        max_completion_length=300,
+        generation_kwargs={"ignore_eos": True},
+        learning_rate=1e-2,
+        max_steps=10,
+        per_device_eval_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=5,
+    )
+    backend, drawn_by, in_flight = trainer.vllm_generation, [], []
+    # However fast the learner is: a batch is asked for when weights are published, or when it is waited for.
+    ask_late(monkeypatch)
+    batches, states = record(trainer)
+    complete, publish = trainer._generate_and_score_completions, backend.sync_weights
+
+    def note_versions(inputs):
+        output = complete(inputs)
+        if trainer.model.training:
+            drawn = trainer._ahead.drawn
+            drawn_by.append([0] if drawn is None else [update for update, _ in drawn.versions])
+        return output
+
+    def publish_in_the_middle():
+        for launched in backend._launched:
+            launched.may_ask.set()
+        time.sleep(0.3)
+        in_flight.append(sum(launched.is_running for launched in backend._launched))
+        publish()
+
+    trainer._generate_and_score_completions, backend.sync_weights = note_versions, publish_in_the_middle
+    trainer.train()
+    assert len(batches) == 5 and max(in_flight) > 0
+    # Of what the learner has compared in its training, and of evaluations.
+    assert logged(trainer, "mismatch/abs_logp_max") == [0.0] * 5
+    assert set(logged(trainer, "eval_mismatch/abs_logp_max")) == {0.0}
+    num_tokens = num_later = 0
+    for batch, updates in zip(batches, drawn_by, strict=True):
+        theirs, mask = batch["sampling_per_token_logps"], batch["completion_mask"].bool()
+        by_version = torch.stack([scored(trainer, batch, states[update]) for update in updates])
+        is_of = by_version == theirs
+        # Neither of them has none of the tokens.
+        assert bool(is_of.any(dim=0)[mask].all())
+        num_tokens += int(mask.sum())
+        # Once of later weights, a completion stays with them.
+        logps, places = choose_versions(by_version, theirs, mask)
+        assert torch.equal(logps[mask], theirs[mask])
+        num_later += int((places[mask] > 0).sum())
+        if len(updates) > 1:
+            assert not torch.equal(by_version[0][mask], by_version[1][mask])
+    assert 0 < num_later < num_tokens
+    assert max(logged(trainer, "rollout/later_weights_share")) > 0
+    print("tokens", num_tokens, "of later weights", num_later, "in flight", in_flight, drawn_by)

@@ -132,3 +132,13 @@ def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
     os.symlink(tmp_path, client.transfer_dir)
     with pytest.raises(ValueError, match="is a link"):
         transport.begin()
+
+
+def test_only_completions_of_this_trainer_go_on_with_what_is_published(tmp_path):
+    client, asked = Client(tmp_path), []
+    client.control = lambda path, body=None: asked.append(path)
+    transport = FileTransport(client)
+    transport.begin()
+    transport.is_drawing = lambda: True
+    transport.begin()
+    assert [path for path in asked if "pause" in path] == ["/pause?mode=abort", "/pause?mode=keep"]

@@ -93,6 +93,10 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
             f"rollout_ahead={args.rollout_ahead} with {'FSDP2' if plugin is not None else 'DeepSpeed'} is not supported in this release: "
             "the weights that draw a batch are kept whole. Launch with DDP (`accelerate launch --multi_gpu`), or leave it out."
         )
+    if args.in_flight_updates and state.num_processes > 1:
+        raise NotImplementedError(
+            f"in_flight_updates=True is untested with several processes, and there are {state.num_processes}. Leave it out."
+        )
 
 
 def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:

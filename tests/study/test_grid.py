@@ -1,14 +1,10 @@
 import sys
-from pathlib import Path
 
 import pytest
 
 from trl_qarl.cli import main
 from trl_qarl.study.grid import build_command, cell_name, expand_grid
 from trl_qarl.study.runner import check_evaluation
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_grid_is_the_product_in_the_order_of_the_axes():

@@ -230,21 +230,6 @@ def test_a_trainer_with_another_secret_is_refused(make_trainer, tmp_path):
         make_trainer(vllm_token_file=str(tmp_path / "other"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"group_size": 32}, "weights.group_size: learner 32, engine 128"),
-        ({"scheme": "w8a8"}, "format: learner 'int-quantized', engine 'pack-quantized'"),
-        ({"bf16": True}, "dtype: learner 'bfloat16', engine 'float32'"),
-        ({"exclude_modules": ["o_proj"]}, "exclude list: learner"),
-    ],
-    ids=str,
-)
-def test_a_server_made_for_another_learner_is_refused_at_start(make_trainer, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(**arguments)
-
-
 def test_no_server_says_how_to_start_one(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(

@@ -27,7 +27,7 @@ from trl_qarl.wire.handshake import (
     server_token,
     take_token,
 )
-from trl_qarl.wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
+from trl_qarl.wire.protocol import SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
 from trl_qarl.wire.transfer_dir import make_transfer_dir
 
 
@@ -338,38 +338,6 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     started.append(Server(token, server.port))
     assert client.reconnect(10)
     assert client.call_workers("qarl_describe")
-
-
-def test_without_a_session_nothing_but_the_handshake_is_sent(started, make_client, monkeypatch, tmp_path):
-    """As after a lost engine, when the trainer is used again: whoever has the port by then is asked for its proof alone."""
-    from trl_qarl.rollout import client as client_module
-    from trl_qarl.rollout.http_session import ServerLost
-
-    monkeypatch.setattr(client_module, "_REFUSAL_SECONDS", 0.5)
-    token = make_token()
-    started.append(server := Server(token))
-    client = make_client(server.url, token=token)
-    held = client.session.headers[SESSION_HEADER]
-    server.stop()
-    started.append(thief := Thief(server.port, tmp_path, tmp_path / "token"))
-    client.close_session()
-    start = time.monotonic()
-    # It answers, so that nobody waits for it to start.
-    with pytest.raises(ServerLost, match="did not prove that it knows the secret"):
-        client.reconnect(600)
-    assert time.monotonic() - start < 20
-    for request in (
-        client.weight_version,
-        lambda: client.generate([[1]]),
-        lambda: client.control("/pause?mode=abort"),
-    ):
-        with pytest.raises(ServerLost, match="holds no session"):
-            request()
-    with pytest.raises(RuntimeError, match="did not prove that it knows the secret"):
-        make_client(server.url, token=token)
-    assert client.is_healthy()
-    assert {path for path, _ in thief.requests} == {"/health", STATE_PATH, SESSION_PATH}
-    assert held not in str(thief.requests)
 
 
 def test_a_server_that_starts_slowly_is_waited_for(started, make_client, monkeypatch):

@@ -1,8 +1,6 @@
 """LoRA beside a frozen low-bit base in the trainer: what moves, what stays, what is saved, resumed and exported."""
 
 import json
-import math
-import runpy
 import shutil
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
-from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.scripts import export
 
 
@@ -80,48 +77,12 @@ def run(base, tmp_path_factory):
     return trainer, before, options
 
 
-def test_both_factors_of_every_layer_are_trained_and_no_byte_of_the_base(run):
-    trainer, (base, adapter), _ = run
-    assert_equal(base_of(trainer.model), base)
-    after = adapter_tensors(trainer.model)
-    assert len(after) == 2 * 2 * 7 and all(not torch.equal(after[name], adapter[name]) for name in adapter)
-    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert trained == {name.replace(".weight", ".default.weight") for name in after}
-    assert all(tensor.dtype is torch.float32 for tensor in after.values())
-
-
-def test_no_layer_keeps_its_masters_and_the_report_says_what_they_took(run):
-    trainer, *_ = run
-    layers = quantized_layers(trainer.model)
-    assert list(layers) == list(trainer.swap_report.converted) and len(layers) == 2 * 6
-    assert all(isinstance(layer.weight, LowBitTensor) and layer.is_frozen for layer in layers.values())
-    assert sum(layer.low_bit_weight().num_bytes for layer in layers.values()) == trainer.swap_report.low_bit_bytes
-    assert trainer.swap_report.master_bytes == sum(4 * layer.weight.numel() for layer in layers.values())
-    assert set(trainer.swap_report.skipped.values()) == {"output head", "exclude_modules"}
-
-
 def test_the_record_of_the_run_says_which_adapter(run):
     trainer, *_ = run
     record = json.loads(Path(trainer.args.output_dir, "run.json").read_text())
     assert record["lora_mode"] == "adapter"
     assert (record["lora"]["r"], record["lora"]["lora_alpha"], record["lora"]["use_rslora"]) == (4, 6, False)
     assert record["lora"]["target_modules"] == adapter_config(trainer.model)["target_modules"]
-
-
-def test_what_is_measured_about_moving_weights_is_left_out(run):
-    trainer, *_ = run
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(rows) == 4 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
-    # The row of the update that begins the second generation batch.
-    assert 0 < rows[2]["mismatch/abs_logp_mean"] < 0.05
-    assert not [name for row in rows for name in row if name.startswith("quant/")]
-
-
-def test_the_reference_is_the_base_without_its_adapter(run):
-    trainer, *_ = run
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    # The adapter starts as zero.
-    assert trainer.ref_model is None and rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
 
 
 def test_a_saved_adapter_is_ordinary_and_beside_the_export_the_same_policy(run, tmp_path):
@@ -282,47 +243,6 @@ def test_a_learner_in_high_precision_keeps_its_masters(base, tmp_path):
     assert not any(layer.is_frozen or layer.weight.requires_grad for layer in quantized_layers(trainer.model).values())
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert row["mismatch/abs_logp_mean"] > 0.001 and "quant/code_flip_rate" not in row and row["quant/sqnr"] > 10
-
-
-SCRIPT = """\
-import json
-
-from datasets import Dataset
-from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
-
-
-def reward_len(completions, **kwargs):
-    return [-abs(20 - len(completion)) for completion in completions]
-
-
-if __name__ == "__main__":
-    training_args = GRPOConfig(output_dir="OUT", **json.loads('OPTIONS'))
-    trainer = GRPOTrainer(
-        model="MODEL",
-        reward_funcs=reward_len,
-        args=training_args,
-        train_dataset=Dataset.from_dict({"prompt": ["A colour:", "A fruit:", "A river:", "A poet:"]}),
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    trainer.train()
-    trainer.save_model()
-"""
-
-
-def test_a_script_for_trl_runs_with_its_one_import_changed(base, tmp_path):
-    options = {name: value for name, value in TRAINING.items() if name != "max_steps"} | {"max_steps": 1}
-    changed = SCRIPT.replace(
-        "from trl import GRPOConfig, GRPOTrainer",
-        "from trl_qarl import QaRLConfig as GRPOConfig, QaRLTrainer as GRPOTrainer",
-    )
-    for name, script in (("theirs", SCRIPT), ("ours", changed)):
-        script = script.replace("OPTIONS", json.dumps(options)).replace("MODEL", base)
-        (tmp_path / f"{name}.py").write_text(script.replace("OUT", str(tmp_path / name)))
-        runpy.run_path(str(tmp_path / f"{name}.py"), run_name="__main__")
-    theirs, ours = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
-    assert theirs.keys() == ours.keys()
-    assert json.loads((tmp_path / "ours" / "qarl.json").read_text())["scheme"] == "w4a16"
 
 
 def test_trls_example_runs_with_the_two_names_changed(base, tmp_path, caplog):

@@ -3,7 +3,6 @@
 import logging
 import os
 import shlex
-import shutil
 import subprocess
 import sysconfig
 import threading
@@ -12,14 +11,12 @@ import time
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from testing_utils import make_tiny_model, make_trainer
 from trl_qarl import QaRLConfig
 from trl_qarl.checkpoint.export import is_export
 from trl_qarl.checkpoint.uploads import PushFailed
-from trl_qarl.cli import main
 
 
 SAVING = {
@@ -349,40 +346,6 @@ def test_push_without_a_token_or_offline_is_refused_before_anything_is_loaded(tm
 def test_adapter_is_refused_where_none_is_trained(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="hub_export='adapter' pushes a PEFT adapter, and none is trained"):
         make_trainer(tiny_model, tmp_path, hub_export="adapter")
-
-
-def test_full_disk_while_exporting_for_a_push_leaves_masters_and_earlier_export(tiny_model, tmp_path, hub):
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounts a small file system")
-    trainer = make_trainer(
-        tiny_model, tmp_path / "run", hub_model_id="policy", hub_private_repo=True, hub_revision="trial"
-    )
-    small = trainer.export_dir = tmp_path / "small" / "w4a16"
-    small.parent.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small.parent)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"mount: {mounted.stderr.decode()}")
-    try:
-        trainer.push_to_hub()
-        before = local_files(small)
-        filling = small.parent / "filling"
-        filling.write_bytes(bytes(2**21 - sum(map(len, before.values())) - 2**17))
-        with pytest.raises(PushFailed, match="(?s)No space left.*Nothing is lost.*trl-qarl export") as failure:
-            trainer.push_to_hub()
-        assert f"--model_name_or_path {tmp_path / 'run'} --output_dir {small} --push_to_hub" in str(failure.value)
-        assert str(failure.value).endswith("--hub_model_id someone/policy --hub_private_repo --hub_revision trial")
-        assert local_files(small) == before
-        assert (tmp_path / "run" / "model.safetensors").is_file()
-        filling.unlink()
-        assert main(shlex.split(str(failure.value).splitlines()[-1])[1:]) == 0
-        assert pushed_files(hub, revision="trial") == local_files(small)
-        # The header's metadata is in no order.
-        now, then = (load(files["model.safetensors"]) for files in (local_files(small), before))
-        assert now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
-    finally:
-        subprocess.run(["umount", str(small.parent)], check=True)
 
 
 def test_push_of_experts_that_have_no_export_is_refused_before_training(tmp_path, hub):

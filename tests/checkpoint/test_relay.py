@@ -1,10 +1,8 @@
-import errno
 import json
 import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -175,31 +173,6 @@ def test_two_trainers_do_not_share_a_folder(written, tmp_path):
     assert rebuilt(written, tmp_path / "out") == 4
 
 
-def test_a_full_disk_leaves_the_last_version_and_the_next_has_all_that_changed(written, tmp_path, monkeypatch, caplog):
-    relay = Relay(written, tmp_path / "run", 3)
-    write(relay, 3)
-    before = {path: path.read_bytes() for path in written.rglob("*") if path.is_file()}
-
-    def full(*args, **kwargs):
-        Path(args[1]).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for name, broken in (("save_file", full), ("sync", lambda folder: full(None, folder / "x"))):
-        with monkeypatch.context() as patch:
-            patch.setattr(relay_module, name, broken)
-            write(relay, 4)
-        assert "Version 4 could not be written" in caplog.text and "The last that can be read is 3" in caplog.text
-        assert {path: path.read_bytes() for path in written.rglob("*") if path.is_file()} == before
-        caplog.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(relay_module.json, "dump", full_dump)
-        write(relay, 4)
-    assert rebuilt(written, tmp_path / "out") == 3
-    write(relay, 5)
-    relay.close()
-    assert rebuilt(written, tmp_path / "out") == 5
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 2 MiB."""
@@ -275,20 +248,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(written,
     assert rebuilt(written, tmp_path / "out") == 0
 
 
-def test_a_folder_that_is_removed_while_training_is_made_again(written, tmp_path, caplog):
-    relay = Relay(written, tmp_path / "run", 3)
-    write(relay, 3)
-    shutil.rmtree(written)
-    write(relay, 4, 5)
-    assert f"{written} was removed, and is made again" in caplog.text
-    with pytest.raises(ValueError, match="which is still training"):
-        Relay(written, tmp_path / "run", 3)
-    relay.close()
-    assert [rebuilt(written, tmp_path / "out", version) for version in (4, 5)] == [4, 5]
-    names = {path.name for path in written.iterdir()}
-    assert names == {"base-4", "patch-5.safetensors", "manifest.json", "lock"}
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
 def test_the_umask_decides_who_reads_versions_and_what_is_rebuilt(tmp_path, umask, mode):
     before = os.umask(umask)
@@ -307,11 +266,6 @@ def test_the_umask_decides_who_reads_versions_and_what_is_rebuilt(tmp_path, umas
     files = [path for folder in ("relay", "out") for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert {"patch-1.safetensors", "model.safetensors"} <= {path.name for path in files}
     assert {path.name: path.stat().st_mode & 0o777 for path in files} == dict.fromkeys([p.name for p in files], mode)
-
-
-def full_dump(content, file, **kwargs):
-    file.write("{")
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_run_that_goes_on_between_two_versions_writes_a_base(written, tmp_path, caplog):

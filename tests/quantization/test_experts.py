@@ -1,6 +1,5 @@
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -152,14 +151,6 @@ def test_checkpointing_and_implementations_change_no_bit_and_the_router_is_train
     assert torch.equal(again, loss) and all(torch.equal(same[name], gradients[name]) for name in gradients)
 
 
-def test_the_auxiliary_loss_reaches_the_router():
-    model = make_mixture()
-    prepare_model(model, "w4a16")
-    output = model(torch.randint(3, 260, (2, 24)), output_router_logits=True)
-    output.aux_loss.backward()
-    assert model.model.layers[1].mlp.gate.weight.grad.any()
-
-
 @pytest.mark.parametrize("arch", MIXTURES)
 def test_every_layout_that_is_named_is_quantized_and_its_routers_are_not(mixtures, arch):
     model = copy.deepcopy(mixtures[arch])
@@ -291,20 +282,3 @@ def test_experts_with_a_gate_of_their_own_biases_or_other_sizes_are_refused(mixt
     assert "do not fit 7 experts" in problem_of_experts(experts)
     own = type("Own", (type(experts),), {"_apply_gate": lambda self, gate_up: gate_up})
     assert "activation of its own" in problem_of_experts(own(mixtures["qwen3_moe"].config))
-
-
-@pytest.mark.parametrize("name", ["mxfp4a16", "nvfp4a16"])
-def test_experts_in_fp4_are_refused(name):
-    with pytest.raises(
-        ValueError, match=rf"scheme '{name}' of experts: no reader of such a checkpoint has been tried"
-    ):
-        prepare_model(make_mixture(), name)
-
-
-def test_the_page_names_the_mixtures_of_these_tests():
-    page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
-    for title, archs in (("quantized", MIXTURES), ("refused", OTHER_LAYOUTS)):
-        table = page.partition(f"<!-- mixtures that are {title} -->")[2].partition("<!-- end -->")[0]
-        assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ["model_type", *sorted(archs)]
-    for arch, (_, reason) in OTHER_LAYOUTS.items():
-        assert re.search(rf"`{arch}` \| .*{reason}", page)

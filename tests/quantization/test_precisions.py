@@ -220,8 +220,3 @@ def test_what_is_no_precision_is_refused(written, message):
 def test_precisions_that_cannot_be_are_named(precisions, scheme, max_steps, message):
     (problem,) = problems_of_precisions(precisions, get_plan(scheme), max_steps)
     assert re.search(message, problem)
-
-
-def test_precisions_that_can_be_have_no_problem():
-    for precisions, max_steps in (([4, 3, 2], -1), ({0: 4, 60: 3}, 61), ([3], 1)):
-        assert not [*problems_of_precisions(precisions, get_plan(FOUR), max_steps)]

@@ -9,7 +9,6 @@ from transformers import TrainerCallback
 
 from played_server import play_servers
 from testing_utils import count_digits
-from trl_qarl import QaRLConfig
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.failures import MAX_ATTEMPTS, EngineLost
 from trl_qarl.rollout.http_session import ServerLost
@@ -180,13 +179,6 @@ def test_weights_that_a_callback_changes_at_one_step_are_published(make_trainer)
         assert before[0] == back[0] != swapped[0]
         # Nothing is sent where nothing has changed.
         assert again == back and before[1] != back[1]
-
-
-@pytest.mark.parametrize("name", ["vllm_request_timeout", "vllm_generation_timeout"])
-@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
-def test_a_request_without_an_end_is_refused(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name}="):
-        QaRLConfig(str(tmp_path), use_vllm=True, use_cpu=True, **{name: value})
 
 
 def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(make_trainer, undisturbed):

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from test_imports import by_folder, import_graph
 
 from bench.command import make_parser
 from trl_qarl import cli
@@ -50,13 +49,6 @@ def test_architecture_names_every_module_and_no_other():
     package = ROOT / "trl_qarl"
     files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")} - {"__init__.py"}
     assert sorted(modules_of_architecture()) == sorted(files)
-
-
-def test_architecture_lists_folders_in_the_order_of_imports():
-    order = list(dict.fromkeys(re.split(r"/|\.py", name)[0] for name in modules_of_architecture()))
-    position = {f"trl_qarl.{name}": index for index, name in enumerate(order)}
-    graph = by_folder(import_graph(ROOT / "trl_qarl"))
-    assert [(a, b) for a, imported in graph.items() for b in imported if position[a] < position[b]] == []
 
 
 def test_tests_that_the_documentation_names_are_there():

@@ -458,33 +458,13 @@ def test_a_log_prob_that_is_not_known_does_not_pass_for_equal():
     assert largest_difference(old, sampling, mask)[0] == 0.0
 
 
-def hf_add(x, residual):
-    return (x + residual).float()
-
-
-def hf_rotate(x, positions, cache):
-    cos, sin = cache[positions].repeat(1, 2).unsqueeze(1).chunk(2, -1)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
-
-
 def hf_rms_norm(x, weight, epsilon, dtype):
     return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, epsilon).to(dtype)
 
 
-@pytest.mark.parametrize(
-    "replacement",
-    [
-        hf_rms_norm,
-        pytest.param(hf_add, marks=pytest.mark.nightly),
-        pytest.param(hf_rotate, marks=pytest.mark.nightly),
-    ],
-)
-def test_other_arithmetic_in_the_learner_is_found_and_its_layer_named(
-    tmp_path, monkeypatch, lenient_canary, replacement
-):
+def test_other_arithmetic_in_the_learner_is_found_and_its_layer_named(tmp_path, monkeypatch, lenient_canary):
     trainer = make_trainer(tmp_path)
-    monkeypatch.setattr(ops, replacement.__name__.removeprefix("hf_"), replacement)
+    monkeypatch.setattr(ops, "rms_norm", hf_rms_norm)
     with pytest.raises(RuntimeError, match=r"mismatch is .* and not 0: .*'layers.0' is the first layer whose output"):
         trainer.train()
 

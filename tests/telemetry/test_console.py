@@ -6,7 +6,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_callback import CallbackHandler
 
 from testing_utils import make_problems, make_trainer
-from trl_qarl.telemetry.console import Advisor, RowPrinter, RowProgress, format_row, show_rows
+from trl_qarl.telemetry.console import Advisor, RowPrinter, RowProgress, show_rows
 
 
 ROW = {
@@ -22,28 +22,6 @@ ROW = {
     "quant/code_flip_rate": 2e-5,
     "rollout/tokens_per_second": 1234.5,
 }
-
-
-def test_a_row_has_ten_values_and_the_time_that_is_left():
-    assert format_row(ROW, 12, 40, seconds_left=192.4) == (
-        "step 12/40 | reward 0.512 | reward_std 0.25 | length 120 | entropy 0.51 | dropped 20% | mismatch 6.1e-04 | "
-        "flips 2.0e-05 | tok/s 1234 | eta 0:03:12"
-    )
-
-
-@pytest.mark.parametrize(
-    ("logs", "row"),
-    [
-        ({"tbpo/dropped/total": 0.0, "quant/code_flip_rate": float("nan")}, "step 2/4 | dropped 0% | eta 0:00:10"),
-        ({"clip_ratio/region_mean": 0.012, "reward": None}, "step 2/4 | clipped 1.2% | eta 0:00:10"),
-        ({"eval_reward": 0.5, "eval_rollout/mean_length": 3.0}, "eval at step 2/4 | reward 0.5 | length 3"),
-        ({"train_runtime": 61.2, "train_loss": 0.1}, "trained 2 of 4 updates in 0:01:01"),
-        # Values that a user logs.
-        ({"mine": 1.23456, "text": "x"}, "step 2/4 | mine 1.235 | text x | eta 0:00:10"),
-    ],
-)
-def test_a_row_says_what_was_logged(logs, row):
-    assert format_row(logs, 2, 4, seconds_left=10) == row
 
 
 class Notebook(ProgressCallback):

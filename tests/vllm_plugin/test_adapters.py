@@ -213,17 +213,6 @@ def test_what_has_changed_in_the_engine_is_named_and_sent_again(publisher, caplo
     assert mismatch(publisher) < 1e-5
 
 
-def test_an_update_that_was_never_finished_does_not_spoil_the_next(publisher):
-    names = [name for name, _ in engine_model(publisher).named_parameters()]
-    assert any(".base_layer." in name for name in names)
-    publisher.transport.begin()
-    publisher.transport.send([("model.norm.weight", torch.zeros(128)), (A, torch.zeros(4, 128))])
-    publisher.forget()
-    publisher.publish("complete")
-    assert mismatch(publisher) < 1e-5
-    assert [name for name, _ in engine_model(publisher).named_parameters()] == names
-
-
 def test_a_trainer_without_an_adapter_gets_the_base(publisher):
     """The next trainer of a server; its base happens to be the same."""
     from trl_qarl.rollout.publisher import Publisher

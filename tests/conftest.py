@@ -59,7 +59,7 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def warm_servers():
     """Where servers are forked from; tests that use it are in one group, so that there is one."""
-    from warm_servers import WarmServers
+    from testing_utils.warm_servers import WarmServers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")

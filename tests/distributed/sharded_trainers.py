@@ -191,29 +191,21 @@ def a_server_is_filled_and_filled_again(folder):
     """The main process alone talks to it, and a server that is lost while it generates is filled by all processes."""
     if find_spec("vllm") is None:
         return
-    import fail_ddp
+    from testing_utils.played_server import Server
 
-    transport = Engine()
-
-    class Server(fail_ddp.Engine):
-        weight_version = get_weight_version = lambda self: transport.weight_version
-        num_published = num_asked = 0
-
-        def generate(self, *args, **kwargs):
-            self.num_asked += 1
-            if self.num_asked == 2:
-                raise ServerLost("no server answers")
-            return super().generate(*args, **kwargs)
+    transport, num_published = Engine(), []
 
     class Generation(QaRLVLLMGeneration):
         def _connect(self):
-            self.vllm_client = Server(None, None)
+            self.vllm_client = Server(self.model)
+            self.vllm_client.failures = {"generate": [None, ServerLost("no server answers")]}
+            self.vllm_client.weight_version = lambda: transport.weight_version
             self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
             self.publisher.check_engine = dict
             self._keep_trying()
 
         def _publish(self):
-            self.vllm_client.num_published += 1
+            self.vllm_client.version = num_published.append("sent") or "sent"
             return super()._publish()
 
     options = {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
@@ -224,7 +216,7 @@ def a_server_is_filled_and_filled_again(folder):
             assert versions == [0, 1]
             if dist.get_rank() == 0:
                 # Of the first weights once, of the second twice.
-                assert trainer.vllm_generation.vllm_client.num_published == 3
+                assert len(num_published) == 3
                 assert max(row["publish/canary_abs_logp"] for row in trainer.state.log_history if "reward" in row) < 1
 
 

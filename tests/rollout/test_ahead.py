@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
-from played_server import play_servers
 from testing_utils import logged, make_vllm_trainer
+from testing_utils.played_server import play_servers
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.arguments import check_arguments
 from trl_qarl.rollout.ahead import NextPrompts

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from played_server import play_servers
 from testing_utils import count_digits
+from testing_utils.played_server import play_servers
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.failures import MAX_ATTEMPTS, EngineLost
 from trl_qarl.rollout.http_session import ServerLost

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 
-from recorded_runs import report, write_run
+from testing_utils.recorded_runs import report, write_run
 
 
 def refused(capsys, *argv):

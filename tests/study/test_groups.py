@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from recorded_runs import CONFIG, rewards_run, write_run
+from testing_utils.recorded_runs import CONFIG, rewards_run, write_run
 from trl_qarl.study.groups import (
     compare_groups,
     describe_differences,

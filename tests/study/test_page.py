@@ -2,7 +2,7 @@ import json
 import re
 from xml.etree import ElementTree
 
-from recorded_runs import Page, read_page, report, write_run
+from testing_utils.recorded_runs import Page, read_page, report, write_run
 
 
 def test_page_is_self_contained(grid_page):

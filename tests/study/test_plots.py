@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recorded_runs import CONFIG
+from testing_utils.recorded_runs import CONFIG
 from trl_qarl.study.groups import make_groups
 from trl_qarl.study.runs import Run
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from recorded_runs import write_run
+from testing_utils.recorded_runs import write_run
 from trl_qarl.study.groups import find_gaps
 from trl_qarl.study.runs import read_run, read_runs
 from trl_qarl.telemetry.run_files import HISTOGRAM_EDGES

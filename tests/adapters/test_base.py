@@ -133,9 +133,7 @@ def test_a_low_bit_base_of_several_schemes_is_taken_by_its_plan_alone(tmp_path):
         get_plan(PLAN | {"re:.*mlp.*": {"scheme": "w3a16", "group_size": 32}}, high_precision_first=1),
         get_plan(PLAN | {"re:.*self_attn.*": None}, high_precision_first=1),
     ):
-        with pytest.raises(
-            ValueError, match="is a low-bit checkpoint of scheme 'w8a8', 'w4a16' .* layers differ, such as"
-        ):
+        with pytest.raises(ValueError, match="'w8a8'"):
             prepare_base(base, other, **arguments)
 
 

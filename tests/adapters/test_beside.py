@@ -115,7 +115,7 @@ def test_another_base_or_scheme_is_not_resumed(run, base, tmp_path):
     checkpoint = f"{trainer.args.output_dir}/checkpoint-2"
     other = make_tiny_model(tmp_path, "qwen3", seed=1)
     for model, kwargs in ((other, options), (base, options | {"scheme": "w8a16"})):
-        with pytest.raises(ValueError, match="was trained with .*'base': '[0-9a-f]{16}'"):
+        with pytest.raises(ValueError, match="'base'"):
             make(model, tmp_path, lora(), **kwargs).train(resume_from_checkpoint=checkpoint)
 
 
@@ -136,8 +136,8 @@ def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"scheme": "w8a16"}, "scheme='w4a16' there, 'w8a16' here"),
-        ({"bf16": False}, "scale_dtype='bfloat16' there, 'float32' here"),
+        ({"scheme": "w8a16"}, "scheme='w4a16'"),
+        ({"bf16": False}, "scale_dtype='bfloat16'"),
     ],
 )
 def test_an_adapter_folder_says_which_base_it_was_trained_beside(run, tmp_path, kwargs, message):
@@ -192,11 +192,11 @@ def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(bas
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"scheme": "w8a8"}, "scheme 'w4a16' with group sizes.*this run has scheme='w8a8'"),
-        ({"group_size": 64}, "this run has scheme='w4a16', group_size=64"),
+        ({"scheme": "w8a8"}, "scheme='w8a8'"),
+        ({"group_size": 64}, "scheme='w4a16'"),
         ({"bf16": True}, r"scales in torch.float32; this run .*scales in torch.bfloat16"),
         ({"exclude_modules": ["o_proj"]}, "says itself which layers are quantized"),
-        ({"quantize_learner": False}, "quantize_learner=False needs the base in high precision"),
+        ({"quantize_learner": False}, "quantize_learner=False"),
     ],
 )
 def test_a_low_bit_checkpoint_of_another_kind_is_refused(base, tmp_path, kwargs, message):
@@ -260,7 +260,7 @@ def test_trls_example_runs_with_the_two_names_changed(base, tmp_path, caplog):
 def test_an_adapter_beside_the_linear_layers_of_a_mixture_trains_on_frozen_experts(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     model = make_tiny_model(tmp_path, "qwen3_moe", **experts)
-    with pytest.raises(ValueError, match="'all-linear' takes experts and routers too, so name layers"):
+    with pytest.raises(ValueError, match="'all-linear'"):
         make(model, tmp_path / "all", lora())
     trainer = make(model, tmp_path / "run", lora(target_modules=["q_proj", "v_proj"]), max_steps=1)
     layers = quantized_layers(trainer.model)

@@ -104,10 +104,10 @@ def test_the_low_bit_policy_of_a_4_bit_base_is_not_pushed(tiny_model, tmp_path, 
 @pytest.mark.parametrize(
     ("config", "options", "match"),
     [
-        (NF4, {"has_adapter": False}, r"no adapter is not supported: 4-bit weights take no gradient.*`peft_config`"),
-        (NF4, {"scheme": "w4a16"}, r"scheme='w4a16' is not supported: the layers would be quantized twice"),
-        (NF4, {"use_vllm": True}, r"use_vllm=True is not supported: vLLM 0.31 has no layers"),
-        ({"load_in_8bit": True}, {}, r"BitsAndBytesConfig is not supported.*load_in_4bit=True"),
+        (NF4, {"has_adapter": False}, "`peft_config`"),
+        (NF4, {"scheme": "w4a16"}, "scheme='w4a16'"),
+        (NF4, {"use_vllm": True}, "use_vllm=True"),
+        ({"load_in_8bit": True}, {}, "load_in_4bit=True"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, config, options, match):

@@ -204,7 +204,7 @@ def test_factors_of_rotary_embeddings_stay_and_a_second_copy_of_a_tied_embedding
     found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
     assert np.array_equal(found["rope_freqs.weight"], factors)
     assert np.array_equal(found["output.weight"], found["token_embd.weight"])
-    with pytest.raises(ValueError, match=r"embeddings are not scaled, the model's are 'llama3'"):
+    with pytest.raises(ValueError, match="'llama3'"):
         base = make_base(tmp_path / "base.gguf", model)
         export_gguf(model, base, tmp_path / "out.gguf", torch.bfloat16)
 
@@ -271,7 +271,7 @@ def test_what_is_no_gguf_file_of_a_known_architecture_is_refused(tmp_path, monke
     ):
         make_base(path, make_model(), {"general.architecture": "gpt2"})
     gemma = make_model("gemma")
-    with pytest.raises(ValueError, match="Model type 'gemma' is not among those"):
+    with pytest.raises(ValueError, match="'gemma'"):
         export_gguf(gemma, make_base(path, make_model()), tmp_path / "out.gguf", torch.bfloat16)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=re.escape('pip install "trl-qarl[gguf]"')):
@@ -305,7 +305,7 @@ def test_an_adapter_beside_the_base_is_refused_and_one_inside_is_written(tmp_pat
         model = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
         prepare_base(model, "w4a16", scale_dtype=torch.bfloat16, keep_masters=False, is_merged=is_merged)
         if not is_merged:
-            with pytest.raises(ValueError, match="no place for an adapter.*lora_mode='merged'"):
+            with pytest.raises(ValueError, match="lora_mode='merged'"):
                 export_gguf(model, base, tmp_path / "out.gguf", torch.bfloat16)
             continue
         path = export_gguf(model, base, tmp_path / "out.gguf", torch.bfloat16)

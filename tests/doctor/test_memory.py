@@ -113,7 +113,7 @@ def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
         assert four["ddp"][name] == alone["ddp"][name]
     adding = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(4, accumulates=True))
     assert adding["fsdp2"] == four["fsdp2"] | {"gradients": alone["ddp"]["gradients"]} and adding["ddp"] == four["ddp"]
-    with pytest.raises(ValueError, match="optim='sgd' is not known here"):
+    with pytest.raises(ValueError, match="optim='sgd'"):
         parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, "sgd"))
 
 

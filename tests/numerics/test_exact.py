@@ -37,10 +37,7 @@ def check(exactness, output):
 def test_a_difference_is_an_error_where_exactness_is_required(exact, is_asked_for):
     exactness = Exactness(exact, is_asked_for)
     check(exactness, make_output())
-    with pytest.raises(
-        RuntimeError,
-        match=r"mismatch is 9.54e-07 and not 0: .* token 2 of completion 1 \(id 5\) .* exact='warn' trains",
-    ):
+    with pytest.raises(RuntimeError, match="exact='warn'"):
         check(exactness, make_output(2**-20))
     assert exactness.is_required
 

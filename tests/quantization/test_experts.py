@@ -216,9 +216,9 @@ def test_one_group_size_divides_both_sizes_or_the_experts_are_refused():
     assert {weight.low_bit_weight().group_size for n, weight in Inventory.of(model).weights() if "experts" in n} == {
         32
     }
-    with pytest.raises(ValueError, match=r"mlp\.experts'.*hidden size 128 and intermediate size 48.*in_features=48"):
+    with pytest.raises(ValueError, match="in_features=48"):
         prepare_model(make_mixture(moe_intermediate_size=48), "w4a16")
-    with pytest.raises(ValueError, match="scheme 'mxfp4a16' of experts: no reader"):
+    with pytest.raises(ValueError, match="'mxfp4a16'"):
         prepare_model(make_mixture(), "mxfp4a16")
 
 

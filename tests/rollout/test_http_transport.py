@@ -245,27 +245,21 @@ def test_changes_alone_are_sent_over_http_unless_said_otherwise():
     assert [sends_changes(transport, None) for transport in (http, file, nccl)] == [True, False, False]
     assert [sends_changes(transport, True) for transport in (http, file)] == [True, True]
     assert not sends_changes(http, False)
-    with pytest.raises(ValueError, match="vllm_delta_sync=True, but the server takes weights over NCCL"):
+    with pytest.raises(ValueError, match="vllm_delta_sync=True"):
         sends_changes(nccl, True)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "http"])
 def test_weights_do_not_travel_in_clear_text_unless_that_is_said(wanted):
-    with pytest.raises(
-        ValueError, match="http://10.0.0.7:8000 in clear text.*ssl-certfile.*vllm_allow_plain_http=True"
-    ):
+    with pytest.raises(ValueError, match="vllm_allow_plain_http=True"):
         choose_transport(Described("http://10.0.0.7:8000"), wanted)
 
 
 @pytest.mark.parametrize(
     ("wanted", "backend", "message"),
     [
-        (
-            "nccl",
-            FILE_BACKEND,
-            "'nccl', but the server was started for files and HTTP. Start it with `--transport nccl`",
-        ),
-        ("http", NCCL_BACKEND, "'http', but the server was started for NCCL. Start it with `--transport file`"),
+        ("nccl", FILE_BACKEND, "'nccl'"),
+        ("http", NCCL_BACKEND, "'http'"),
     ],
 )
 def test_a_transport_that_the_server_does_not_have_is_refused(wanted, backend, message):

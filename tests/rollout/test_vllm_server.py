@@ -226,15 +226,13 @@ def test_a_session_calls_no_other_methods_of_the_workers(client):
 
 def test_a_trainer_with_another_secret_is_refused(make_trainer, tmp_path):
     make_token_file(tmp_path / "other")
-    with pytest.raises(RuntimeError, match="another secret than this trainer.*Set `vllm_token_file`"):
+    with pytest.raises(RuntimeError, match="`vllm_token_file`"):
         make_trainer(vllm_token_file=str(tmp_path / "other"))
 
 
 def test_no_server_says_how_to_start_one(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(
-        ConnectionError, match="vllm-serve --model .*llama --scheme w4a16 --dtype float32`.*vllm_server_autostart=True"
-    ):
+    with pytest.raises(ConnectionError, match="vllm_server_autostart=True"):
         make_vllm_trainer(tmp_path, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=1)
 
 

@@ -190,7 +190,7 @@ class TestOneTraining:
             trainer.vllm_generation.llm.update_weight_version("theirs")
 
         monkeypatch.setattr(trainer.vllm_generation, "sync_weights", publish_and_interfere)
-        with pytest.raises(RuntimeError, match="version 'theirs', but version '0-.*' was published"):
+        with pytest.raises(RuntimeError, match="'theirs'"):
             trainer.train()
 
     def test_a_deep_audit_sees_what_fingerprints_cannot(self, trainer, monkeypatch):

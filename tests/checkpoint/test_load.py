@@ -71,16 +71,6 @@ def test_masters_are_dropped_and_nothing_else_changes(tmp_path):
     assert freeze_model(model) == 0 and report_frozen(model).low_bit_bytes == report.low_bit_bytes
 
 
-def test_a_frozen_model_moves_to_another_dtype_and_is_not_trained(tmp_path):
-    exported(tmp_path, scale_dtype=torch.bfloat16)
-    model = load_frozen_model(str(tmp_path), dtype="auto").to(torch.bfloat16)
-    layer = next(iter(quantized_layers(model).values()))
-    assert layer.is_frozen and layer.weight.dtype is torch.bfloat16 and not layer.weight.requires_grad
-    codes = layer.weight.qdata.clone()
-    model.to(torch.float32)
-    assert torch.equal(layer.weight.qdata, codes) and layer.weight.dtype is torch.float32
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -308,24 +308,6 @@ def test_construction_fails_where_the_repository_cannot_be_made(tiny_model, tmp_
     assert "The token may not write there" in str(failure.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"hub_export": "int4"}, "hub_export='int4'"),
-        ({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is not"),
-        ({"hub_model_id": "my model"}, "hub_model_id='my model' is not"),
-        ({"hub_model_id": "a" * 92, "hub_export": "both"}, "hub_model_id=.* is not"),
-    ],
-)
-def test_bad_options_of_the_hub_are_refused(tmp_path, hub, arguments, says):
-    with pytest.raises(ValueError, match=says):
-        QaRLConfig(str(tmp_path), push_to_hub=True, **arguments)
-    if "a" * 92 not in arguments.values():
-        with pytest.raises(ValueError, match=says):
-            QaRLConfig(str(tmp_path), **arguments)
-    assert not hub.requests
-
-
 def test_push_without_a_token_or_offline_is_refused_before_anything_is_loaded(tmp_path, hub, monkeypatch):
     QaRLConfig(str(tmp_path / "run"), push_to_hub=True)
     with pytest.raises(ValueError, match="hub_model_id='my run' is not"):

@@ -1,5 +1,4 @@
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -246,26 +245,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(written,
     with pytest.raises(ValueError, match="this is a new run"):
         Relay(written, tmp_path / "run")
     assert rebuilt(written, tmp_path / "out") == 0
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
-def test_the_umask_decides_who_reads_versions_and_what_is_rebuilt(tmp_path, umask, mode):
-    before = os.umask(umask)
-    try:
-        relay = Relay(tmp_path / "relay", tmp_path / "run")
-        model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "llama"))
-        prepare_model(model, "w4a16", scale_dtype=torch.float32)
-        tensors = checkpoint_state_dict(model, torch.float32)
-        relay.write(0, tensors, lambda folder: export_checkpoint(model, folder, dtype=torch.float32))
-        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
-        relay.write(1, tensors, None)
-        relay.close()
-        rebuild(tmp_path / "relay", tmp_path / "out")
-    finally:
-        os.umask(before)
-    files = [path for folder in ("relay", "out") for path in (tmp_path / folder).rglob("*") if path.is_file()]
-    assert {"patch-1.safetensors", "model.safetensors"} <= {path.name for path in files}
-    assert {path.name: path.stat().st_mode & 0o777 for path in files} == dict.fromkeys([p.name for p in files], mode)
 
 
 def test_a_run_that_goes_on_between_two_versions_writes_a_base(written, tmp_path, caplog):

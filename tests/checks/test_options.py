@@ -45,6 +45,9 @@ REFUSED = [
     ({"vllm_server_autostart": True}, "use_vllm=True"),
     ({"vllm_token_file": "t"}, "vllm_token_file='t'"),
     ({"vllm_delta_sync": True}, "vllm_delta_sync=True"),
+    ({"hub_export": "int4"}, "hub_export='int4'"),
+    ({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c'"),
+    ({"hub_model_id": "a" * 92, "hub_export": "both", "push_to_hub": True}, "hub_model_id="),
     ({"publish_dir": __file__}, "publish_dir='.*test_options.py'"),
 ]
 REFUSED_WITH_VLLM = [

@@ -89,16 +89,6 @@ def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
     assert not weights.grad[3, 1], "a slot without an expert"
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_low_bit_forms_are_those_of_each_expert_alone(mixtures, name):
-    layer = quantized(mixtures["qwen3_moe"], name, scale_dtype=torch.bfloat16)
-    for weight in layer.quantized_weights.values():
-        for expert, (master, low_bit) in enumerate(weight.matrices()):
-            assert torch.equal(master, weight.parameter[expert])
-            assert torch.equal(low_bit, LowBitTensor.from_hp(master, layer.scheme, torch.bfloat16))
-        assert weight.low_bit_weight().row_blocks(EXPERTS)[2] is weight.low_bit_weight().row_blocks(EXPERTS)[2]
-
-
 def test_experts_run_under_autocast_as_linear_layers_do(mixtures):
     layer = quantized(mixtures["qwen3_moe"], scale_dtype=torch.bfloat16)
     x, ids, weights = route(40)

@@ -116,14 +116,6 @@ def test_restore_gives_the_original_outputs_bit_for_bit():
         assert torch.equal(model(tokens).logits, before)
 
 
-def test_report_counts_bytes():
-    model = tiny()
-    report = prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
-    layers = quantized_layers(model).values()
-    assert report.low_bit_bytes == sum(layer.low_bit_weight().num_bytes for layer in layers)
-    assert report.master_bytes == 2 * report.bf16_bytes == sum(4 * layer.weight.numel() for layer in layers)
-
-
 def test_kernels_run_names_what_ran():
     model = tiny().to(torch.bfloat16)
     prepare_model(model, "w4a16")
@@ -145,14 +137,6 @@ def test_disabled_quantized_forward_is_that_of_the_untouched_model_and_runs_low_
             assert torch.equal(model(tokens).logits, quantized)
             raise RuntimeError("in the middle")
         assert torch.equal(model(tokens).logits, untouched)
-
-
-def test_context_leaves_enabled_layers_enabled():
-    model = tiny()
-    prepare_model(model, "w4a16")
-    with quantized_forward(model):
-        pass
-    assert all(layer.use_quantized_forward for layer in quantized_layers(model).values())
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma"])

@@ -142,23 +142,6 @@ def test_old_log_probs_are_those_that_were_asked_for(make_trainer, objective, ol
     assert len(logged(trainer, "staleness/abs_logp_max")) == 2
 
 
-def test_seconds_of_the_engine_are_not_those_that_the_learner_waits(make_trainer):
-    trainer, server = make_trainer(rollout_ahead=1, max_steps=3)
-    update = trainer.training_step
-    server.spoils = [lambda answer: time.sleep(0.3)] * 3
-
-    def slow_update(*args, **kwargs):
-        output = update(*args, **kwargs)
-        time.sleep(0.6)
-        return output
-
-    trainer.training_step = slow_update
-    trainer.train()
-    engine, waited = logged(trainer, "rollout/engine_seconds"), logged(trainer, "rollout/wait_seconds")
-    assert logged(trainer, "rollout/seconds") == engine and min(engine) >= 0.3
-    assert waited[0] == pytest.approx(engine[0], abs=0.05) and max(waited[1:]) < 0.2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_trainer, lag):

@@ -137,10 +137,3 @@ def test_kernels_of_experts_are_judged_by_the_experts_scheme():
     assert "scheme 'w4a16'" in message and """--kernel-config '{"moe_backend": "marlin"}'""" in message
     [message] = unexpected_kernels(["MacheteLinearKernel", engine[1]], [fp8], [int4], gpu)
     assert "scheme 'fp8'" in message and "not by CutlassFP8ScaledMMLinearKernel" in message
-
-
-def test_a_gpu_says_what_it_is():
-    gpu = Gpu(**json.loads(json.dumps({"capability": [9, 0], "name": "NVIDIA H100", "vllm": "0.33.0"})))
-    assert gpu == Gpu((9, 0), "NVIDIA H100", "0.33.0") and gpu.release == "0.33"
-    assert str(gpu) == "NVIDIA H100 (compute capability 9.0) with vLLM 0.33.0"
-    assert Gpu((8, 0)).release in RELEASES

@@ -173,17 +173,6 @@ def test_a_certificate_that_is_unknown_or_of_another_time_is_refused_at_once(ser
     pytest.fail("the certificate was taken")
 
 
-def test_a_clock_that_is_wrong_or_jumps_changes_nothing(serve, tmp_path, monkeypatch):
-    """Of both sides, which are one process here."""
-    server = serve()
-    client = connect(server)
-    hours = iter(range(10**9))
-    monkeypatch.setattr("time.time", lambda: 4e9 if next(hours) % 2 else 0.0)
-    assert is_sent(arrived(server, tmp_path, monkeypatch, HTTPTransport(client)))
-    assert next(hours) > 1
-    client.close_session()
-
-
 def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_path, monkeypatch):
     server = serve()
     client = connect(server)

@@ -96,18 +96,6 @@ def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
-def test_a_device_that_is_full_is_a_publish_error(tmp_path, monkeypatch):
-    def save(tensors, path):
-        with open("/dev/full", "wb") as file:
-            file.write(b"weights")
-
-    monkeypatch.setattr(transports, "save_file", save)
-    with pytest.raises(PublishError, match="could not be written to the transfer directory"):
-        FileTransport(Client(tmp_path)).send([("a", torch.ones(4))])
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_transfer_directory_that_went_away_is_a_publish_error(tmp_path):
     with pytest.raises(PublishError, match="gone.*could not be written|could not be written.*gone"):
         FileTransport(Client(tmp_path / "gone")).send([("a", torch.ones(4))])

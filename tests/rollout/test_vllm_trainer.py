@@ -132,25 +132,6 @@ class TestColocated:
         assert ours.shape == theirs.shape and len(theirs.unique()) > 1
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
-    def test_weights_of_the_best_checkpoint_are_published(self, tmp_path):
-        saving = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        trainer = make_vllm_trainer(
-            tmp_path,
-            vllm_mode="colocate",
-            max_steps=3,
-            load_best_model_at_end=True,
-            # The first one.
-            metric_for_best_model="eval_rollout/weight_version",
-            greater_is_better=False,
-            **saving,
-        )
-        trainer.train()
-        assert trainer.state.best_global_step == 1
-        before = trainer.vllm_generation.published_version
-        metrics = trainer.evaluate()
-        assert metrics["eval_mismatch/abs_logp_max"] < 1e-5
-        assert trainer.vllm_generation.published_version != before
-
 
 @pytest.fixture(scope="class")
 def trainer(tmp_path_factory):

@@ -9,21 +9,6 @@ from testing_utils import make_problems, make_trainer
 from trl_qarl.telemetry.console import Advisor, RowPrinter, RowProgress, show_rows
 
 
-ROW = {
-    "loss": 0.01,
-    "reward": 0.5123,
-    "reward_std": 0.25,
-    "completions/mean_length": 120.4,
-    "rollout/mean_length": 7.0,
-    "entropy": 0.51,
-    "tbpo/dropped/total": 0.204,
-    "mismatch/abs_logp_mean": 6.1e-4,
-    "mismatch/k3/q1": 1.0,
-    "quant/code_flip_rate": 2e-5,
-    "rollout/tokens_per_second": 1234.5,
-}
-
-
 class Notebook(ProgressCallback):
     pass
 

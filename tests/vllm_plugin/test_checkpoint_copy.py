@@ -120,21 +120,6 @@ def test_a_layer_of_another_plan_is_sent_whole_and_nothing_is_kept_of_the_old_on
         assert layer.keys() == engine.copy._tensors.keys() == engine.copy._elements.keys() == deltas._copy.keys()
 
 
-def test_an_adapter_has_changes_beside_those_of_the_layer_it_is_named_after():
-    engine = Engine()
-    deltas = Deltas(engine)
-    adapter = {"layers.0.q.lora_A.weight": torch.ones(40, 40)}
-    everything = LAYER | adapter
-    deltas.begin({})
-    assert engine.receive([*deltas.pack(list(LAYER.items())), *deltas.pack(list(adapter.items()))], everything)
-    after = flip(LAYER, 0) | {"layers.0.q.lora_A.weight": torch.ones(40, 40).fill_diagonal_(0.5)}
-    deltas.begin(engine.published)
-    sent = [
-        block for part in (LAYER, adapter) for block in deltas.pack([(n, t) for n, t in after.items() if n in part])
-    ]
-    assert [name for name, _ in sent] == ["qarl.delta.layers.0", "qarl.delta.adapter"] and engine.receive(sent, after)
-
-
 def make_update():
     """An engine that holds a layer, the block for the next one, and the next one."""
     engine = Engine()
@@ -178,12 +163,6 @@ def test_the_changes_of_another_session_are_refused_and_each_trainer_begins_with
     with pytest.raises(RuntimeError, match="the changes are for int32"):
         engine.receive(late, after)
     assert engine.receive(sent, after)
-
-
-def test_changes_for_an_engine_that_keeps_nothing_are_refused():
-    _, _, sent, after = make_update()
-    with pytest.raises(RuntimeError, match="nothing was confirmed last"):
-        Engine().receive(sent, after)
 
 
 def test_nothing_is_kept_for_trainers_that_do_not_ask():

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import json
 import os
-import shutil
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -340,42 +339,9 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     assert client.call_workers("qarl_describe")
 
 
-def test_a_server_that_starts_slowly_is_waited_for(started, make_client, monkeypatch):
-    from trl_qarl.rollout import client as client_module
-
-    monkeypatch.setattr(client_module, "_REFUSAL_SECONDS", 0.1)
-    token = make_token()
-    started.append(server := Server(token))
-    client = make_client(server.url, token=token)
-    server.stop()
-    timer = threading.Timer(2.5, lambda: started.append(Server(token, server.port)))
-    timer.start()
-    assert client.reconnect(60)
-    timer.join()
-
-
 def test_who_redirects_to_the_server_is_not_the_server(started, make_client, tmp_path):
     token = make_token()
     started.append(server := Server(token))
     started.append(thief := Thief(0, tmp_path, tmp_path / "token", redirects_to=server.url))
     with pytest.raises(RuntimeError, match="opened no session"):
         make_client(f"http://127.0.0.1:{thief.server.server_port}", token=token)
-
-
-def test_the_trainer_looks_at_the_directory_too(started, make_client, monkeypatch, tmp_path):
-    from trl_qarl.rollout.transports import FileTransport
-
-    token, directory = make_token(), tmp_path / "transfer"
-    make_transfer_dir(directory)
-    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(directory))
-    started.append(server := Server(token))
-    transport = FileTransport(make_client(server.url, token=token))
-    transport.begin()
-    directory.chmod(0o777)
-    with pytest.raises(ValueError, match="others may write to it"):
-        transport.begin()
-    shutil.rmtree(directory)
-    make_transfer_dir(tmp_path / "elsewhere")
-    directory.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="is a link"):
-        transport.begin()

@@ -7,15 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from testing_utils import (
-    TRAINING,
-    logged,
-    make_problems,
-    make_tiny_model,
-    product_reference,
-    relative_error,
-    spread,
-)
+from testing_utils import TRAINING, logged, make_problems, make_tiny_model, product_reference, relative_error, spread
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.checkpoint.export import export_checkpoint

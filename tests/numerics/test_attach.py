@@ -9,11 +9,7 @@ import torch
 from testing_utils.learners import make_adapted, make_model, make_sequences
 from trl_qarl import convert_model, restore_model
 from trl_qarl.numerics import attach
-from trl_qarl.numerics.attach import (
-    attach_engine_numerics,
-    detach_engine_numerics,
-    has_engine_numerics,
-)
+from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics, has_engine_numerics
 from trl_qarl.quantization.tensors import LowBitTensor
 
 

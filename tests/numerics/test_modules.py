@@ -16,10 +16,7 @@ from testing_utils.learners import (
     packed_log_probs,
     padded_log_probs,
 )
-from trl_qarl.numerics.attach import (
-    attach_engine_numerics,
-    engine_numerics,
-)
+from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
 from trl_qarl.numerics.ops import token_log_probs
 
 

@@ -3,16 +3,9 @@ import math
 import pytest
 import torch
 
-from reference.objectives_naive import (
-    naive_binary_kl,
-    naive_mismatch_ratio,
-)
+from reference.objectives_naive import naive_binary_kl, naive_mismatch_ratio
 from testing_utils.batches import make_batch
-from trl_qarl.objectives.ratios import (
-    binary_kl,
-    mismatch_ratio,
-    weigh_advantages,
-)
+from trl_qarl.objectives.ratios import binary_kl, mismatch_ratio, weigh_advantages
 
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

@@ -1,13 +1,6 @@
 import pytest
 
-from trl_qarl.quantization.schemes import (
-    CONTAINERS,
-    E4M3,
-    GRIDS,
-    INT8,
-    QuantScheme,
-    get_scheme,
-)
+from trl_qarl.quantization.schemes import CONTAINERS, E4M3, GRIDS, INT8, QuantScheme, get_scheme
 
 
 @pytest.mark.parametrize("group_size", [0, 16, 48, 256, -1])

@@ -12,9 +12,7 @@ from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.quantization.swap import (
-    prepare_model,
-)
+from trl_qarl.quantization.swap import prepare_model
 
 
 @pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])

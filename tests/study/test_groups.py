@@ -4,13 +4,7 @@ import math
 import pytest
 
 from testing_utils.recorded_runs import CONFIG, rewards_run, write_run
-from trl_qarl.study.groups import (
-    compare_groups,
-    describe_differences,
-    find_gaps,
-    find_holes,
-    make_groups,
-)
+from trl_qarl.study.groups import compare_groups, describe_differences, find_gaps, find_holes, make_groups
 from trl_qarl.study.runs import Run, read_run
 
 

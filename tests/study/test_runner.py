@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from trl_qarl.cli import main
-from trl_qarl.study.runner import progress_line
 
 
 # Stands in for a trainer: 4 steps, a checkpoint after each, and the files that a run writes.
@@ -160,13 +159,6 @@ def test_a_command_that_is_ended_ends_its_cell_and_continues_later(project, numb
     assert steps(cell) == [1, 2, 3, 4]
 
 
-def test_a_directory_of_runs_is_sent_to_the_report(project, capsys):
-    project.out.mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        compare(project.out, project.out)
-    assert f"To compare the runs in it: `trl-qarl report {project.out}`." in capsys.readouterr().err
-
-
 def test_dry_run_prints_commands_and_writes_nothing(project, capsys, tmp_path):
     assert main(["compare", str(project()), "--dry_run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -266,20 +258,6 @@ def test_second_command_in_the_same_directory_is_refused(project, capsys):
     assert "is running in" in line
 
 
-def test_progress_estimates_only_from_cells_that_finished():
-    assert (
-        progress_line(0, 4, {"a": 5.4}, 5.4, [])
-        == "[0/4 done] a | elapsed 0:00:05 | left: unknown until a cell has finished"
-    )
-    # Two cells of 60 s are done, the third has run for 20 s.
-    line = progress_line(2, 4, {"c": 20}, 140, [60.0, 60.0])
-    assert line == "[2/4 done] c | elapsed 0:02:20 | left: about 0:01:40"
-    assert progress_line(3, 4, {"d": 3940}, 4000, [60.0]).endswith("left: about 0:00:00")
-    # Six cells on two devices, two of which have run for 20 s.
-    line = progress_line(2, 8, {"c": 20, "d": 20}, 80, [60.0, 60.0], 2)
-    assert line == "[2/8 done] c, d | elapsed 0:01:20 | left: about 0:02:40"
-
-
 def test_cells_run_side_by_side_on_the_devices_that_are_given(project, tmp_path):
     code = """
 import os, pathlib, sys, time
@@ -298,15 +276,3 @@ while len(list(out.parent.glob("*/device"))) < 2 and time.monotonic() < deadline
     assert all((cell / "finished").exists() and int((cell / "met").read_text()) >= 2 for cell in cells)
     devices = [(cell / "device").read_text() for cell in cells]
     assert set(devices) == {"0,1", "2"} and set(devices[:2]) == {"0,1", "2"}
-
-
-def test_another_evaluation_is_run_without_training_again(project):
-    def evaluate(correct):
-        scores = json.dumps({"greedy": {"correct": correct, "total": 4}})
-        return project(grid={"scheme": ["bf16"], "seed": [0]}, evaluate=["{python}", "-c", f"print('{scores}')"])
-
-    cell = project.out / "bf16-seed0"
-    for correct in (3, 4, 4):
-        assert compare(evaluate(correct), project.out) == 0
-        assert json.loads((cell / "evaluation.json").read_text())["greedy"]["correct"] == correct
-    assert steps(cell) == [1, 2, 3, 4]

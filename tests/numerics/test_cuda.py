@@ -1,7 +1,7 @@
 """
-Engine numerics of GPUs as far as a CPU can check them: vLLM's GPU kernels are stood in for by torch code written after their sources,
-which first binds every call to the signature of the real function. What runs around them is real: which kernel takes part where,
-layouts, gradients, settings of the engine. `test_cuda_alignment.py` is for a GPU.
+Engine numerics of GPUs as far as a CPU can check them: vLLM's GPU kernels are stood in for by torch code, which first binds every call
+to the signature of the real function. What is around them is real: layouts, gradients, settings of the engine. Their numbers are
+compared on a GPU (`test_cuda_alignment.py`).
 """
 
 import ast

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, spread
-from trl_qarl import QaRLConfig, QaRLTrainer
+from testing_utils import ADAPTED_PLAN, make_problems, make_tiny_model, spread
+from testing_utils.trainings import arguments, assert_equal, lora
+from testing_utils.trainings import make as make_trainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
@@ -24,22 +25,10 @@ from trl_qarl.scripts import export
 peft = pytest.importorskip("peft")
 
 TOKENS = torch.arange(12).view(2, 6)
-BANDS = dict.fromkeys(("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"), 0.1)
-
-
-def arguments(output_dir, **kwargs):
-    bands = BANDS if kwargs.get("objective", "tbpo") == "tbpo" else {}
-    return QaRLConfig(str(output_dir), **(TRAINING | bands | {"bf16": True} | kwargs))
-
-
-def lora(**kwargs):
-    return peft.LoraConfig(
-        **({"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | kwargs)
-    )
 
 
 def make(model, output_dir, peft_config=None, **kwargs):
-    return QaRLTrainer(model, spread, arguments(output_dir, **kwargs), make_problems(), peft_config=peft_config)
+    return make_trainer(model, output_dir, peft_config=peft_config, **kwargs)
 
 
 def base_of(model):
@@ -48,11 +37,6 @@ def base_of(model):
 
 def copy_of(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def logits(model):

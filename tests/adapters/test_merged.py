@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from testing_utils import TRAINING, logged, make_problems, make_tiny_model, product_reference, relative_error, spread
+from testing_utils.trainings import assert_equal, lora
+from testing_utils.trainings import make as make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -173,44 +175,14 @@ def test_unquantized_learner_runs_base_and_adapter_in_high_precision():
     assert a.grad.abs().sum() > 0 and is_same(layer.low_bit_weight(), expected_low_bit(model))
 
 
-BANDS = dict.fromkeys(("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"), 0.1)
-
-
-def lora(**kwargs):
-    return peft.LoraConfig(
-        **(
-            {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-            | kwargs
-        )
-    )
-
-
-def make(model, output_dir, peft_config=None, **kwargs):
-    bands = {} if "objective" in kwargs else BANDS
-    options = (
-        TRAINING
-        | bands
-        | {"bf16": True, "learning_rate": 1e-2, "optim": "adamw_torch", "lora_mode": "merged"}
-        | kwargs
-    )
-    callbacks = options.pop("callbacks", None)
-    return QaRLTrainer(
-        model,
-        spread,
-        QaRLConfig(str(output_dir), **options),
-        make_problems(),
-        callbacks=callbacks,
-        peft_config=peft_config or lora(),
-    )
+def make(model, output_dir, **kwargs):
+    adapter = lora(**({"lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]} | kwargs.pop("lora", {})))
+    options = {"learning_rate": 1e-2, "lora_mode": "merged"} | kwargs
+    return make_trainer(model, output_dir, peft_config=adapter, **options)
 
 
 def tensors(model, dtype=torch.bfloat16):
     return {name: tensor.clone() for name, tensor in iter_checkpoint_tensors(model, dtype)}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +285,7 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
 )
 def test_what_cannot_work_is_refused(base, tmp_path, options, config, match):
     with pytest.raises(ValueError, match=match):
-        make(base, tmp_path, lora(**config), **options)
+        make(base, tmp_path, lora=config, **options)
 
 
 def test_a_low_bit_checkpoint_is_no_base_to_merge_into(run, tmp_path):

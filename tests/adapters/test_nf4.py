@@ -8,8 +8,9 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from testing_utils import TRAINING, logged, make_problems, spread
-from trl_qarl import QaRLConfig, QaRLTrainer
+from testing_utils import logged
+from testing_utils.trainings import lora
+from testing_utils.trainings import make as make_trainer
 from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
 
@@ -20,17 +21,9 @@ pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
-def make(model, output_dir, has_adapter=True, quantization_config=None, **kwargs):
-    options = TRAINING | {"bf16": False, "scheme": "bf16", "optim": "adamw_torch", "learning_rate": 1e-2} | kwargs
-    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if has_adapter else None
-    return QaRLTrainer(
-        model,
-        spread,
-        QaRLConfig(str(output_dir), **options),
-        make_problems(),
-        quantization_config=quantization_config,
-        peft_config=config,
-    )
+def make(model, output_dir, has_adapter=True, **kwargs):
+    options = {"bf16": False, "scheme": "bf16", "learning_rate": 1e-2} | kwargs
+    return make_trainer(model, output_dir, peft_config=lora() if has_adapter else None, **options)
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from testing_utils import ADAPTED_PLAN, make_problems, make_tiny_model, spread
+from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, spread
 from testing_utils.trainings import arguments, assert_equal, lora
 from testing_utils.trainings import make as make_trainer
+from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors

@@ -177,6 +177,25 @@ def start_engines_quickly(patch) -> None:
     # An engine that ends would free earlier ones too, whose end destroys the groups of the engine that is there by then.
     for module in (engines, parallel_state, core, gpu_worker):
         patch.setattr(module, "gc", SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None))
+    # Something may hold an engine, such as the traceback of a failed test: its end leaves the groups to an engine that came later.
+    latest, start, end, clean_up = (
+        [],
+        core.EngineCore.__init__,
+        core.EngineCore.shutdown,
+        core.cleanup_dist_env_and_memory,
+    )
+
+    def start_latest(self, *args, **kwargs):
+        latest[:] = [id(self)]
+        start(self, *args, **kwargs)
+
+    def end_latest(self):
+        core.cleanup_dist_env_and_memory = clean_up if latest == [id(self)] else lambda: None
+        end(self)
+
+    patch.setattr(core, "cleanup_dist_env_and_memory", clean_up)
+    patch.setattr(core.EngineCore, "__init__", start_latest)
+    patch.setattr(core.EngineCore, "shutdown", end_latest)
     # 64 MiB for keys and values in place of a GiB of zeros, without a trial of how much there is.
     patch.setattr(cpu_worker.CPUWorker, "determine_available_memory", lambda self: 2**26)
     # Looks at every name of every module for those that it replaces, and finds them replaced.

@@ -70,7 +70,7 @@ def quick_engines():
 
 @pytest.fixture(scope="session")
 def warm_servers():
-    """Where servers are forked from; tests that use it are in one group, so that there is one."""
+    """The process from which servers are forked; one test group uses it, so that there is only one."""
     from testing_utils.warm_servers import WarmServers
 
     with pytest.MonkeyPatch.context() as patch:

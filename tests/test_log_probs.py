@@ -35,7 +35,7 @@ def train(model, folder, monkeypatch, scores_all=False, peft=None, **options):
 
 
 def values(rows):
-    """What was logged but for seconds, rates and sizes of them."""
+    """Logged rows without times and rates."""
     return [
         {name: value for name, value in row.items() if not any(x in name for x in ("second", "time", "runtime"))}
         for row in rows

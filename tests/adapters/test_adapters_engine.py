@@ -1,4 +1,4 @@
-"""What vLLM is sent of an adapter and how it is started; the engine itself is in tests/vllm_plugin/test_adapters.py."""
+"""Adapter tensors for vLLM and the arguments of an engine; tests/vllm_plugin/test_adapters.py has real engines."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the README of masters and of an export says."""
+"""Model cards of masters and of exports."""
 
 from pathlib import Path
 

@@ -248,7 +248,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(written,
 
 
 def test_a_run_that_goes_on_between_two_versions_writes_a_base(written, tmp_path, caplog):
-    """What it had at that update nobody knows; the chain goes on."""
+    """The weights at that update are unknown, so the chain continues with a base."""
     relay = Relay(written, tmp_path / "run", 2)
     assert "versions [3] are after update 2" in caplog.text and not (written / "patch-3.safetensors").exists()
     write(relay, 4, 5)

@@ -1,4 +1,4 @@
-"""What an objective makes of a configuration, and which options contradict it."""
+"""Options that an objective sets, and options that contradict it."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, whatever its objective."""
+"""Configurations that are refused with any objective."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: two processes train with it in distributed/zero.py."""
+"""Settings for DeepSpeed; distributed/zero.py trains with it on two processes."""
 
 import json
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 """
-Which claims about several processes hold, of FSDP2 and DeepSpeed. Each rank writes what it found; run by test_shards.py.
+Checks claims about FSDP2 and DeepSpeed on several processes. Each rank writes its results; run by test_shards.py.
 
 `python shards.py FOLDER CLAIM ...` checks some of them, in a folder with the models that test_shards.py makes.
 """

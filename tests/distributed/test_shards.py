@@ -12,7 +12,7 @@ from testing_utils import make_tiny_mixture, make_tiny_model
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory, request):
-    """What each process of the launches says of the claims that are asked for, in one start of Python."""
+    """Results of each process for the requested claims, in one start of Python."""
     pytest.importorskip("peft")
     asked = {item.callspec.params["claim"] for item in request.session.items if item.path == request.path}
     asked |= {before for claim in asked for before in AFTER.get(claim, [])}

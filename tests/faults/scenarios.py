@@ -1,5 +1,5 @@
 """
-What the fault campaign does to trainers and servers: families of scenarios, named as in `docs/reliability.md`.
+Scenarios of the fault campaign, in families named as in `docs/reliability.md`.
 
 A scenario is a dictionary:
 
@@ -45,13 +45,13 @@ ENDPOINTS = (
     "/weight_info",
     "/v1/completions",
 )
-"""What is asked of a server while training."""
+"""Requests to a server during training."""
 
 HTTP_ENDPOINTS = ("qarl_keep_copy", "/qarl/upload")
-"""What is asked of it besides where weights go over HTTP, as changes alone."""
+"""Additional requests where weights go over HTTP as changes only."""
 
 START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qarl_describe")
-"""What is asked of it before, and some of it again when it comes back."""
+"""Requests before training; some of them are repeated after a restart."""
 
 NUM_STEPS = 3
 """Updates of a run, unless it has several epochs."""
@@ -187,7 +187,7 @@ def full_disk() -> list[dict]:
 
 
 def at_three_events(name: str, expect: str, **fields) -> list[dict]:
-    """Of a server that is a child and of one apart."""
+    """The scenario at three events, with a server that the trainer starts and one of its own."""
     return [
         scenario(f"{name.format(server)} at {event}", expect, server=server, at=event, **fields)
         for event in ("step_begin", "reward", "step_end")
@@ -238,7 +238,7 @@ TEARS = (
     "after the marker",
     "no room",
 )
-"""Of `trainer_state.json` nothing, half or everything is written."""
+"""Moments of a save. Nothing, half or all of `trainer_state.json` is written."""
 
 
 CHECKPOINT_FILES = (

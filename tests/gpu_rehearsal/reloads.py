@@ -217,7 +217,7 @@ def _move_masters(module, seed: int) -> None:
 
 
 def _tensors(model) -> dict:
-    """What is reachable from a layer, by its name, as it lies there now."""
+    """Tensors that are reachable from a layer, by name, at their present addresses."""
     from trl_qarl.vllm_plugin.addresses import reachable_tensors
 
     return {

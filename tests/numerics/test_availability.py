@@ -1,4 +1,4 @@
-"""Whether a run can be exact, and if not why: by its options, without vLLM, and by its model."""
+"""Reasons why a run cannot be exact: its options, found without vLLM, and its model."""
 
 from types import SimpleNamespace
 

@@ -76,7 +76,7 @@ def vllm_source(name):
 
 
 def flash_attention_parameters():
-    """Of the real function, which cannot be imported without its CUDA extensions."""
+    """Parameters of the real function, which cannot be imported without its CUDA extensions."""
     tree = ast.parse(vllm_source("vllm_flash_attn/flash_attn_interface.py").read_text())
     function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "flash_attn_varlen_func")
     return {argument.arg for argument in function.args.args}
@@ -102,7 +102,7 @@ def gpu_kernels(monkeypatch):
         monkeypatch.setattr(target, name, call)
 
     def rms_norm(x, weight, eps=1e-6, residual=None):
-        """Where there is a stream to add to, vLLM's function calls the other kernel."""
+        """vLLM's function calls the other kernel for a residual stream."""
         if residual is None:
             return single_norm(x, weight, eps)
         custom.fused_add_rms_norm(x, residual, weight, eps)

@@ -189,7 +189,7 @@ def test_lora_beside_and_inside_the_layers_agrees_in_every_bit_while_it_is_train
 
 @torch.no_grad()
 def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_path):
-    """Of a model with the rotary embedding of Llama 3, where each of its three bands of frequencies is in use."""
+    """The model has the rotary embedding of Llama 3 and uses each of its three bands of frequencies."""
     from vllm import SamplingParams
 
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

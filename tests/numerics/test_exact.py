@@ -1,4 +1,4 @@
-"""What happens where engine and learner give a token different log-probs."""
+"""Errors and warnings where engine and learner give a token different log-probs."""
 
 from types import SimpleNamespace
 

@@ -31,7 +31,7 @@ def _bytes(x):
 
 @pytest.fixture(params=["expanded", "packed", "without bf16", "without VNNI", "without vLLM"])
 def processor(request, monkeypatch):
-    """What this machine is taken for, or told to do; vLLM's kernels are those of the machine."""
+    """The instruction sets this machine is taken to have; vLLM's kernels are those of the machine."""
     if request.param == "without vLLM":
         monkeypatch.setattr(products, "reason_not_to_call", lambda: "it is not installed")
     elif products.reason_not_to_call() is not None:

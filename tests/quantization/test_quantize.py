@@ -121,7 +121,7 @@ def test_zero_and_denormal_groups_stay_finite(name):
 
 
 def test_zero_points_of_awkward_groups():
-    """What compressed-tensors makes infinities of, and what its rule says of groups on one side of zero and on a grid."""
+    """Groups that compressed-tensors turns into infinities, on one side of zero, and on a grid."""
     scheme = get_scheme("w4a16-asym", 32)
     weight = torch.rand(8, 64, generator=torch.Generator().manual_seed(0)) + 0.5
     weight[1] *= -1
@@ -189,7 +189,7 @@ def test_signed_scales_lose_less_of_gaussian_weights(bits, group_size):
 
 
 def engines_weight(codes, scale):
-    """What vLLM's CUTLASS kernel multiplies by, from `weight_packed`'s codes and bf16 `weight_scale`; naive, in numpy's order.
+    """Weight that vLLM's CUTLASS kernel multiplies by, from the codes of `weight_packed` and bf16 `weight_scale`; naive.
 
     https://github.com/vllm-project/vllm: `convert_bf16_scales_to_fp8`, `csrc/quantization/cutlass_w4a8`.
     """

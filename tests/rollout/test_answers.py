@@ -1,4 +1,4 @@
-"""Which answers can be completions of what was asked for, and which cannot."""
+"""Validation of answers as completions of the prompts that were sent."""
 
 import importlib.util
 import math
@@ -33,7 +33,7 @@ def check(answer, prompts=PROMPTS, num_generations=2, max_tokens=4, vocab_size=2
 
 
 def put(name, *place):
-    """What replaces one entry of an answer by the last of `place`; the others say where it is."""
+    """A function that replaces one entry of an answer by the last of `place`; the others locate the entry."""
 
     def change(answer):
         *way, last, value = place
@@ -164,7 +164,7 @@ def test_tokens_beyond_those_of_the_tokenizer_pass_as_far_as_the_model_has_rows(
 
 
 def make_rollout(kind=list):
-    """What a `rollout_func` returns for two prompts: of several turns, so of any length, with tokens of an environment."""
+    """Output of a `rollout_func` for two prompts: several turns, any length, tokens of an environment."""
     output = {
         "prompt_ids": [[5, 6], [7]],
         "completion_ids": [[0, 259, 9], list(range(40))],

@@ -1,5 +1,5 @@
 """
-What the log-probs of a fixed text show of an engine's weights, with one learner's log-probs in place of an engine's,
+Detection of wrong engine weights by the log-probs of a fixed text: with a learner's log-probs in place of an engine's,
 and in engines.
 """
 
@@ -37,7 +37,7 @@ def make_canary():
 
 
 def compare(difference, rounding):
-    """What a canary makes of an engine at this distance, in nats."""
+    """Result of the canary for an engine at this distance, in nats."""
     engine = Engine(torch.zeros(4), torch.full((4,), difference))
     return make_canary().compare([(torch.zeros(4), rounding)], engine)
 

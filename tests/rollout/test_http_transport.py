@@ -54,7 +54,7 @@ def write_certificate(folder, days=1, since=-9) -> tuple[Path, Path]:
 
 
 class Between:
-    """What is between trainer and server: notes the size of each piece, refuses large bodies, and has hiccups."""
+    """A proxy between trainer and server: notes the size of each piece, refuses large bodies, and has hiccups."""
 
     def __init__(self, app):
         self.app, self.pieces, self.limit, self.hiccups = app, [], 10**9, []

@@ -108,7 +108,7 @@ STARTS_A_SERVER = """
 
 
 def start_and_signal(directory, signals, before="", cleaning=""):
-    """What a process that has started a server prints and ends with when it gets `signals`, and the server's pid."""
+    """Output and exit code of a process that gets `signals` after starting a server, and the server's pid."""
     script = textwrap.dedent(STARTS_A_SERVER).format(directory=str(directory), before=before, cleaning=cleaning)
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -51,7 +51,7 @@ def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
 
 
 def dead_prefix():
-    """What a trainer calls its files that has ended since."""
+    """File name prefix of a trainer that has ended."""
     code = "from trl_qarl.wire.transfer_dir import owned_prefix; print(owned_prefix())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 

@@ -173,7 +173,7 @@ def test_a_stranger_changes_nothing(server):
 
 
 def files_of(server):
-    """What is in the transfer directory besides the server's own mark."""
+    """Files in the transfer directory, without the server's own mark."""
     return sorted(path for path in server.transfer_dir.iterdir() if path.name != server.state()["transfer_mark"])
 
 

@@ -19,7 +19,7 @@ def quiet(monkeypatch):
 
 
 def check_rollouts(trainer):
-    """What a training of four updates, on two generation batches, has logged of its rollouts."""
+    """Check the rollout metrics of a training of four updates on two generation batches."""
     scheme = trainer.args.scheme
     # Sampled token by token with a cache, scored at once: in float32 only the order of summation differs. That can move an
     # activation over the edge of its 8-bit step; 7e-4 has been seen, and less than 1e-5 where none is moved.

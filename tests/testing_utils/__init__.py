@@ -1,5 +1,5 @@
 """
-What tests share. Here: tiny models, tokenizers and trainers, made on the spot so that no test needs a hub. In modules of their own:
+Helpers of the tests. Here: tiny models, tokenizers and trainers, made on the spot so that no test needs a hub. In other modules:
 
 | module | what |
 |---|---|
@@ -140,7 +140,7 @@ def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
 
 
 def set_engine_environment(patch) -> None:
-    """What vLLM in this process needs and would set itself, by a monkeypatch, so that the test's end takes it back."""
+    """Set the variables of an engine in this process by a monkeypatch, so that the end of the test restores them."""
     from trl_qarl.rollout.server_command import cpu_environment
 
     for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
@@ -435,7 +435,7 @@ def tampered(publisher, change):
 
 
 def launch_environment(config_file: str) -> dict[str, str]:
-    """What `accelerate launch` with a configuration of `examples/accelerate_configs` adds to the environment of the processes."""
+    """Variables that `accelerate launch` sets for a configuration of `examples/accelerate_configs`."""
     import os
 
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser

@@ -23,7 +23,7 @@ RECORD = {
     "exclude_modules": None,
     "scale_dtype": "bfloat16",
 }
-"""What a run of `w4a16` writes beside its masters."""
+"""Record that a run of `w4a16` writes next to its masters."""
 
 
 def config(output_dir, **kwargs):
@@ -62,7 +62,7 @@ def lora(**kwargs):
 
 
 def assert_equal(ours, theirs):
-    """Of tensors by their names."""
+    """Compare tensors by their names, exactly."""
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 

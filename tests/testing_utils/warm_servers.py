@@ -68,7 +68,7 @@ class WarmServers:
 
 
 class WarmServer:
-    """What [`~trl_qarl.rollout.server_process.ServerProcess`] uses of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that [`~trl_qarl.rollout.server_process.ServerProcess`] uses."""
 
     def __init__(self, servers: WarmServers, pid: int):
         self.servers, self.pid, self.returncode = servers, pid, None

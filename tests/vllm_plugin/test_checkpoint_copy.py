@@ -46,7 +46,7 @@ class Engine:
 
 
 def publish(deltas, engine, layer, published):
-    """What is sent of `layer` to an engine of which the learner believes that it has `published`."""
+    """Tensors sent for `layer` to an engine that, as the learner believes, holds `published`."""
     deltas.begin(published)
     return deltas.pack(list(layer.items()))
 

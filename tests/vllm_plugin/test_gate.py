@@ -196,7 +196,7 @@ def test_everybody_may_read(path):
 
 
 def test_every_route_of_this_vllm_is_known_or_the_sessions():
-    """What a stranger reaches of vLLM's routes is what is meant to be reached."""
+    """A stranger reaches only the routes of vLLM that the gate leaves open."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None:
         pytest.skip("needs the source of vLLM")

@@ -1,4 +1,4 @@
-"""What a server makes of the answers of its replicas; with a real one in `tests/rollout/test_vllm_replicas.py`."""
+"""Combining the answers of a server's replicas; `tests/rollout/test_vllm_replicas.py` has a real server."""
 
 import asyncio
 

@@ -25,7 +25,7 @@ def needs_engine(test):
 
 
 def make_mixtures_publisher(directory, arch, scheme):
-    """Of a learner that computes as the engine does."""
+    """A publisher whose learner has the engine's arithmetic."""
     publisher = make_publisher(make_tiny_mixture(directory, arch), scheme, torch.bfloat16)
     attach_engine_numerics(publisher.model)
     publisher.check_engine()
@@ -111,7 +111,7 @@ def test_what_does_not_arrive_is_named_by_its_expert(publisher, change, message)
 @needs_engine
 @pytest.mark.parametrize("when", ["loaded", "copied"])
 def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
-    """What arrived is right, what the parameter holds then is not, or what the engine runs with."""
+    """The received tensor is right; the loaded parameter, or the tensor the engine runs with, is wrong."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     layer = routed_experts(publisher)

@@ -203,7 +203,7 @@ def test_an_engine_that_was_started_again_between_two_updates_gets_everything(pu
 
 
 def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
-    """What arrived is right, what the parameter holds is not; only a look at the parameter can tell."""
+    """The received tensor is right and the loaded parameter is wrong, which only the parameter itself shows."""
     from trl_qarl.wire.protocol import PublishError
 
     worker = publisher.transport._worker
@@ -319,7 +319,7 @@ def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
 
 @pytest.mark.parametrize(("kind", "named"), [("QKVParallelLinear", "qkv_proj"), ("RMSNorm", "layernorm")])
 def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, monkeypatch, kind, named):
-    """What vLLM loads into temporary tensors is right, and then it is not copied."""
+    """vLLM loads the right values into temporary tensors and does not copy them."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     from trl_qarl.wire.protocol import PublishError

@@ -146,7 +146,7 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
 
 
 async def application(scope, receive, send):
-    """What of vLLM a client asks for when it connects, and the workers' answer."""
+    """The routes of vLLM that a connecting client uses, and the workers' answer."""
     content = {"data": [{"id": "m"}], "results": [{"backend": "qarl"}]}
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -223,7 +223,7 @@ class Thief:
 
 @pytest.fixture
 def started():
-    """What is started here and stopped with the test, clients first."""
+    """Servers and clients that are stopped with the test, clients first."""
     processes = []
     yield processes
     for process in reversed(processes):

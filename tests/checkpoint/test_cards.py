@@ -52,13 +52,6 @@ def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tm
     assert "trl-qarl export --model_name_or_path me/policy --output_dir policy-w4a16" in text
 
 
-def test_card_of_a_baseline_calls_nothing_low_bit(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path / "run", scheme="bf16")
-    trainer.save_model()
-    text = (tmp_path / "run" / "README.md").read_text()
-    assert "nothing was quantized" in text and "not the policy" not in text
-
-
 @pytest.mark.parametrize(
     ("dtype", "command"), [("bfloat16", "vllm serve DIR"), ("float32", "vllm serve DIR --dtype float32")]
 )
@@ -72,11 +65,6 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
     assert f"```sh\n{command}\n```" in text and f"| `scheme` | w8a16 |\n| everything else | {dtype} |\n" in text
     assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text and str(tmp_path) not in text
     assert serve_command(folder) == command.replace("DIR", str(folder))
-
-
-def test_export_of_masters_names_the_base_model_of_their_card(tmp_path):
-    (tmp_path / "README.md").write_text("---\nbase_model: org/base\n---\n\n# Masters\n")
-    assert front_matter(export_card("x", str(tmp_path), "fp8", "bfloat16").content)["base_model"] == "org/base"
 
 
 def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path, hub):

@@ -29,12 +29,8 @@ def test_training_prints_short_rows_and_advice_and_logs_everything(tiny_model, t
         )
         trainer.train()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "trained"))]
-    assert [line.split(" | ")[0] for line in printed[:2]] == ["step 1/2", "step 2/2"] and "trained 2 of 2" in printed[
-        2
-    ]
-    assert (
-        "reward " in printed[0] and "mismatch " in printed[0] and "eta " in printed[0] and max(map(len, printed)) < 160
-    )
+    assert [line.split(" | ")[0] for line in printed[:2]] == ["step 1/2", "step 2/2"] and len(printed) == 3
+    assert "reward " in printed[0] and "mismatch " in printed[0] and max(map(len, printed)) < 160
     first = trainer.state.log_history[0]
     assert len(first) > 50 and "mismatch/k3/q1" in first
 
@@ -47,6 +43,4 @@ def test_advice_is_logged_by_the_main_process_alone(caplog):
                 state = SimpleNamespace(is_world_process_zero=is_main, global_step=step)
                 advisor.on_log(None, state, None, logs={"mismatch/abs_logp_mean": 1.0})
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "Step 3: Aligned: mismatch 1; rounding up to 0.06 nats per token, two policies above"
-    )
+    assert record.getMessage().startswith("Step 3: Aligned: mismatch 1")

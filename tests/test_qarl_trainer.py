@@ -350,36 +350,31 @@ def test_rewards_of_nan_do_not_reach_the_weights(tiny_model, tmp_path):
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
 
 
-def test_log_probs_of_a_rollout_func_are_the_sampling_log_probs(tiny_model, tmp_path):
-    def rollout(prompts, trainer):
-        ids = [[5, 6, 7 + i % 3] for i in range(len(prompts))]
-        return {"prompt_ids": [[4, 5]] * len(prompts), "completion_ids": ids, "logprobs": [[-9.0] * 3] * len(prompts)}
+def with_rollouts(tiny_model, tmp_path, ids, logprobs):
+    """A trainer whose `rollout_func` returns these for each prompt."""
 
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
+    def rollout(prompts, trainer):
+        n = len(prompts)
+        given = None if logprobs is None else [logprobs] * n
+        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[*ids, 7 + i % 3] for i in range(n)], "logprobs": given}
+
+    return QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
+
+
+def test_log_probs_of_a_rollout_func_are_the_sampling_log_probs(tiny_model, tmp_path):
+    trainer = with_rollouts(tiny_model, tmp_path, [5, 6], [-9.0] * 3)
     trainer.train()
     # A random model gives each of 260 tokens about log(1 / 260) = -5.6, which is 3.4 above what the rollout claims.
     assert rows(trainer)[0]["mismatch/abs_logp_mean"] == pytest.approx(3.4, abs=0.5)
     assert rows(trainer)[0]["mismatch/weight_mean"] == 2.0
 
 
-def test_rollout_func_without_log_probs_raises(tiny_model, tmp_path):
-    def rollout(prompts, trainer):
-        n = len(prompts)
-        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[5, 6, 7]] * n, "logprobs": None}
-
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
-    with pytest.raises(ValueError, match="logprobs=None"):
-        trainer.train()
-
-
-def test_rollout_func_with_tokens_the_model_has_no_rows_for_raises(tiny_model, tmp_path):
-    def rollout(prompts, trainer):
-        n = len(prompts)
-        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[5, 260]] * n, "logprobs": [[-5.0] * 2] * n}
-
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
-    with pytest.raises(ValueError, match="`rollout_func`"):
-        trainer.train()
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "names"), [([5, 6], None, "logprobs=None"), ([5, 260], [-5.0] * 3, "`rollout_func`.* 260 ")]
+)
+def test_a_rollout_that_cannot_be_trained_on_is_refused(tiny_model, tmp_path, ids, logprobs, names):
+    with pytest.raises(ValueError, match=names):
+        with_rollouts(tiny_model, tmp_path, ids, logprobs).train()
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e38, 1e308, 1e17, None])

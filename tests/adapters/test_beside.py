@@ -62,6 +62,7 @@ def run(base, tmp_path_factory):
     return trainer, before, options
 
 
+@pytest.mark.slow
 def test_the_record_of_the_run_says_which_adapter(run):
     trainer, *_ = run
     record = json.loads(Path(trainer.args.output_dir, "run.json").read_text())

@@ -67,6 +67,7 @@ def test_a_saved_adapter_is_trained_on_from_its_folder_on_the_same_4_bits_and_wi
         make(folder, tmp_path / "third", has_adapter=False)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_as_if_it_had_not_ended_and_its_adapter_pushed(tiny_model, tmp_path, hub):
     quantization_config = BitsAndBytesConfig(**NF4)
     saving = {"save_strategy": "steps", "save_steps": 2}

@@ -97,6 +97,7 @@ def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["w4a16-asym", "w8a16-asym"])
 def test_zero_points_in_groups_of_two_sizes_load_or_are_warned_about(tmp_path, caplog, name):
     model, _ = load(tmp_path, hidden_size=192)
@@ -117,6 +118,7 @@ def test_zero_points_in_groups_of_two_sizes_load_or_are_warned_about(tmp_path, c
         AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("versions", "is_read"),
     [
@@ -166,6 +168,7 @@ def experts_of(model):
 
 
 # Names do not depend on the scheme.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "name"),
     [
@@ -254,6 +257,7 @@ def test_large_models_are_sharded_with_an_index(tmp_path):
     AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["w4a16", "nvfp4a16", "bf16"])
 def test_exports_are_overwritten_and_masters_are_not(tmp_path, name):
     model, _ = load(tmp_path)

@@ -242,6 +242,7 @@ def test_masters_of_floating_point_codes_are_refused(tmp_path):
         load_masters(str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_trainer_does_not_find_in_a_checkpoint_of_a_model_of_pictures_is_loaded(tmp_path, kind):
     """transformers saves Qwen2.5-VL's `model.visual` as `visual`, and its Trainer looks for the former."""

@@ -80,6 +80,7 @@ def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, 
         assert torch.equal(pushed(**inputs).logits, exported(**inputs).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora_mode", ["adapter", "merged"])
 def test_lora_is_pushed_as_a_policy_and_as_an_adapter(tiny_model, tmp_path, hub, lora_mode):
     peft = pytest.importorskip("peft")
@@ -110,6 +111,7 @@ def test_lora_is_pushed_as_a_policy_and_as_an_adapter(tiny_model, tmp_path, hub,
     assert "This is a LoRA adapter" in files["README.md"].decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_strategies_upload_policy_and_checkpoints_where_they_belong(tiny_model, tmp_path, hub, strategy):
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_strategy=strategy, hub_always_push=True, **SAVING)
@@ -139,6 +141,7 @@ def test_strategies_upload_policy_and_checkpoints_where_they_belong(tiny_model, 
     assert resumed.state.global_step == 3
 
 
+@pytest.mark.slow
 def test_both_uploads_masters_to_a_repository_of_their_own(tiny_model, tmp_path, hub):
     trainer = make_trainer(
         tiny_model, tmp_path / "run", hub_export="both", hub_private_repo=True, hub_strategy="checkpoint", **SAVING
@@ -161,6 +164,7 @@ def test_both_uploads_masters_to_a_repository_of_their_own(tiny_model, tmp_path,
     assert all(torch.equal(pushed[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_master_uploads_masters_to_the_repository_itself(tiny_model, tmp_path, hub):
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_export="master", hub_strategy="every_save", **SAVING)
     trainer.train()
@@ -199,6 +203,7 @@ def fails_at(part, how):
     return lambda method, path: how if part in f"{method} {path}" else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "how", "says"),
     [
@@ -254,6 +259,7 @@ def test_push_that_fails_during_training_is_logged_and_training_goes_on(tiny_mod
     assert pushed_files(hub) == local_files(tmp_path / "run" / "w4a16")
 
 
+@pytest.mark.slow
 def test_upload_in_progress_is_not_written_over(tiny_model, tmp_path, hub):
     """Nor is a save made to wait for it: that push is left out."""
     is_going_on, may_end = threading.Event(), threading.Event()
@@ -280,6 +286,7 @@ def test_upload_in_progress_is_not_written_over(tiny_model, tmp_path, hub):
     assert len(first) > 3
 
 
+@pytest.mark.slow
 def test_upload_in_progress_is_waited_for_where_every_save_is_pushed(tiny_model, tmp_path, hub):
     seen = []
 

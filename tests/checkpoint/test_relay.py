@@ -61,6 +61,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("relay", "exports"), [("relay of the whole", "whole"), ("relay", "resumed")])
 def test_any_version_is_rebuilt_byte_for_byte(run, tmp_path, capsys, relay, exports):
     versions = [entry["version"] for entry in json.loads((run / relay / "manifest.json").read_text())["versions"]]

@@ -42,6 +42,7 @@ def documented(start):
     return shlex.split(command.replace("\\\n", "").replace("USER", "someone"))
 
 
+@pytest.mark.slow
 def test_documented_commands_push_an_export(trained, in_its_parent, hub, tmp_path, capsys):
     from testing_utils.hub_stand_in import environment
 

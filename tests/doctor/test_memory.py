@@ -58,6 +58,7 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
         assert parts[name] == pytest.approx(value, rel=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_sequences", "shape"),
     [

@@ -129,6 +129,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]])
 def test_sigterm_ends_as_ctrl_c_does(tmp_path, signals):

@@ -174,6 +174,7 @@ def test_training_exports_nothing_where_told_so(train_argv, tmp_path, capsys):
     assert not (tmp_path / "run" / "w4a16").exists() and "exported" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_training_ends_with_a_push_and_says_so_where_only_the_push_fails(train_argv, tmp_path, hub, capsys):
     from trl_qarl.checkpoint.export import is_export
 

@@ -2,6 +2,8 @@ import json
 import re
 from xml.etree import ElementTree
 
+import pytest
+
 from testing_utils.recorded_runs import Page, read_page, report, write_run
 
 
@@ -15,6 +17,7 @@ def test_page_is_self_contained(grid_page):
     assert {path.name for path in grid_page.parent.iterdir()} == {"report.html"}
 
 
+@pytest.mark.slow
 def test_png_files_are_written_where_they_are_asked_for(tmp_path):
     path = write_run(tmp_path / "run")
     (tmp_path / "out-length.png").write_bytes(b"of an earlier report")
@@ -105,6 +108,7 @@ def test_page_says_what_exceeds_the_noise_and_lists_models(grid_page):
     assert re.search(r"All groups share: objective tbpo, use_vllm True, learning_rate 1e-05, max_steps 40\.", text)
 
 
+@pytest.mark.slow
 def test_one_group_is_judged_by_cards_and_several_by_a_table(tmp_path, grid_page):
     report(tmp_path / "report.html", write_run(tmp_path / "run", quantize_learner=False, mismatch=0.2))
     page, grid = Page(read_page(tmp_path / "report.html")), Page(read_page(grid_page))
@@ -129,6 +133,7 @@ def write_eval(path, model="out/w4a16", task="/data/<b>.jsonl", share=0.75, comp
     path.write_text(json.dumps({"options": settings, "results": rows, **differences}))
 
 
+@pytest.mark.slow
 def test_results_of_eval_in_the_run_and_its_export_are_on_the_page(tmp_path):
     path = write_run(tmp_path / "run")
     write_eval(path / "w4a16" / "eval.json", compare=("/data/run/masters", 0.5))
@@ -177,6 +182,7 @@ def write_changed_run(path, change, **config):
     return path
 
 
+@pytest.mark.slow
 def test_exact_run_says_that_its_mismatch_is_zero(tmp_path):
     path = write_changed_run(tmp_path / "run", lambda step: dict.fromkeys(MISMATCH, 0.0))
     worst = [
@@ -193,6 +199,7 @@ def test_exact_run_says_that_its_mismatch_is_zero(tmp_path):
     assert [row[3] for row in rows[1:]] == ["improbable"]
 
 
+@pytest.mark.slow
 def test_models_of_one_content_are_one_model(tmp_path):
     pairs = [("one/base_model", "a" * 64), ("two/base_model", "a" * 64), ("three/base_model", "b" * 64)]
     for seed, (model, digest) in enumerate(pairs):

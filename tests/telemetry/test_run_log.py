@@ -41,6 +41,7 @@ def test_every_logged_row_is_in_the_file(tiny_model, tmp_path):
     assert sorted(row["time"] for row in rows) == [row["time"] for row in rows]
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_are_timed(tiny_model, tmp_path):
     make(tiny_model, tmp_path, max_steps=4, gradient_accumulation_steps=2, steps_per_generation=4).train()
     rows = [row for row in read(tmp_path / "metrics.jsonl") if "loss" in row]
@@ -54,6 +55,7 @@ def test_parts_of_a_step_are_timed(tiny_model, tmp_path):
         assert sum(parts) == pytest.approx(row["step_time"], rel=0.05, abs=0.02)
 
 
+@pytest.mark.slow
 def test_every_generation_batch_has_a_row_whatever_is_logged(tiny_model, tmp_path):
     trainer = make(tiny_model, tmp_path, max_steps=4, logging_steps=4)
     trainer.evaluate()
@@ -97,6 +99,7 @@ def test_run_file_says_what_was_run(tiny_model, tmp_path):
     assert {"python", "trl-qarl", "torch", "transformers", "trl"} <= versions.keys()
 
 
+@pytest.mark.slow
 def test_run_file_knows_a_copy_of_a_model_as_the_same_and_changed_weights_as_another(tiny_model, tmp_path):
     copy, changed = (shutil.copytree(tiny_model, tmp_path / name) for name in ("copy", "changed"))
     tensors = load_file(changed / "model.safetensors")
@@ -110,6 +113,7 @@ def test_run_file_knows_a_copy_of_a_model_as_the_same_and_changed_weights_as_ano
     assert found[0] == found[1] != found[2] and re.fullmatch("[0-9a-f]{64}", found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "bounds"),
     [
@@ -159,6 +163,7 @@ def test_worst_completions_are_written_with_their_span_marked(tiny_model, tmp_pa
     assert len(read(tmp_path / "worst_completions.previous.jsonl")) == 4
 
 
+@pytest.mark.slow
 def test_resumed_run_appends(tiny_model, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     make(tiny_model, tmp_path, callbacks=[stop_at(2)], **saving).train()

@@ -1,4 +1,4 @@
-"""What layers and models with sharded masters compute, without a trainer. Run by shards.py."""
+"""Computations of layers and models with sharded masters, without a trainer. Run by shards.py."""
 
 from functools import partial
 
@@ -101,7 +101,7 @@ def codes_are_those_of_one_process(folder):
 
 
 def gradients_of(model, micro_batches, count):
-    """Of the mean of `count` losses, those of `micro_batches` among them, added up one after the other; and these losses."""
+    """Gradients of the mean of `count` losses from `micro_batches`, added up one after the other, and these losses."""
     losses = [model(input_ids=ids, labels=ids).loss for ids in micro_batches]
     for loss in losses:
         (loss / count).backward()

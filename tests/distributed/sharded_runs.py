@@ -1,5 +1,5 @@
 """
-What claims about several processes are made with: FSDP2 on a CPU, trainings with it and without, and what of two trainings is the same.
+Helpers for claims about several processes: FSDP2 on a CPU, trainings with and without it, comparisons of two trainings.
 
 accelerate gives FSDP to GPUs alone: on a CPU it runs DDP without a word. [`launched`] has it shard with gloo, and [`train`] checks that
 parameters are sharded.
@@ -125,7 +125,7 @@ class Engine(FileTransport):
 
 
 def files_of(folder):
-    """Of safetensors all bytes but the order of names in the header, which is another in each process."""
+    """Contents of files; of safetensors without the order of names in the header, which differs between processes."""
     return {path.name: _content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
 
 
@@ -206,7 +206,7 @@ def fails_at_once(engine):
 
 
 def assert_publishes(trainer, ddp):
-    """What one process has, and again after failures; every process takes part where masters are sharded."""
+    """Publish the tensors of one process, also after failures; every process takes part where masters are sharded."""
     tokenizer = trainer.processing_class
     layers = iter_checkpoint_layers(ddp.model, trainer.policy.dtype, stacks_experts=True)
     expected = dict(chain.from_iterable(layers))

@@ -13,14 +13,13 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
-from played_server import play_servers
 from testing_utils import logged, make_vllm_trainer
+from testing_utils.played_server import play_servers
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.arguments import check_arguments
 from trl_qarl.numerics.exact import choose_versions
 from trl_qarl.rollout.ahead import InFlight, NextPrompts
 from trl_qarl.rollout.failures import EngineLost
-from trl_qarl.rollout.http_session import ServerLost
 from trl_qarl.rollout.server_process import free_port
 
 
@@ -38,7 +37,6 @@ EPOCHS = {
     "save_steps": 1,
 }
 IN_FLIGHT = {"in_flight_updates": True, "numerics": "engine"}
-FOR_GOOD = [RuntimeError("ended with code -9")] * 9
 
 
 @pytest.fixture
@@ -146,23 +144,6 @@ def test_old_log_probs_are_those_that_were_asked_for(make_trainer, objective, ol
     assert len(logged(trainer, "staleness/abs_logp_max")) == 2
 
 
-def test_seconds_of_the_engine_are_not_those_that_the_learner_waits(make_trainer):
-    trainer, server = make_trainer(rollout_ahead=1, max_steps=3)
-    update = trainer.training_step
-    server.spoils = [lambda answer: time.sleep(0.3)] * 3
-
-    def slow_update(*args, **kwargs):
-        output = update(*args, **kwargs)
-        time.sleep(0.6)
-        return output
-
-    trainer.training_step = slow_update
-    trainer.train()
-    engine, waited = logged(trainer, "rollout/engine_seconds"), logged(trainer, "rollout/wait_seconds")
-    assert logged(trainer, "rollout/seconds") == engine and min(engine) >= 0.3
-    assert waited[0] == pytest.approx(engine[0], abs=0.05) and max(waited[1:]) < 0.2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_trainer, lag):
@@ -211,71 +192,6 @@ def test_an_evaluation_leaves_what_is_trained_alone(make_trainer):
         batch["completion_ids"].tolist() for batch in theirs
     ]
     assert torch.equal(weights(trainer), weights(plain))
-
-
-_undisturbed = []
-
-
-@pytest.fixture
-def undisturbed(make_trainer):
-    """Weights at the end of a training in which nothing fails."""
-    if not _undisturbed:
-        trainer, server = make_trainer("undisturbed", rollout_ahead=1)
-        trainer.train()
-        assert server.num_starts == 0 and logged(trainer, "rollout/age_updates") == [0, 1, 1, 1]
-        _undisturbed.append(weights(trainer))
-    return _undisturbed[0]
-
-
-@pytest.mark.parametrize(
-    "failures",
-    [
-        # Of the first batch, and of one that is drawn ahead.
-        {"generate": ["die"]},
-        {"generate": [None, None, "die"]},
-        # Once more while what was lost is drawn again.
-        {"generate": [None, "die", "die"]},
-        {"generate": [None, ServerLost("status 500"), KeyError("choices")]},
-        {"version": [None, None, "die"]},
-        # While the weights that draw it are published again, and while the learner's are, after that.
-        {"generate": [None, "die"], "publish": [None, "die", "die"]},
-        {"generate": [None, "die"], "publish": [None, None, None, "die"]},
-        {"publish": [None, "die"], "start": [OSError("no memory"), RuntimeError("did not answer")]},
-    ],
-    ids=lambda failures: "-".join(f"{what}{len(of_it)}" for what, of_it in failures.items()),
-)
-def test_an_engine_lost_while_it_draws_ahead_draws_the_batch_again_with_the_weights_it_had(
-    make_trainer, undisturbed, failures
-):
-    trainer, server = make_trainer(rollout_ahead=1)
-    server.failures = {what: list(of_it) for what, of_it in failures.items()}
-    trainer.train()
-    assert not any(server.failures.values())
-    assert logged(trainer, "rollout/age_updates") == [0, 1, 1, 1]
-    assert torch.equal(weights(trainer), undisturbed)
-
-
-def test_an_engine_lost_for_good_while_it_draws_ahead_leaves_a_checkpoint_with_the_weights_that_were_to_draw(
-    make_trainer, undisturbed
-):
-    trainer, server = make_trainer(rollout_ahead=1)
-    server.failures = {"generate": [None, None, "die"], "start": list(FOR_GOOD)}
-    with pytest.raises(EngineLost, match="failed 4 times.*code -9"):
-        trainer.train()
-    resumed, _ = make_trainer("resumed", rollout_ahead=1)
-    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-    assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
-
-
-def test_a_checkpoint_is_written_although_what_is_drawn_ahead_is_lost(make_trainer, undisturbed):
-    trainer, server = make_trainer(rollout_ahead=1, save_strategy="steps", save_steps=1)
-    server.failures = {"generate": [None, None, "die"]}
-    trainer.train()
-    assert torch.equal(weights(trainer), undisturbed)
-    # Update 2 begins with the batch that was lost.
-    resumed, _ = make_trainer("resumed", rollout_ahead=1)
-    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-    assert torch.equal(weights(resumed), undisturbed)
 
 
 def test_weights_are_published_when_nothing_is_in_flight(make_trainer):
@@ -415,58 +331,45 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"use_vllm": False}, "rollout_ahead=1 needs a vLLM server, but use_vllm=False"),
-        ({"vllm_mode": "colocate"}, "rollout_ahead=1 needs a vLLM server.*vllm_mode='colocate'"),
-        ({"precisions": [4, 3]}, r"rollout_ahead=1 is unsupported with precisions="),
-        ({"objective": "on-policy"}, "rollout_ahead=1 contradicts objective='on-policy'"),
-        ({"quantize_learner": False}, "quantize_learner=False has no old_logps='version'"),
-        ({"old_logps": "engine"}, "old_logps='engine' is unknown"),
-        ({"rollout_ahead": -1}, "rollout_ahead=-1 must be 0"),
-        ({"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler' is for rollouts that are drawn ahead"),
-        ({"rollout_ahead": 0, **IN_FLIGHT}, "in_flight_updates=True is for rollouts that are drawn ahead"),
-        (IN_FLIGHT, "in_flight_updates=True with rollout_ahead=1: nothing is in flight"),
-        (IN_FLIGHT | {"numerics": None}, "needs numerics='engine', and not exact='warn', but numerics=None"),
-        (IN_FLIGHT | {"exact": "warn"}, "needs numerics='engine', and not exact='warn', but.*exact='warn'"),
-        (IN_FLIGHT | {"old_logps": "learner"}, "in_flight_updates=True is unsupported with old_logps='learner'"),
+        ({"use_vllm": False}, "use_vllm=False"),
+        ({"vllm_mode": "colocate"}, "vllm_mode='colocate'"),
+        ({"precisions": [4, 3]}, "precisions="),
+        ({"objective": "on-policy"}, "objective='on-policy'"),
+        ({"quantize_learner": False}, "quantize_learner=False"),
+        ({"old_logps": "engine"}, "old_logps='engine'"),
+        ({"rollout_ahead": -1}, "rollout_ahead=-1"),
+        ({"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler'"),
+        ({"rollout_ahead": 0, **IN_FLIGHT}, "in_flight_updates=True"),
+        (IN_FLIGHT, "rollout_ahead=1"),
+        (IN_FLIGHT | {"numerics": None}, "numerics=None"),
+        (IN_FLIGHT | {"exact": "warn"}, "exact='warn'"),
+        (IN_FLIGHT | {"old_logps": "learner"}, "old_logps='learner'"),
     ],
     ids=str,
 )
-def test_what_cannot_be_drawn_ahead_is_refused_by_name(tmp_path, options, message):
+def test_what_cannot_be_drawn_ahead_is_refused_by_name(tmp_path, options, names):
     defaults = {"rollout_ahead": 1, "use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": True}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names):
         QaRLConfig(str(tmp_path), **(defaults | options))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tools": [print]}, "rollout_ahead=1 is unsupported with `tools`"),
-        ({"rollout_func": print}, "rollout_ahead=1 is unsupported with `rollout_func`"),
-        ({"environment_factory": print}, "rollout_ahead=1 is unsupported with `environment_factory`"),
-        ({"train_dataset": "streamed"}, "rollout_ahead=1 is unsupported with a streamed dataset"),
-        ({"train_dataset": "pictures"}, "rollout_ahead=1 is unsupported with pictures.*'image'"),
-    ],
-    ids=str,
-)
-def test_arguments_that_contradict_drawing_ahead_are_refused_by_name(tmp_path, arguments, message):
+@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory", "streamed dataset", "image"])
+def test_arguments_that_contradict_drawing_ahead_are_refused_by_name(tmp_path, name):
     pictures = Dataset.from_dict({"prompt": ["1 +"], "image": [None]})
     prompts = pictures.remove_columns("image")
-    datasets = {"streamed": prompts.to_iterable_dataset(), "pictures": pictures}
+    datasets = {"streamed dataset": prompts.to_iterable_dataset(), "image": pictures}
     given = {
         "model": "nowhere",
         "reward_funcs": print,
         "args": QaRLConfig(str(tmp_path), rollout_ahead=1, use_vllm=True, vllm_mode="server", use_cpu=True, bf16=True),
-        "train_dataset": prompts,
-        "eval_dataset": None,
-        "quantization_config": None,
-        "peft_config": None,
+        "train_dataset": datasets.get(name, prompts),
         "optimizers": (None, None),
-        **dict.fromkeys(("rollout_func", "environment_factory", "tools")),
     }
-    given |= {name: datasets.get(str(value), value) for name, value in arguments.items()}
-    with pytest.raises(ValueError, match=message):
+    nothing = ("eval_dataset", "quantization_config", "peft_config", "rollout_func", "environment_factory", "tools")
+    given |= dict.fromkeys(nothing) | ({} if name in datasets else {name: [print] if name == "tools" else print})
+    with pytest.raises(ValueError, match=f"rollout_ahead=1.*{name}"):
         check_arguments(**given)
 
 

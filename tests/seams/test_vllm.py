@@ -1,5 +1,5 @@
 """
-What we lean on in vLLM, by capability: names, arguments, registries, endpoints. Whether its kernels compute what the learner does is in
+Parts of vLLM that we use, by capability: names, arguments, registries, endpoints. Tests that its kernels compute what the learner does are in
 `tests/numerics/test_compare.py`.
 """
 

@@ -24,7 +24,7 @@ class Engine:
 
     def fails_at(self, what):
         self.counts[what] += 1
-        fails = what == self.what and self.counts[what] > 2
+        fails = self.failure is not None and what == self.what and self.counts[what] > 2
         if fails and isinstance(self.failure, Exception):
             raise self.failure
         return fails

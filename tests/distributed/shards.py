@@ -24,6 +24,11 @@ from sharded_codes import (
     training_equals_one_process,
     writes_are_seen_without_a_step,
 )
+from sharded_pictures import (
+    pictures_are_shown_to_an_engine_in_every_process,
+    pictures_train_what_they_train_with_whole_masters,
+    zero_trains_pictures,
+)
 from sharded_trainers import (
     a_mixture_trains_what_it_trains_with_whole_masters,
     a_reference_is_low_bit_and_sharded_too,
@@ -72,6 +77,9 @@ CLAIMS = [
     zero_resumes_its_own_checkpoints_alone,
     colocated_engines_are_filled_by_every_process,
     zero_fills_colocated_engines,
+    pictures_train_what_they_train_with_whole_masters,
+    zero_trains_pictures,
+    pictures_are_shown_to_an_engine_in_every_process,
 ]
 LAUNCHES = [
     (2, CLAIMS),

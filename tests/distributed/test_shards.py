@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from testing_utils import make_tiny_mixture, make_tiny_model
+from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
 
 
 CLAIMS = [
@@ -30,8 +31,11 @@ CLAIMS = [
     "zero_trains_what_it_trains_with_whole_state",
     "zero_resumes_its_own_checkpoints_alone",
     "zero_fills_colocated_engines",
+    "pictures_train_what_they_train_with_whole_masters",
 ]
 NIGHTLY = [
+    "zero_trains_pictures",
+    "pictures_are_shown_to_an_engine_in_every_process",
     "the_peak_of_fsdp2_is_what_was_calculated",
     "torchao_steps_in_4_bits",
     "engine_numerics_beside_an_adapter_or_a_reference",
@@ -52,6 +56,11 @@ AFTER = {
 }
 
 
+def _param(claim):
+    marks = [pytest.mark.nightly] * (claim in NIGHTLY) + [needs_torchvision] * ("pictures" in claim)
+    return pytest.param(claim, marks=marks)
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory, request):
     """What each process of the launches says of the claims that are asked for, in one start of Python."""
@@ -62,8 +71,12 @@ def said(tmp_path_factory, request):
     for arch in ("qwen2", "gemma"):
         make_tiny_model(folder, arch)
     make_tiny_mixture(folder, num_experts=5)
+    if any("pictures" in claim for claim in asked):
+        make_tiny_picture_model(folder, "qwen2_5_vl")
     launch = [sys.executable, str(Path(__file__).with_name("shards.py")), str(folder), *asked]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    # With the folder where conftest.py looks for torchvision.
+    places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""), os.path.join(sys.prefix, "pictures")]
+    path = os.pathsep.join(places)
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=900)
     # With the seconds of each claim, which `-rP` shows.
@@ -79,7 +92,7 @@ def said(tmp_path_factory, request):
 @pytest.mark.slow
 @pytest.mark.xdist_group("ddp")
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("claim", [*CLAIMS, *(pytest.param(claim, marks=pytest.mark.nightly) for claim in NIGHTLY)])
+@pytest.mark.parametrize("claim", [_param(claim) for claim in (*CLAIMS, *NIGHTLY)])
 def test_with_sharded_masters(said, claim):
     if claim.startswith("zero_"):
         pytest.importorskip("deepspeed")

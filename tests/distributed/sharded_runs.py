@@ -170,7 +170,7 @@ def assert_trained_the_same(trainer, ddp):
         for name, value in theirs.items():
             if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
                 continue
-            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), (name, ours[name], value)
     for (name, ours), theirs in zip(trainer.model.named_parameters(), ddp.model.parameters(), strict=True):
         # Of a frozen low-bit weight, bytes are sharded.
         assert isinstance(theirs, LowBitTensor) or torch.equal(whole(ours), theirs), name

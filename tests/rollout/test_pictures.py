@@ -10,13 +10,6 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from testing_utils import logged
-from testing_utils.pictures import (
-    make_mixed_problems,
-    make_picture_trainer,
-    make_tiny_picture_model,
-    needs_torchvision,
-)
 from trl_qarl.rollout.answers import BadAnswer
 from trl_qarl.rollout.pictures import (
     MAX_DRAWS,
@@ -72,25 +65,11 @@ def test_a_policy_that_writes_placeholders_is_named_with_completion_and_token():
 )
 def test_a_row_without_pictures_is_refused_by_name_where_it_cannot_be_told_apart(inputs, num_processes, reason):
     processor = SimpleNamespace(image_processor=SimpleNamespace(model_input_names=inputs))
-    raises = pytest.raises(ValueError, match=f"prompt 1 of 3 has no picture, and others .*: {reason}")
+    raises = pytest.raises(ValueError, match=f"prompt 1 of 3 has no picture, and others .*{reason}")
     with raises if reason else nullcontext():
         check_rows([PICTURE, TEXT, TEXT], processor, num_processes)
     check_rows([TEXT, TEXT], processor, num_processes)
     check_rows([PICTURE, PICTURE], processor, num_processes)
-
-
-@needs_torchvision
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_rows_without_pictures_are_trained_on_beside_others(kind, tmp_path):
-    """One sequence for each update, so that many have none. Each has the log-probs of the rollout, which sees all of them at once."""
-    options = {"per_device_train_batch_size": 1, "steps_per_generation": 8, "max_steps": 16}
-    trainer = make_picture_trainer(
-        make_tiny_picture_model(tmp_path, kind), tmp_path / "out", make_mixed_problems(), use_vllm=False, **options
-    )
-    trainer.train()
-    assert len(logged(trainer, "mismatch/abs_logp_mean")) == 2
-    assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5
-    assert max(logged(trainer, "grad_norm")) > 0
 
 
 class Engine:

@@ -223,6 +223,20 @@ def test_a_tower_may_be_quantized_and_frozen(one_kind, tmp_path):
     assert [name for name, p in resumed.model.named_parameters() if not torch.equal(p, whole[name])] == []
 
 
+def test_rows_without_pictures_are_trained_on_beside_others(one_kind, tmp_path):
+    """One sequence in each update, so that every other one sees no picture."""
+    options = {"per_device_train_batch_size": 1, "steps_per_generation": 8, "max_steps": 16, "learning_rate": 1e-4}
+    trainer = make_picture_trainer(one_kind, tmp_path, make_mixed_problems(), scheme="w4a16", **options)
+    without = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: without.append("pixel_values" not in kwargs), with_kwargs=True
+    )
+    trainer.train()
+    assert True in without and False in without
+    assert len(logged(trainer, "mismatch/abs_logp_mean")) == 2
+    assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5
+
+
 def test_in_bfloat16_log_probs_after_pictures_differ_by_what_those_of_a_text_do(one_kind, tmp_path):
     """Both by rounding, of which a random model with large weights has much."""
     trainer = make_picture_trainer(

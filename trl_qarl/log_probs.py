@@ -19,7 +19,7 @@ import torch
 from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
-from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
+from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions, without_empty_pictures
 from .numerics.exact import choose_versions
 from .objectives.objective import Objective
 from .policy import Policy
@@ -261,7 +261,8 @@ class ScoresRollouts(_BaseTrainer):
                     return self._get_per_token_logps_and_entropies(
                         model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                     )
-        forward = count_positions(model) if takes_positions(self.accelerator.unwrap_model(model)) else model
+        is_text_model = takes_positions(self.accelerator.unwrap_model(model))
+        forward = count_positions(model) if is_text_model else without_empty_pictures(model)
         output = super()._get_per_token_logps_and_entropies(
             forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )

@@ -214,9 +214,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _tokenize_prompts(self, prompts):
-        """Adds to prompts with pictures what is sent to vLLM, which expands their placeholders itself."""
-        check_rows(prompts)
+        """Adds what is sent to vLLM, which expands placeholders itself; rows without pictures get a list that processors take."""
+        check_rows(prompts, self.processing_class, self.accelerator.num_processes)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
             raise_problems([*problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args)])
             options = {"tools": self.tools or None, "chat_template": self.chat_template, **self.chat_template_kwargs}

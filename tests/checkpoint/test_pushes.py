@@ -11,12 +11,14 @@ import time
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, TrainerCallback
 
 from testing_utils import make_tiny_model, make_trainer
+from testing_utils.pictures import make_picture_trainer, make_tiny_picture_model, needs_torchvision
 from trl_qarl import QaRLConfig
 from trl_qarl.checkpoint.export import is_export
 from trl_qarl.checkpoint.uploads import PushFailed
+from trl_qarl.rollout.canary import Canary
 
 
 SAVING = {
@@ -78,6 +80,25 @@ def test_push_to_hub_uploads_the_low_bit_policy_which_loads_by_name(tiny_model, 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "w4a16", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(pushed(**inputs).logits, exported(**inputs).logits)
+
+
+@needs_torchvision
+def test_a_model_of_pictures_is_pushed_with_its_processor_and_loads_as_its_card_says(tmp_path, hub, capsys):
+    model = make_tiny_picture_model(tmp_path, "qwen2_5_vl")
+    trainer = make_picture_trainer(model, tmp_path / "run", use_vllm=False, max_steps=1, hub_model_id="policy")
+    trainer.train()
+    trainer.push_to_hub()
+    files = pushed_files(hub)
+    assert files == local_files(tmp_path / "run" / "w4a16")
+    card = files["README.md"].decode()
+    assert "vllm serve someone/policy" in card and "outside the language model" in card
+    loaded: dict = {}
+    exec(card.split("```python\n")[1].split("```")[0], loaded)
+    assert capsys.readouterr().out
+    canary = Canary(trainer.model, torch.float32, AutoProcessor.from_pretrained("someone/policy"))
+    picture = canary.texts[-1]
+    pushed = Canary(loaded["model"], torch.float32, None)
+    assert picture.pictures and (pushed._log_probs(picture) - canary._log_probs(picture)).abs().max() < 1e-4
 
 
 @pytest.mark.slow

@@ -137,13 +137,6 @@ def test_tools_that_return_pictures_are_refused_with_vllm(tiny_model, tmp_path):
         trainer._generate_single_turn([[4, 5]], [["a picture"]], {}, 1, has_tool_images=True)
 
 
-def test_rows_with_and_without_pictures_are_refused_by_name(tiny_model, tmp_path):
-    text = [{"role": "user", "content": "Hello"}]
-    picture = [{"role": "user", "content": [{"type": "image", "image": None}, {"type": "text", "text": "Hello"}]}]
-    with pytest.raises(ValueError, match="prompt 1 of 2 has no picture, and others have"):
-        make(tiny_model, tmp_path)._tokenize_prompts([picture, text])
-
-
 def test_problems_of_the_arguments_come_in_one_message(tiny_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     questions = Dataset.from_dict({"question": ["1 +"], "video": [None]})

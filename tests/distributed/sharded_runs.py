@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_trainer
+from testing_utils.pictures import KINDS, make_picture_problems, spread
 from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.checkpoint.export import _content
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
@@ -81,9 +82,9 @@ class Masters(TrainerCallback):
     on_step_end = on_train_begin
 
 
-def make_model(folder, arch="qwen2", **overrides):
+def make_model(folder, arch="qwen2", loader=AutoModelForCausalLM, **overrides):
     with patch.dict(os.environ, {"ACCELERATE_USE_FSDP": "false"}):
-        return AutoModelForCausalLM.from_pretrained(f"{folder}/{arch}", dtype=torch.float32, **overrides)
+        return loader.from_pretrained(f"{folder}/{arch}", dtype=torch.float32, **overrides)
 
 
 def published(model, dtype):
@@ -141,15 +142,17 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
     } | options
     lora = given.pop("lora", None)
     peft_config = None if lora is None else LoraConfig(**lora)
-    prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+    data = {"train_dataset": Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})}
+    if arch in KINDS:
+        data = {"train_dataset": make_picture_problems(16), "reward": spread}
     is_fsdp = isinstance(launch, dict)
     with launched(**launch) if is_fsdp else launch or nullcontext():
         trainer = make_trainer(
             f"{folder}/{arch}",
             f"{folder}/{name}",
-            train_dataset=prompts,
             callbacks=callbacks,
             peft_config=peft_config,
+            **data,
             **given,
         )
         trainer.train(resume_from_checkpoint=resume)
@@ -167,7 +170,7 @@ def assert_trained_the_same(trainer, ddp):
         for name, value in theirs.items():
             if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
                 continue
-            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), (name, ours[name], value)
     for (name, ours), theirs in zip(trainer.model.named_parameters(), ddp.model.parameters(), strict=True):
         # Of a frozen low-bit weight, bytes are sharded.
         assert isinstance(theirs, LowBitTensor) or torch.equal(whole(ours), theirs), name

@@ -122,6 +122,7 @@ def export_card(
     plot: str | None = None,
     lora_rank: int | None = None,
     loads_in_transformers: bool = True,
+    loaded_by: str = "AutoModelForCausalLM",
 ) -> ModelCard:
     """
     Return the card of an export: how to serve and load it, and what is known of its training.
@@ -143,6 +144,8 @@ def export_card(
             Rank of the adapter in the export, if there is one.
         loads_in_transformers (`bool`, *optional*, defaults to `True`):
             Whether transformers reads it, see [`~trl_qarl.checkpoint.layout.loads_in_transformers`].
+        loaded_by (`str`, *optional*, defaults to `"AutoModelForCausalLM"`):
+            Class of transformers that loads it.
     """
     facts = facts or TrainingFacts()
     # vLLM takes an adapter from a folder.
@@ -165,6 +168,7 @@ def export_card(
         report=facts.report,
         masters=masters,
         loads_in_transformers=loads_in_transformers,
+        loaded_by=loaded_by,
     )
 
 

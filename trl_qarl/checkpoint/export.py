@@ -30,6 +30,7 @@ from .compact import compact, problem_of_compact
 from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
 from .layout import iter_checkpoint_tensors, iter_whole, loads_in_transformers, quantization_config
+from .load import auto_class
 from .serving import ADAPTER_FOLDER
 
 
@@ -166,6 +167,7 @@ def export_checkpoint(
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
             about["evaluated"] = output_dir
+        about["loaded_by"] = auto_class(model.config).__name__
         about["loads_in_transformers"] = loads_in_transformers(inventory) and not is_compact
         save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:

@@ -260,6 +260,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _generate_once(self, prompts, images, num_generations, profiler=None):
         self._is_generating = True
+        # TRL takes a list for pictures, also an empty one.
+        images = images and [pictures or None for pictures in images]
         try:
             output = super().generate(prompts, images, num_generations, profiler)
             if self.mode == "colocate":

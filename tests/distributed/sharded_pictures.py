@@ -6,7 +6,7 @@ import zero
 from sharded_runs import COLOCATED, assert_follows, assert_publishes, assert_trained_the_same, make_model, train
 from transformers import AutoModelForImageTextToText
 
-from trl_qarl.quantization.sharded import is_sharded, whole
+from trl_qarl.quantization.storage import is_sharded, whole
 
 
 ARCH = "qwen2_5_vl"

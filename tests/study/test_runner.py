@@ -1,6 +1,8 @@
 import fcntl
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from trl_qarl.cli import main
+from trl_qarl.study import runner
 
 
 # Stands in for a trainer: 4 steps, a checkpoint after each, and the files that a run writes.
@@ -256,6 +259,22 @@ def test_second_command_in_the_same_directory_is_refused(project, capsys):
             compare(project(), project.out)
     (line,) = capsys.readouterr().err.splitlines()
     assert "is running in" in line
+
+
+@pytest.mark.parametrize("states", [["new"] * 3, ["finished", "new", "new"]])
+def test_a_terminal_is_told_what_runs_and_for_how_long_still(project, monkeypatch, states):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(runner, "_run_cell", lambda *arguments: time.sleep(1.5))
+    cells = [{"seed": seed} for seed in range(3)]
+    assert runner.run_cells({}, cells, states, project.out, 0, [None]) == {}
+    text = terminal.getvalue()
+    assert "[3/3] seed2: finished in 0:00:0" in text and "seed2]" in text
+    assert ("[1/3] seed0: finished before, skipped" in text) == (states[0] == "finished")
+    done = states.count("finished")
+    # Nothing is known until a cell has finished; one of 1.5 s then leaves some seconds.
+    assert f" {done}/3 [00:00<?, ?cell/s" in text and re.search(rf" {done + 1}/3 \[00:0\d<00:0[1-9]", text)
 
 
 def test_cells_run_side_by_side_on_the_devices_that_are_given(project, tmp_path):

@@ -80,6 +80,8 @@ class Server:
         pass
 
     # What the publisher does.
+    takes_all_processes = False
+
     def publish(self, version):
         self.ask("publish")
         digest = hashlib.sha256()

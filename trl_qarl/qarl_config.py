@@ -20,8 +20,8 @@ from .checks.options import (
     OLD_LOGPS,
     VLLM_TRANSPORTS,
     as_dict,
-    check_adapters,
     check_ahead,
+    check_choices,
     check_hub,
     check_inherited,
     check_numerics,
@@ -267,7 +267,7 @@ class QaRLConfig(GRPOConfig):
             # What TRL sets itself; vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
         problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
-        problems += check_adapters(self)
+        problems += check_choices(self)
         self._apply_objective()
         problems += [
             *check_ratios(self),

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from testing_utils import make_tiny_model, make_trainer
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint import pushes
-from trl_qarl.checkpoint.cards import TrainingFacts, export_card, save_export_card, summarize, weights_card
+from trl_qarl.checkpoint.cards import TrainingFacts, make_card, save_export_card, summarize
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
 from trl_qarl.cli import main
@@ -19,6 +19,12 @@ from trl_qarl.evaluation.scores import add_to_card
 
 def front_matter(text):
     return yaml.safe_load(text.split("---")[1])
+
+
+def front_matter_of_export(name_or_path):
+    return front_matter(
+        make_card("export", "x", name_or_path, TrainingFacts(), scheme="fp8", dtype="bfloat16").content
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,8 @@ def test_cards_of_several_precisions_say_how_to_get_each(tiny_model, tmp_path):
     commands = [line for line in text.splitlines() if "--bits" in line]
     export = "trl-qarl export --model_name_or_path run --output_dir run-{0}-bits --bits {0}"
     assert commands == [export.format(3), export.format(2)]
-    card = export_card("x", None, "w4a16", "float32", TrainingFacts({"scheme": "w4a16", "precisions": [3, 2]}))
+    facts = TrainingFacts({"scheme": "w4a16", "precisions": [3, 2]})
+    card = make_card("export", "x", None, facts, scheme="w4a16", dtype="float32")
     assert "trained at the bits that `precisions` names" in card.text
     rewards = summarize([{"step": 1, "reward": 0.5, "reward/3_bits": 0.75, "reward/2_bits": 0.25}])
     assert rewards["reward at 3 bits, last logged"] == "0.75" and rewards["reward at 2 bits, last logged"] == "0.25"
@@ -56,7 +63,7 @@ def test_cards_of_several_precisions_say_how_to_get_each(tiny_model, tmp_path):
 
 def test_the_card_of_a_checkpoint_and_that_beside_it_are_made_once(tiny_model, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(pushes, "weights_card", lambda *given: made.append(weights_card(*given)) or made[-1])
+    monkeypatch.setattr(pushes, "make_card", lambda *a, **given: made.append(make_card(*a, **given)) or made[-1])
     run = tmp_path / "run"
     trainer = make_trainer(tiny_model, run, max_steps=2, save_strategy="steps", save_steps=1)
     trainer.train()
@@ -105,7 +112,7 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
 
 def test_export_of_masters_names_the_base_model_of_their_card(tmp_path):
     (tmp_path / "README.md").write_text("---\nbase_model: org/base\n---\n\n# Masters\n")
-    assert front_matter(export_card("x", str(tmp_path), "fp8", "bfloat16").content)["base_model"] == "org/base"
+    assert front_matter_of_export(str(tmp_path))["base_model"] == "org/base"
 
 
 def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path, hub):
@@ -114,10 +121,10 @@ def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path,
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# Base\n")
     HfApi().create_repo("base")
     HfApi().upload_file(repo_id="someone/base", path_or_fileobj=tmp_path / "README.md", path_in_repo="README.md")
-    assert "license" not in front_matter(export_card("x", "someone/base", "fp8", "bfloat16").content)
+    assert "license" not in front_matter_of_export("someone/base")
     cache_card("someone/base")
     cache_card("someone/nothing")
-    data = front_matter(export_card("x", "someone/base", "fp8", "bfloat16").content)
+    data = front_matter_of_export("someone/base")
     assert (data["license"], data["base_model"]) == ("apache-2.0", "someone/base")
 
 
@@ -139,10 +146,10 @@ def test_results_of_a_training_are_means_of_what_was_logged_last():
 def test_card_shows_a_picture_of_the_rewards_where_there_are_some(tmp_path):
     pytest.importorskip("matplotlib")
     about = {"title": "mine", "name_or_path": "org/base", "scheme": "w4a16", "dtype": "bfloat16"}
-    save_export_card(tmp_path, TrainingFacts(history=HISTORY), **about)
+    save_export_card(tmp_path, facts=TrainingFacts(history=HISTORY), **about)
     assert "](reward.png)" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-    save_export_card(tmp_path, TrainingFacts(history=HISTORY[:1]), **about)
+    save_export_card(tmp_path, facts=TrainingFacts(history=HISTORY[:1]), **about)
     assert "reward.png" not in (tmp_path / "README.md").read_text() and not (tmp_path / "reward.png").exists()
 
 

@@ -156,7 +156,7 @@ def test_problems_of_every_kind_come_in_one_message(tmp_path):
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
         ({"top_p": 0.9, "temperature": 0.7}, "top_p=0.9"),
         ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex masks tokens"),
-        ({"vllm_mode": "remote"}, "Choose 'server' or 'colocate'"),
+        ({"vllm_mode": "remote"}, "vllm_mode='remote' is unknown"),
         ({"vllm_model_impl": "transformers"}, "Use 'vllm'"),
         ({"vllm_server_autostart": True}, "vllm_mode='colocate'"),
         ({"vllm_server_autostart": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}, "http://a:1"),

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
@@ -131,12 +132,11 @@ def test_a_set_without_a_task_in_the_harness_is_scored_as_mathematics(masters, t
     data = tmp_path / "olympiad.jsonl"
     rows = [{"question": "1/2?", "final_answer": ["$\\frac{1}{2}$"]}, {"question": "2?", "final_answer": ["2"]}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = harness.own_task(
-        "local", "json", harness.OWN_TASKS["olympiad"][1], dataset_kwargs={"data_files": {"test": str(data)}}
-    )
-    from lm_eval.tasks import TaskManager
-
-    loaded = TaskManager(include_defaults=False).load([task])["tasks"]
+    task = tmp_path / "local.yaml"
+    ours = Path(harness.__file__).with_name("olympiad.yaml")
+    local = {"include": str(ours), "task": "local", "dataset_path": "json"}
+    task.write_text(yaml.safe_dump(local | {"dataset_kwargs": {"data_files": {"test": str(data)}}}))
+    loaded = harness.load_benchmarks([str(task)])
     prompts = []
 
     def sampler(tokens, seed, stop):
@@ -145,7 +145,18 @@ def test_a_set_without_a_task_in_the_harness_is_scored_as_mathematics(masters, t
 
     tokenizer = AutoTokenizer.from_pretrained(masters)
     assert harness.evaluate_benchmarks(sampler, tokenizer, loaded, 1, 0, chat=False) == {"local": [1.0, 0.0]}
-    assert prompts[0].startswith("1/2?\n\nPlease reason step by step")
+    assert prompts[0] == "1/2?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@pytest.mark.parametrize(("name", "answer"), [("amc", "{{answer}}"), ("minerva", "{{answer}}")])
+def test_sets_of_our_own_are_scored_by_their_answer(name, answer):
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config = load_yaml(Path(harness.__file__).with_name(f"{name}.yaml"))
+    assert config["task"] == name and config["doc_to_target"] == answer
+    score = config["process_results"]
+    assert score({"answer": 27.0}, [r"\boxed{27}"]) == score({"answer": "$27$"}, ["$27$"]) == {"exact_match": 1.0}
+    assert score({"answer": 27.0}, [r"\boxed{28}"]) == {"exact_match": 0.0}
 
 
 @pytest.mark.parametrize("name", harness.HARNESS_TASKS)

@@ -1,6 +1,8 @@
 import fcntl
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +14,7 @@ import pytest
 import yaml
 
 from trl_qarl.cli import main
-from trl_qarl.study.runner import progress_line
+from trl_qarl.study import runner
 
 
 # Stands in for a trainer: 4 steps, a checkpoint after each, and the files that a run writes.
@@ -311,18 +313,20 @@ def test_a_cell_ends_with_a_command_that_is_killed(project):
             pytest.fail("the cell runs on")
 
 
-def test_progress_estimates_only_from_cells_that_finished():
-    assert (
-        progress_line(0, 4, {"a": 5.4}, 5.4, [])
-        == "[0/4 done] a | elapsed 0:00:05 | left: unknown until a cell has finished"
-    )
-    # Two cells of 60 s are done, the third has run for 20 s.
-    line = progress_line(2, 4, {"c": 20}, 140, [60.0, 60.0])
-    assert line == "[2/4 done] c | elapsed 0:02:20 | left: about 0:01:40"
-    assert progress_line(3, 4, {"d": 3940}, 4000, [60.0]).endswith("left: about 0:00:00")
-    # Six cells on two devices, two of which have run for 20 s.
-    line = progress_line(2, 8, {"c": 20, "d": 20}, 80, [60.0, 60.0], 2)
-    assert line == "[2/8 done] c, d | elapsed 0:01:20 | left: about 0:02:40"
+@pytest.mark.parametrize("states", [["new"] * 3, ["finished", "new", "new"]])
+def test_a_terminal_is_told_what_runs_and_for_how_long_still(project, monkeypatch, states):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(runner, "_run_cell", lambda *arguments: time.sleep(1.5))
+    cells = [{"seed": seed} for seed in range(3)]
+    assert runner.run_cells({}, cells, states, project.out, 0, [None]) == {}
+    text = terminal.getvalue()
+    assert "[3/3] seed2: finished in 0:00:0" in text and "seed2]" in text
+    assert ("[1/3] seed0: finished before, skipped" in text) == (states[0] == "finished")
+    done = states.count("finished")
+    # Nothing is known until a cell has finished; one of 1.5 s then leaves some seconds.
+    assert f" {done}/3 [00:00<?, ?cell/s" in text and re.search(rf" {done + 1}/3 \[00:0\d<00:0[1-9]", text)
 
 
 def test_cells_run_side_by_side_on_the_devices_that_are_given(project, tmp_path):

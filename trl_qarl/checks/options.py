@@ -32,8 +32,8 @@ __all__ = [
     "OLD_LOGPS",
     "VLLM_TRANSPORTS",
     "as_dict",
-    "check_adapters",
     "check_ahead",
+    "check_choices",
     "check_hub",
     "check_inherited",
     "check_numerics",
@@ -52,6 +52,16 @@ EXACT = ("require", "warn")
 OLD_LOGPS = ("version", "learner", "sampler")
 CPU_WEIGHTS = ("expanded", "packed")
 VLLM_TRANSPORTS = ("auto", "file", "nccl", "http")
+_CHOICES = {
+    "numerics": NUMERICS,
+    "exact": EXACT,
+    "cpu_weights": CPU_WEIGHTS,
+    "lora_mode": LORA_MODES,
+    "vllm_mode": ("server", "colocate"),
+    "vllm_transport": VLLM_TRANSPORTS,
+    "old_logps": OLD_LOGPS,
+    "hub_export": HUB_EXPORTS,
+}
 
 
 def check_scheme(config) -> Iterator[str]:
@@ -77,17 +87,15 @@ def check_scheme(config) -> Iterator[str]:
 
 
 def check_numerics(config) -> Iterator[str]:
-    for name, known in (("numerics", (*NUMERICS, None)), ("exact", (*EXACT, None)), ("cpu_weights", CPU_WEIGHTS)):
-        if getattr(config, name) not in known:
-            yield f"{name}={getattr(config, name)!r} is unknown. Choose one of {[value for value in known if value]}."
     if config.numerics == "engine":
         for problem in contradicting_options(config):
             yield f"numerics='engine' contradicts {problem}, or use numerics='fast'."
 
 
-def check_adapters(config) -> Iterator[str]:
-    if config.lora_mode not in LORA_MODES:
-        yield f"lora_mode={config.lora_mode!r} is unknown. Choose one of {list(LORA_MODES)}."
+def check_choices(config) -> Iterator[str]:
+    for name, known in _CHOICES.items():
+        if (value := getattr(config, name)) not in known and value != default(type(config), name):
+            yield f"{name}={value!r} is unknown. Choose one of {list(known)}."
 
 
 def check_precision(config) -> Iterator[str]:
@@ -125,8 +133,6 @@ def _check_transport(config) -> Iterator[str]:
                 f"{config.vllm_mode!r}: an engine in this process is handed the tensors themselves. Remove it, or set "
                 "vllm_mode='server'."
             )
-    if config.vllm_transport not in VLLM_TRANSPORTS:
-        yield f"vllm_transport={config.vllm_transport!r} is unknown. Choose one of {list(VLLM_TRANSPORTS)}."
     url = config.vllm_server_base_url
     if url is not None and not re.match(r"https?://[^/]", url):
         yield f"vllm_server_base_url={url!r} has no scheme. Write 'http://HOST:PORT' or 'https://HOST:PORT'."
@@ -163,9 +169,7 @@ def check_vllm(config) -> Iterator[str]:
         if config.vllm_server_autostart:
             yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."
         return
-    if config.vllm_mode not in ("server", "colocate"):
-        yield f"vllm_mode={config.vllm_mode!r} is unknown. Choose 'server' or 'colocate'."
-    elif config.vllm_server_autostart and (config.vllm_mode != "server" or config.vllm_server_base_url is not None):
+    if config.vllm_server_autostart and (config.vllm_mode != "server" or config.vllm_server_base_url is not None):
         yield (
             "vllm_server_autostart=True starts a server on this machine, which contradicts "
             f"vllm_mode={config.vllm_mode!r}, vllm_server_base_url={config.vllm_server_base_url!r}. Use vllm_mode='server' "
@@ -215,8 +219,6 @@ def check_vllm(config) -> Iterator[str]:
 
 
 def check_ahead(config) -> Iterator[str]:
-    if config.old_logps not in OLD_LOGPS:
-        yield f"old_logps={config.old_logps!r} is unknown. Choose one of {list(OLD_LOGPS)}."
     if type(config.rollout_ahead) is not int or config.rollout_ahead < 0:
         yield f"rollout_ahead={config.rollout_ahead!r} must be 0 (rollouts of the learner's own weights) or a number of batches."
         return
@@ -252,8 +254,6 @@ def check_ahead(config) -> Iterator[str]:
 def check_hub(config) -> Iterator[str]:
     if config.publish_dir is not None and Path(config.publish_dir).exists() and not Path(config.publish_dir).is_dir():
         yield f"publish_dir={config.publish_dir!r} is a file. Name a folder, which is made if it is missing."
-    if config.hub_export not in HUB_EXPORTS:
-        yield f"hub_export={config.hub_export!r} is unknown. Choose one of {list(HUB_EXPORTS)}."
     name = config.hub_model_id
     if name is None and config.push_to_hub:
         name = Path(config.output_dir or "trainer_output").absolute().name

@@ -24,13 +24,8 @@ HARNESS_TASKS = {
     "aime25": ("aime/aime25.yaml", "exact_match", "none"),
     "gpqa_diamond": ("gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot.yaml", "exact_match", "flexible-extract"),
 }
-# Sets without a task in the harness: data set on the Hub, its answer. The harness' `minerva_math` is MATH, another set.
-OWN_TASKS = {
-    "amc": ("math-ai/amc23", "{{answer}}"),
-    "minerva": ("math-ai/minervamath", "{{answer}}"),
-    "olympiad": ("math-ai/olympiadbench", "{{final_answer[0]}}"),
-}
-_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+OWN_TASKS = ("amc", "minerva", "olympiad")
+"""Sets without a task in the harness, in a file of this folder each. The harness' `minerva_math` is MATH, another set."""
 
 
 def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
@@ -63,7 +58,7 @@ def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
     random.seed(0)
     loaded = {}
     for name in names:
-        spec = own_task(name, *OWN_TASKS[name]) if name in OWN_TASKS else name
+        spec = str(Path(__file__).with_name(f"{name}.yaml")) if name in OWN_TASKS else name
         if name in HARNESS_TASKS:
             spec = str(folder / HARNESS_TASKS[name][0])
         try:
@@ -82,27 +77,10 @@ def _is_harness_name(name: str) -> bool:
     return name not in HARNESS_TASKS and name not in OWN_TASKS and not name.endswith(".yaml")
 
 
-def own_task(name: str, dataset: str, answer: str, **options) -> dict[str, Any]:
-    """Return a task of a data set with a column `question`, an `answer` in Jinja, and what else lm-eval's tasks take."""
-    return {
-        "task": name,
-        "dataset_path": dataset,
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}\n\n" + _INSTRUCTION,
-        "doc_to_target": answer,
-        "process_results": _score(answer),
-        "generation_kwargs": {"until": []},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        **options,
-    }
-
-
-def _score(answer: str):
-    from jinja2 import Template
-
-    template = Template(answer)
-    return lambda doc, results: {"exact_match": is_right(results[0], f"${template.render(**doc).strip('$')}$")}
+def score_mathematics(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Score a completion of a problem of [`OWN_TASKS`] as TRL's `accuracy_reward` does; its answer has `$` around it or none."""
+    answer = doc["final_answer"][0] if "final_answer" in doc else doc["answer"]
+    return {"exact_match": is_right(results[0], f"${str(answer).strip('$')}$")}
 
 
 def _make_model(sampler: Sampler, tokenizer, seed: int, chat: bool):

@@ -85,20 +85,24 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
 
         from ..checkpoint.serving import engine_rank
         from ..rollout.pictures import engine_arguments
+        from ..rollout.publisher import largest_chunk
 
+        model = _shapes(args)
+        chunk = largest_chunk(model, getattr(torch, args.dtype))
+        takes_pictures, layers = bool(engine_arguments(model)), _linear_layers(model) if args.max_lora_rank else ()
         argv, environment = build_server_command(
             args.model,
-            _quantization_config(args),
+            _quantization_config(args, model),
             dtype=args.dtype,
             host=args.host,
             port=args.port,
             on_cpu=not torch.cuda.is_available(),
             transport=args.transport,
-            transfer_dir=args.transfer_dir or default_transfer_dir(args.port, _largest_chunk(args)),
+            transfer_dir=args.transfer_dir or default_transfer_dir(args.port, chunk),
             max_lora_rank=args.max_lora_rank and engine_rank(args.max_lora_rank),
-            lora_modules=_linear_layers(args) if args.max_lora_rank else (),
+            lora_modules=layers,
             numerics=args.numerics,
-            takes_pictures=bool(engine_arguments(_shapes(args))),
+            takes_pictures=takes_pictures,
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
     environment[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
@@ -132,8 +136,22 @@ def _has_tls(vllm_args: list[str]) -> bool:
     return any(argument.replace("_", "-").startswith("--ssl-certfile") for argument in vllm_args)
 
 
-def _quantization_config(args: Namespace) -> dict[str, Any] | None:
-    """Return what the learner's `quantization_config` will be, from the shapes of the model alone."""
+def _shapes(args: Namespace):
+    """Return the model without its weights."""
+    from ..doctor.memory import shapes_of
+
+    model = shapes_of(args.model, args.trust_remote_code, "--model")
+    if getattr(model.config, "quantization_config", None) is not None and args.max_lora_rank is None:
+        raise ValueError(
+            f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
+            f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
+            "--max_lora_rank."
+        )
+    return model
+
+
+def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
+    """Return what the learner's `quantization_config` will be, from the shapes of the model alone, which is quantized in place."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model
@@ -143,42 +161,16 @@ def _quantization_config(args: Namespace) -> dict[str, Any] | None:
         if args.exclude_modules:
             raise ValueError(f"--exclude_modules was given, but scheme {plan.name!r} quantizes nothing. Remove it.")
         return None
-    model = _shapes(args)
     if (low_bit := getattr(model.config, "quantization_config", None)) is not None:
         return low_bit
     prepare_model(model, plan, exclude_modules=args.exclude_modules)
     return quantization_config(Inventory.of(model))
 
 
-def _largest_chunk(args: Namespace) -> int:
-    import torch
-
-    from ..rollout.publisher import largest_chunk
-
-    return largest_chunk(_shapes(args), getattr(torch, args.dtype))
-
-
-def _linear_layers(args: Namespace) -> list[str]:
+def _linear_layers(model) -> list[str]:
     """Return the last components of the names of the layers that an adapter may stand beside."""
     from torch import nn
 
-    model = _shapes(args)
     head = model.get_output_embeddings()
     layers = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     return sorted(layers)
-
-
-def _shapes(args: Namespace):
-    """Return the model without its weights."""
-    from transformers import AutoConfig
-
-    from ..checkpoint.load import skeleton
-
-    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None and args.max_lora_rank is None:
-        raise ValueError(
-            f"{args.model} is quantized already, and this server takes its weights from a trainer, which has high-precision "
-            f"masters. To serve the model as it is, run `vllm serve {args.model}`; for a trainer of an adapter on it, add "
-            "--max_lora_rank."
-        )
-    return skeleton(config, args.trust_remote_code)

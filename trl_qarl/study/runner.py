@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +17,11 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from ..checkpoint.marker import is_complete
 from ..processes import end_with_parent
@@ -27,41 +29,13 @@ from .grid import build_command, cell_name
 from .runs import is_evaluation
 
 
-__all__ = ["cell_state", "check_evaluation", "check_side_by_side", "lock_directory", "progress_line", "run_cells"]
+__all__ = ["cell_state", "check_evaluation", "check_side_by_side", "lock_directory", "run_cells"]
 
 CELL_FILE = "cell.json"
 EVALUATION_FILE = "evaluation.json"
 FINISHED_FILE = "finished"
 TRAINED_FILE = "trained"
 LOG_FILE = "log.txt"
-
-
-def progress_line(
-    done: int, total: int, running: dict[str, float], elapsed: float, durations: list[float], num_devices: int = 1
-) -> str:
-    """
-    Return the state of a grid in one line.
-
-    Args:
-        done (`int`):
-            Cells that are finished, skipped or failed.
-        total (`int`):
-            All cells.
-        running (`dict[str, float]`):
-            Cells that are running, and for how many seconds.
-        elapsed (`float`):
-            Seconds since the command started.
-        durations (`list[float]`):
-            Seconds of the cells that this command has finished; their mean makes the estimate.
-        num_devices (`int`, *optional*, defaults to `1`):
-            Cells that run at the same time.
-    """
-    left = "unknown until a cell has finished"
-    if durations:
-        mean = sum(durations) / len(durations)
-        remaining = mean * (total - done) - sum(min(seconds, mean) for seconds in running.values())
-        left = f"about {_format_seconds(remaining / num_devices)}"
-    return f"[{done}/{total} done] {', '.join(running)} | elapsed {_format_seconds(elapsed)} | left: {left}"
 
 
 def check_evaluation(text: str) -> dict[str, dict[str, int]]:
@@ -92,11 +66,11 @@ def run_cells(
     devices: list[str | None],
 ) -> dict[str, str]:
     """Run what is not finished, one cell per device at a time, and return the reasons of the failures by cell."""
-    start = time.monotonic()
     failures: dict[str, str] = {}
-    durations: list[float] = []
-    running: dict[str, float] = {}
+    running: list[str] = []
     stop = threading.Event()
+    # On a terminal: what runs, for how long, and for how long still, by the mean of the cells that have finished.
+    bar = tqdm(total=len(cells), initial=states.count("finished"), unit="cell", smoothing=0, disable=None)
     waiting = deque(enumerate(zip(cells, states, strict=True), 1))
 
     def work(device: str | None) -> None:
@@ -108,34 +82,28 @@ def run_cells(
             name = cell_name(cell)
             position = f"[{index}/{len(cells)}] {name}:"
             if state == "finished":
-                _print_progress(f"{position} finished before, skipped", end="\n")
+                bar.write(f"{position} finished before, skipped", file=sys.stderr)
                 continue
-            running[name] = time.monotonic()
+            start = time.monotonic()
+            running.append(name)
             try:
                 reason = _run_cell(config, cell, output_dir / name, state, lock, device, stop)
             except OSError as error:
                 reason = str(error)
-            seconds = time.monotonic() - running.pop(name)
+            running.remove(name)
             if stop.is_set():
                 return
-            if reason is None:
-                durations.append(seconds)
-                _print_progress(f"{position} finished in {_format_seconds(seconds)}", end="\n")
-            else:
+            if reason is not None:
                 failures[name] = reason
-                _print_progress(f"{position} failed after {_format_seconds(seconds)}", end="\n")
+            took = timedelta(seconds=round(time.monotonic() - start))
+            bar.write(f"{position} {'finished in' if reason is None else 'failed after'} {took}", file=sys.stderr)
+            bar.update()
 
-    with ThreadPoolExecutor(len(devices)) as pool:
+    with bar, ThreadPoolExecutor(len(devices)) as pool:
         workers = [pool.submit(work, device) for device in devices]
         try:
             while wait(workers, timeout=1).not_done:
-                if sys.stderr.isatty():
-                    now = time.monotonic()
-                    seconds = {name: now - since for name, since in list(running.items())}
-                    done = len(cells) - len(waiting) - len(seconds)
-                    _print_progress(
-                        progress_line(done, len(cells), seconds, now - start, list(durations), len(devices))
-                    )
+                bar.set_postfix_str(", ".join(running))
         finally:
             stop.set()
     for worker in workers:
@@ -280,16 +248,3 @@ def _write(path: Path, text: str) -> None:
 
 def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-
-
-def _format_seconds(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
-def _print_progress(line: str, end: str = "") -> None:
-    """Write over the last progress line of a terminal; elsewhere, write a line."""
-    if sys.stderr.isatty():
-        # A line that wraps could not be written over.
-        line = f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}"
-    print(line, end=end, file=sys.stderr, flush=True)

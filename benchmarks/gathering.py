@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
-from trl_qarl.quantization.sharded import shard_low_bit
 from trl_qarl.quantization.swap import prepare_model
+from trl_qarl.sharding.fsdp2 import shard_low_bit
 
 
 SHAPES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 10}

@@ -56,10 +56,22 @@ def tiny_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
 
 
+@pytest.fixture(scope="module")
+def quick_engines():
+    """Engines in this process start in a third of the time, until the end of the file."""
+    pytest.importorskip("vllm")
+    from testing_utils import start_engines_quickly
+
+    with pytest.MonkeyPatch.context() as patch:
+        start_engines_quickly(patch)
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        yield
+
+
 @pytest.fixture(scope="session")
 def warm_servers():
-    """Where servers are forked from; tests that use it are in one group, so that there is one."""
-    from warm_servers import WarmServers
+    """The process from which servers are forked; one test group uses it, so that there is only one."""
+    from testing_utils.warm_servers import WarmServers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")

@@ -36,11 +36,6 @@ def test_gsm8k_rewards_the_last_answer(text, reward):
     assert load("gsm8k").correct([[{"content": text}]], ["4"]) == [reward]
 
 
-def test_gsm8k_takes_the_answer_after_the_marks():
-    row = load("gsm8k").make_prompt({"question": "How many?", "answer": "500 * 2 = <<500*2=1000>>\n#### 1,000"})
-    assert row["answer"] == "1000" and row["prompt"][0]["content"].startswith("How many?\n")
-
-
 def test_gsm8k_options_are_those_of_the_trainer():
     from trl_qarl import QaRLConfig
 
@@ -73,11 +68,6 @@ def test_a_drawn_problem_has_as_many_shapes_as_its_answer_says(number):
         is_square = row["images"][0].getpixel((left + 1, top + 1)) == pixels
         count += has_color and is_square == (shape == "squares")
     assert str(count) == row["answer"]
-
-
-def test_counting_rewards_the_last_answer():
-    completions = [[{"content": text}] for text in ("Answer: 2\nAnswer: 3", "3", "Answer: 33")]
-    assert load("pictures").correct(completions, ["3"] * 3) == [1, 0, 0]
 
 
 @needs_torchvision

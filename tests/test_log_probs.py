@@ -35,7 +35,7 @@ def train(model, folder, monkeypatch, scores_all=False, peft=None, **options):
 
 
 def values(rows):
-    """What was logged but for seconds, rates and sizes of them."""
+    """Logged rows without times and rates."""
     return [
         {name: value for name, value in row.items() if not any(x in name for x in ("second", "time", "runtime"))}
         for row in rows
@@ -177,7 +177,7 @@ def test_a_stale_bias_in_the_engine_ends_the_run_before_an_update_with_it(tmp_pa
             bias[3] = biases[0][3]
 
     monkeypatch.setattr(generation, "sync_weights", publish_all_but_a_bias)
-    with pytest.raises(RuntimeError, match=r"'layers.1' is the first layer whose output differs"):
+    with pytest.raises(RuntimeError, match="'layers.1'"):
         trainer.train()
     assert trainer.state.global_step == 1 and len(biases) == 2 and not torch.equal(*biases)
     # The batch before was compared, and agreed.

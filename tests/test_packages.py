@@ -1,4 +1,4 @@
-"""What is installed; what torchao says at its import and nobody can act on does not reach the user, everything else does."""
+"""Installed versions, and the two messages of torchao's import that are hidden from users."""
 
 import enum
 import logging

@@ -27,7 +27,7 @@ def lora():
 
 @pytest.fixture
 def steps(monkeypatch):
-    """What happens to models while a trainer is made, in order."""
+    """Steps on models during the construction of a trainer, in order."""
     found = []
 
     def note(owner, name, step):

@@ -1,5 +1,4 @@
 import inspect
-import logging
 import math
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import trl
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-import trl_qarl.quantization.tensors
 from testing_utils import CHAT_TEMPLATE, make_problems, make_tiny_model, make_tiny_tokenizer, spread
 from testing_utils.trainings import EXPERTS, arguments, make, parameters, rows
 from trl_qarl.objectives.registry import find_objective
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
-from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
+from trl_qarl.quantization.swap import quantized_layers, restore_model
 
 
 def test_constructor_takes_exactly_the_arguments_of_grpo_trainer():
@@ -49,58 +47,6 @@ def test_a_batch_without_an_unmasked_completion_moves_weights_by_weight_decay_al
     # As PyTorch's Muon and AdamW do with a gradient of zero: matrices shrink, biases and norms do not.
     matrices = {name for name, p in trainer.model.named_parameters() if p.ndim == 2}
     assert shrunk == (matrices if weight_decay else set())
-
-
-def test_loops_and_garbled_completions_are_counted(tiny_model, tmp_path):
-    # One byte per token: without its first byte the second character is none.
-    cut_inside = make_tiny_tokenizer()("a\u00e9b")["input_ids"][2:]
-    ids = [[5] * 16, list(range(5, 21)), cut_inside, [70] * 3]
-
-    def rollout(prompts, trainer):
-        n = len(prompts) // 4
-        return {
-            "prompt_ids": [[4, 5]] * len(prompts),
-            "completion_ids": ids * n,
-            "logprobs": [[-5.0] * len(x) for x in ids] * n,
-        }
-
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
-    trainer.train()
-    assert (rows(trainer)[0]["rollout/repetition_share"], rows(trainer)[0]["rollout/garbled_share"]) == (0.25, 0.25)
-
-
-def test_policy_that_its_updates_do_not_reach_is_warned_about_once(tiny_model, tmp_path, caplog):
-    trainer = make(tiny_model, tmp_path, learning_rate=1e-12, max_steps=54, optim="sgd", weight_decay=0.0)
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
-    warnings = [record.getMessage() for record in caplog.records if "stalled" in record.getMessage()]
-    assert len(warnings) == 1 and "Raise `learning_rate` (1e-12 here)" in warnings[0] and "float32" in warnings[0]
-
-
-def test_ratio_is_one_at_the_first_update_and_moves_after(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path)
-    trainer.train()
-    history = rows(trainer)
-    for first, second in (history[:2], history[2:]):
-        # bf16 kernels give the same bits for the same rows; batches of other shapes differ by rounding.
-        assert first["tbpo/ratio/mean"] == pytest.approx(1, abs=2e-3)
-        assert abs(second["tbpo/ratio/mean"] - 1) > abs(first["tbpo/ratio/mean"] - 1)
-
-
-def test_mismatch_would_be_seen_if_rollout_and_learner_differed(tiny_model, tmp_path, monkeypatch):
-    trainer = make(tiny_model, tmp_path, bf16=False, max_steps=1)
-    original = QaRLTrainer._generate_single_turn
-
-    def with_high_precision_rollout(self, *args, **kwargs):
-        restore_model(self.model)
-        result = original(self, *args, **kwargs)
-        (scheme,) = self.swap_report.plan.schemes
-        prepare_model(self.model, scheme, scale_dtype=torch.float32)
-        return result
-
-    monkeypatch.setattr(QaRLTrainer, "_generate_single_turn", with_high_precision_rollout)
-    trainer.train()
-    assert rows(trainer)[0]["mismatch/abs_logp_mean"] > 1e-3
 
 
 def test_learner_that_is_not_quantized_runs_its_masters_and_the_rollout_low_bits(tiny_model, tmp_path):
@@ -150,47 +96,6 @@ def test_update_of_a_learner_that_is_not_quantized_is_that_of_scheme_bf16_on_the
             references.append(trainer._score(trainer.ref_model, inputs)[0])
     assert torch.equal(*references)
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
-
-
-def test_old_log_probs_come_from_the_quantized_learner(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, bf16=False, max_steps=1, steps_per_generation=1)
-    captured = {}
-    original = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: captured.setdefault("output", original(inputs))
-    before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
-    trainer.train()
-    output = captured["output"]
-    trainer.model.load_state_dict(before)
-    with torch.no_grad():
-        quantized, _, _ = trainer._score(trainer.model, output)
-        restore_model(trainer.model)
-        unquantized, _, _ = trainer._score(trainer.model, output)
-    mask = output["completion_mask"].bool()
-    torch.testing.assert_close(output["old_per_token_logps"][mask], quantized[mask], rtol=0, atol=1e-5)
-    assert (unquantized - quantized)[mask].abs().mean() > 1e-3
-
-
-def test_several_updates_use_each_completion_once_per_generation_batch(tiny_model, tmp_path, monkeypatch):
-    trainer = make(tiny_model, tmp_path, steps_per_generation=8, max_steps=8, per_device_train_batch_size=2)
-    generated, seen = [], []
-    original = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda x: generated.append(original(x)) or generated[-1]
-    loss = trainer._compute_loss
-    trainer._compute_loss = lambda model, inputs: seen.append(inputs["completion_ids"]) or loss(model, inputs)
-    trainer.train()
-    assert len(generated) == 1 and len(seen) == 8
-    assert sorted(torch.cat(seen).tolist()) == sorted(generated[0]["completion_ids"].tolist())
-
-
-def test_masters_are_quantized_once_per_optimizer_step(tiny_model, tmp_path, monkeypatch):
-    calls = []
-    original = trl_qarl.quantization.tensors.quantize_weight
-    monkeypatch.setattr(
-        trl_qarl.quantization.tensors, "quantize_weight", lambda *args: calls.append(1) or original(*args)
-    )
-    trainer = make(tiny_model, tmp_path, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=3)
-    trainer.train()
-    assert len(calls) == 14 * (1 + 3)
 
 
 @pytest.mark.parametrize("objective", ["grpo", "dapo"])
@@ -243,34 +148,6 @@ def test_tbpo_in_the_trainer_equals_stock_sequence_level_grpo(tiny_model, tmp_pa
     assert 0 < tbpo._metrics["train"]["tbpo/dropped/total"][-1] < 1
 
 
-@pytest.mark.parametrize("objective", ["bypass", "gspo"])
-def test_bypass_saves_the_forward_that_scores_the_rollout_and_measures_no_mismatch(tiny_model, tmp_path, objective):
-    trainer = make(tiny_model, tmp_path, objective=objective, max_steps=8)
-    rows_scored = []
-    score = GRPOTrainer._get_per_token_logps_and_entropies
-
-    def count(self, model, input_ids, *args, **kwargs):
-        rows_scored.append((len(input_ids), torch.is_grad_enabled()))
-        return score(self, model, input_ids, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", count)
-        trainer.train()
-    is_bypass = objective == "bypass"
-    assert any(not has_gradient for _, has_gradient in rows_scored) != is_bypass
-    assert any(name.startswith("mismatch/") for row in rows(trainer) for name in row) != is_bypass
-    assert all(math.isfinite(row["loss"]) for row in rows(trainer))
-
-
-def test_synchronized_reference_uses_its_new_weights(tiny_model, tmp_path):
-    options = {"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0, "max_steps": 3, "steps_per_generation": 1}
-    trainer = make(tiny_model, tmp_path, beta=0.1, bf16=False, sync_ref_model=True, **options)
-    trainer.train()
-    # With alpha 1 the reference is the policy of one step ago, so the KL is measured on equal policies.
-    assert all(row["kl"] == pytest.approx(0, abs=1e-7) for row in rows(trainer))
-    assert rows(trainer)[-1]["quant/code_flip_rate"] > 0
-
-
 def test_synchronised_reference_is_quantized_anew_where_the_optimizers_step_was_skipped(tiny_model, tmp_path):
     """A loss scaler skips `optimizer.step()` on an overflow; TRL writes to the reference all the same."""
     trainer = make(tiny_model, tmp_path, beta=0.1, bf16=False, sync_ref_model=True, ref_model_mixup_alpha=1.0)
@@ -282,19 +159,6 @@ def test_synchronised_reference_is_quantized_anew_where_the_optimizers_step_was_
         trainer.callback_handler.on_step_end(trainer.args, trainer.state, trainer.control)
         after = trainer.ref_model(tokens).logits
         assert torch.equal(after, trainer.model(tokens).logits) and not torch.equal(after, before)
-
-
-def test_evaluation_runs_and_logs_eval_metrics(tiny_model, tmp_path):
-    trainer = QaRLTrainer(
-        tiny_model,
-        spread,
-        arguments(tmp_path, per_device_eval_batch_size=4, max_steps=1),
-        make_problems(),
-        eval_dataset=make_problems(4),
-    )
-    metrics = trainer.evaluate()
-    assert math.isfinite(metrics["eval_loss"]) and math.isfinite(metrics["eval_reward"])
-    assert math.isfinite(metrics["eval_mismatch/abs_logp_mean"])
 
 
 def test_scoring_in_train_and_eval_mode_is_identical(tiny_model, tmp_path):
@@ -408,15 +272,6 @@ def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, mo
     assert (gradient[is_completion & ~is_answer] != 0).all() and (gradient[is_answer] == 0).all()
 
 
-def test_conversational_prompts_work(tiny_model, tmp_path):
-    prompts = [[{"role": "user", "content": f"{i} + 1"}] for i in range(8)]
-
-    def reward(completions, **kwargs):
-        return spread([c[0]["content"] for c in completions])
-
-    make(tiny_model, tmp_path, reward=reward, train_dataset=Dataset.from_dict({"prompt": prompts})).train()
-
-
 def test_missing_arguments_get_a_qarl_config_named_after_the_model_that_trains_on_a_cpu(
     tiny_model, tmp_path, monkeypatch
 ):
@@ -495,43 +350,31 @@ def test_rewards_of_nan_do_not_reach_the_weights(tiny_model, tmp_path):
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
 
 
-def test_rewards_of_the_wrong_length_raise(tiny_model, tmp_path):
-    with pytest.raises((RuntimeError, ValueError)):
-        make(tiny_model, tmp_path, reward=lambda completions, **kwargs: [1.0]).train()
+def with_rollouts(tiny_model, tmp_path, ids, logprobs):
+    """A trainer whose `rollout_func` returns these for each prompt."""
+
+    def rollout(prompts, trainer):
+        n = len(prompts)
+        given = None if logprobs is None else [logprobs] * n
+        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[*ids, 7 + i % 3] for i in range(n)], "logprobs": given}
+
+    return QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
 
 
 def test_log_probs_of_a_rollout_func_are_the_sampling_log_probs(tiny_model, tmp_path):
-    def rollout(prompts, trainer):
-        ids = [[5, 6, 7 + i % 3] for i in range(len(prompts))]
-        return {"prompt_ids": [[4, 5]] * len(prompts), "completion_ids": ids, "logprobs": [[-9.0] * 3] * len(prompts)}
-
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
+    trainer = with_rollouts(tiny_model, tmp_path, [5, 6], [-9.0] * 3)
     trainer.train()
     # A random model gives each of 260 tokens about log(1 / 260) = -5.6, which is 3.4 above what the rollout claims.
     assert rows(trainer)[0]["mismatch/abs_logp_mean"] == pytest.approx(3.4, abs=0.5)
     assert rows(trainer)[0]["mismatch/weight_mean"] == 2.0
 
 
-def test_rollout_func_without_log_probs_raises(tiny_model, tmp_path):
-    def rollout(prompts, trainer):
-        n = len(prompts)
-        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[5, 6, 7]] * n, "logprobs": None}
-
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
-    with pytest.raises(ValueError, match="logprobs=None"):
-        trainer.train()
-
-
-def test_rollout_func_with_tokens_the_model_has_no_rows_for_raises(tiny_model, tmp_path):
-    def rollout(prompts, trainer):
-        n = len(prompts)
-        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[5, 260]] * n, "logprobs": [[-5.0] * 2] * n}
-
-    trainer = QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
-    with pytest.raises(
-        ValueError, match="`rollout_func` returned.*completion 0 of .*, token 1 of 2: 260 is not .* 0 to 259"
-    ):
-        trainer.train()
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "names"), [([5, 6], None, "logprobs=None"), ([5, 260], [-5.0] * 3, "`rollout_func`.* 260 ")]
+)
+def test_a_rollout_that_cannot_be_trained_on_is_refused(tiny_model, tmp_path, ids, logprobs, names):
+    with pytest.raises(ValueError, match=names):
+        with_rollouts(tiny_model, tmp_path, ids, logprobs).train()
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e38, 1e308, 1e17, None])

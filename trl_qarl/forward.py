@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 
-__all__ = ["FORWARD_KEYS", "Batch", "count_positions", "learner_log_probs", "takes_positions"]
+__all__ = [
+    "FORWARD_KEYS",
+    "Batch",
+    "count_positions",
+    "learner_log_probs",
+    "takes_positions",
+    "without_empty_pictures",
+]
 
 FORWARD_KEYS = (
     "pixel_values",
@@ -37,6 +44,17 @@ def count_positions(model: nn.Module) -> Callable[..., Any]:
     def forward(**inputs):
         position_ids = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         return model(**inputs, position_ids=position_ids)
+
+    return forward
+
+
+def without_empty_pictures(model: nn.Module) -> Callable[..., Any]:
+    """Forward of `model` that leaves pictures out where none of the rows has one: TRL passes tensors of no patches."""
+
+    def forward(**inputs):
+        if not len(inputs.get("pixel_values", [None])):
+            inputs = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_grid_thw")}
+        return model(**inputs)
 
     return forward
 

@@ -6,7 +6,8 @@ sampler's log-probs are taken instead, and compared with forwards that run anywa
 the rollout's. One sequence of each process from the rest of the batch is scored for this alone.
 
 A batch that was drawn ahead is of earlier weights. Those are kept, and score it where a forward is needed; as no update runs with them,
-one micro-batch of each process is scored for the comparison alone, too.
+one micro-batch of each process is scored for the comparison alone, too. Where weights were published while it was drawn, all of them
+score that, and each token is of those that give it the sampler's log-prob.
 """
 
 import logging
@@ -18,9 +19,11 @@ import torch
 from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
-from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions
+from .forward import FORWARD_KEYS, Batch, count_positions, takes_positions, without_empty_pictures
+from .numerics.exact import choose_versions
 from .objectives.objective import Objective
 from .policy import Policy
+from .quantization.versions import at_version
 from .rollout.ahead import Ahead
 from .rollout.scoring import prompt_log_probs
 from .telemetry.recorder import Recorder
@@ -58,6 +61,14 @@ class ScoresRollouts(_BaseTrainer):
     def _is_stale(self) -> bool:
         """Whether the batch in progress was drawn by weights that were the learner's in an earlier update."""
         return self._ahead is not None and self.model.training and self._ahead.drawn is not None
+
+    @property
+    def _was_on_policy(self) -> bool:
+        """Whether the learner computed the last micro-batch with the weights of its old log-probs."""
+        args = self.args
+        place = (self._step - 1) % (args.steps_per_generation * args.num_iterations)
+        has_older = args.rollout_ahead and args.old_logps != "learner"
+        return place < args.gradient_accumulation_steps and not has_older
 
     @property
     def _are_compared(self) -> bool:
@@ -146,15 +157,15 @@ class ScoresRollouts(_BaseTrainer):
     def _score_compared(self) -> None:
         """Scores one sequence that the first update leaves out, and of what was drawn ahead one micro-batch, which is observed then."""
         parts, accumulation = self._buffered_inputs, self.args.gradient_accumulation_steps
-        with self.recorder.time("scoring"), self._at_rollout():
+        with self.recorder.time("scoring"):
             if self._is_stale:
-                parts[0]["old_per_token_logps"] = self._score_rollout(parts[0])
+                parts[0]["old_per_token_logps"] = self._score_drawn(parts[0])
             num_in_first = 1 if self._is_stale else accumulation - self._step % accumulation
             if num_in_first < len(parts):
                 # TRL has shuffled the batch, by torch's generator: the choice is random, and a resumed run has it.
                 first = {name: value[:1] for name, value in parts[-1].items() if value is not None and value.ndim}
                 rest = parts[-1]["old_per_token_logps"][1:]
-                parts[-1]["old_per_token_logps"] = torch.cat([self._score_rollout(first), rest])
+                parts[-1]["old_per_token_logps"] = torch.cat([self._score_drawn(first), rest])
         if self._is_stale:
             self._num_compared = None
             self._observe_parts(parts)
@@ -200,6 +211,21 @@ class ScoresRollouts(_BaseTrainer):
         batch_size = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         return self._score(self.model, inputs, batch_size=batch_size)[0]
 
+    def _score_drawn(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Log-probs of a rollout by the weights that drew it, of each token by those of the versions that have."""
+        drawn = self._ahead.drawn if self._is_stale else None
+        if drawn is None:
+            return self._score_rollout(inputs)
+        by_version = []
+        for _, kept in drawn.versions:
+            with at_version(self.model, kept):
+                by_version.append(self._score_rollout(inputs))
+        mask = inputs["completion_mask"].bool()
+        logps, places = choose_versions(torch.stack(by_version), inputs["sampling_per_token_logps"], mask)
+        if self.args.in_flight_updates:
+            self.recorder.log({"rollout/later_weights_share": (places[mask] > 0).float().mean().item()})
+        return logps
+
     def _score(self, model, inputs: dict[str, Any], **kwargs):
         """Per-token log-probs `(B, T)`, entropies and auxiliary loss of the completions in `inputs`."""
         forward_kwargs = {key: inputs.get(key) for key in FORWARD_KEYS}
@@ -235,7 +261,8 @@ class ScoresRollouts(_BaseTrainer):
                     return self._get_per_token_logps_and_entropies(
                         model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                     )
-        forward = count_positions(model) if takes_positions(self.accelerator.unwrap_model(model)) else model
+        is_text_model = takes_positions(self.accelerator.unwrap_model(model))
+        forward = count_positions(model) if is_text_model else without_empty_pictures(model)
         output = super()._get_per_token_logps_and_entropies(
             forward, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )

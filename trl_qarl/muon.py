@@ -16,7 +16,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from typing_extensions import override
 
 from .quantization.inventory import Inventory
-from .quantization.sharded import held_rows, is_sharded, whole
+from .quantization.storage import storage_of, whole
 
 
 __all__ = ["MuonAdamW", "create_muon_adamw"]
@@ -28,7 +28,7 @@ class _MuonOfWhole(torch.optim.Muon):
     @override
     @torch.no_grad()
     def step(self, closure=None):
-        if not any(is_sharded(p) for group in self.param_groups for p in group["params"]):
+        if all(storage_of(p).is_whole for group in self.param_groups for p in group["params"]):
             return super().step(closure)
         for group in self.param_groups:
             params, grads, momenta = [], [], []
@@ -38,7 +38,7 @@ class _MuonOfWhole(torch.optim.Muon):
                 momentum.lerp_(grad, 1 - decay)
                 update = whole(grad.lerp(momentum, decay) if group["nesterov"] else momentum)
                 update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                held, rows = param.to_local(), held_rows(param)
+                held, rows = storage_of(param).local(param), storage_of(param).rows(param)
                 held.mul_(1 - lr * group["weight_decay"])
                 rate = _adjust_lr(lr, group["adjust_lr_fn"], param.shape)
                 held.add_(update[rows.start : rows.stop], alpha=-rate)
@@ -92,7 +92,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @override
     def state_dict(self):
-        if any(is_sharded(p) for group in self.param_groups for p in group["params"]):
+        if not all(storage_of(p).is_whole for group in self.param_groups for p in group["params"]):
             # As torch's distributed checkpoints take optimizers apart: one state, one list of groups.
             return super().state_dict()
         return {name: part.state_dict() for name, part in self.parts.items()}

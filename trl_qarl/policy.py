@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.base_trainer import _BaseTrainer
@@ -31,17 +30,19 @@ from .checkpoint.record import check_record, scheme_record
 from .checkpoint.relay import Relay
 from .checks.adapter import problems_of_adapted_model
 from .checks.arguments import check_dropout, problems_of_experts, problems_of_masters, problems_of_pictures
-from .checks.launch import check_agreement, check_launch, shard_when_prepared, shards_masters
+from .checks.launch import check_agreement, check_launch
 from .checks.options import raise_problems
-from .numerics.attach import attach_engine_numerics
+from .numerics.attach import attach_engine_numerics, keep_no_products
 from .numerics.availability import choose_numerics
 from .numerics.exact import Exactness
 from .quantization.inventory import Inventory
 from .quantization.names import base_model, is_peft_model
 from .quantization.precisions import mean_bits, precision_at, problems_of_patterns, set_precision
-from .quantization.sharded import reshard, shard_low_bit
+from .quantization.storage import is_sharded, refresh
 from .quantization.swap import SwapReport, disable_quantized_forward, prepare_model
 from .rollout.failures import all_or_none
+from .sharding.accelerate import shard_when_prepared, sharded_by
+from .sharding.fsdp2 import shard_low_bit
 from .wire.protocol import CPU_WEIGHTS_VARIABLE
 
 
@@ -95,6 +96,7 @@ class Policy:
         self._loaded_adapter: dict[str, torch.Tensor] = {}
         self._base: str | None = None
         self._reference: Any = None
+        self._sharded_by: str | None = None
         self.precision: int | dict[str, int] | None = None
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
@@ -113,7 +115,7 @@ class Policy:
             ValueError: if the model cannot be trained as configured, naming all that is wrong.
         """
         args = self.args
-        self.model, self.has_adapter = model, is_peft_model(model)
+        self.model, self.has_adapter, self._sharded_by = model, is_peft_model(model), sharded_by
         if self.has_adapter:
             keep_adapter_precise(model, self._loaded_adapter)
             self._loaded_adapter = {}
@@ -156,9 +158,14 @@ class Policy:
         has_changed = False
         for model in (self.model, self._reference):
             if model is not None and set_precision(Inventory.of(model).layers, self.swap_report.schemes, precision):
-                reshard(model)
+                refresh(model)
                 has_changed = True
         return has_changed
+
+    @property
+    def takes_all_processes(self) -> bool:
+        """Whether every process takes part in what reads all of it, such as an export."""
+        return is_sharded(self.model)
 
     @property
     def bits(self) -> tuple[float | None, bool]:
@@ -206,7 +213,7 @@ class Policy:
         """Prepare `model` as the reference that the KL term keeps the learner close to: the low-bit model at the start."""
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
-            if isinstance(model, FSDPModule):
+            if self._sharded_by == "FSDP2":
                 shard_low_bit(model)
             self._reference = model
         self.attach_numerics(model)
@@ -266,16 +273,10 @@ class PreparesPolicy(_BaseTrainer):
         super().__init__(*args, **kwargs)
         check_launch(self.accelerator, self.args, self.model)
         with all_or_none(self.accelerator):
-            self.policy.prepare(self.model, self._sharded_by)
+            self.policy.prepare(self.model, sharded_by(self.accelerator))
         check_agreement(self.accelerator, self.policy.record() | {"precisions": self.args.precisions})
         if self.is_fsdp_enabled:
-            shard_when_prepared(self.accelerator)
-
-    @property
-    def _sharded_by(self) -> str | None:
-        if self.is_deepspeed_enabled:
-            return "ZeRO-3" if shards_masters(self.accelerator) else "DeepSpeed"
-        return "FSDP2" if self.is_fsdp_enabled else None
+            shard_when_prepared(self.accelerator, keep_no_products)
 
     @property
     def swap_report(self) -> SwapReport:

@@ -33,11 +33,11 @@ from .checks.options import (
     refused_by_all,
 )
 from .checks.refused import LORA_MODES
-from .checks.zero import keep_float32_masters
-from .objectives.options import UNSET, trl_default
+from .objectives.options import TRUST_BAND_SHARE, TRUST_BANDS, UNSET, trl_default
 from .objectives.registry import get_objective, problem_of_objective
 from .quantization.gemm import has_fast_bf16
 from .quantization.plan import QuantPlan, get_plan, parse_scheme
+from .sharding.zero3 import keep_float32_masters
 
 
 __all__ = ["QaRLConfig", "config_for"]
@@ -140,6 +140,11 @@ class QaRLConfig(GRPOConfig):
         negative_epsilon_high (`float`, *optional*, defaults to `7e-4`):
             TBPO: for negative advantages, the ratio counts up to `1 + negative_epsilon_high`; above, the sequence
             contributes no gradient.
+        trust_band (`str`, *optional*, defaults to `"fixed"`):
+            TBPO: `"fixed"` takes the three bands above, `"auto"` (experimental) estimates them from the ratios of recent updates.
+        trust_band_share (`float`, *optional*, defaults to `0.25`):
+            TBPO with `trust_band="auto"`: share of the completions of each sign of the advantage to drop. Those of updates on a fresh
+            batch, whose ratios are 1, are neither dropped nor counted.
         mismatch_cap (`float`, *optional*, defaults to `2.0`):
             TBPO: bound `c > 1` of the mismatch weight, which stays in `[1/c, c]`.
         mismatch_low, mismatch_high (`float`, *optional*):
@@ -169,6 +174,9 @@ class QaRLConfig(GRPOConfig):
         old_logps (`str`, *optional*, defaults to `"version"`):
             With `rollout_ahead`, whose log-probs the ratio compares with: `"version"`, those of the weights that drew the
             batch, which are kept; `"learner"`, those of the learner when it begins with the batch; `"sampler"`, the engine's.
+        in_flight_updates (`bool`, *optional*, defaults to `False`):
+            Experimental. With `rollout_ahead` of at least 2 and `numerics="engine"`, publish weights while completions are drawn: the
+            engine goes on with the new ones, and never waits for the longest completion of a batch.
         mismatch_probe_steps (`int`, *optional*, defaults to `0`):
             Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of the rollout:
             `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
@@ -231,6 +239,8 @@ class QaRLConfig(GRPOConfig):
     positive_epsilon_high: float = 4e-4
     negative_epsilon_low: float = 3e-4
     negative_epsilon_high: float = 7e-4
+    trust_band: str = field(default="fixed", metadata={"choices": list(TRUST_BANDS)})
+    trust_band_share: float = TRUST_BAND_SHARE
     mismatch_cap: float = 2.0
     mismatch_low: float | None = None
     mismatch_high: float | None = None
@@ -243,6 +253,7 @@ class QaRLConfig(GRPOConfig):
     optim: str = "muon"
     rollout_ahead: int = 0
     old_logps: str = field(default="version", metadata={"choices": list(OLD_LOGPS)})
+    in_flight_updates: bool = False
     mismatch_probe_steps: int = 0
     vllm_server_autostart: bool = False
     allow_low_precision_masters: bool = False
@@ -278,9 +289,9 @@ class QaRLConfig(GRPOConfig):
         ]
         problems += check_hub(self)
         raise_problems(problems)
-        is_on_policy = get_objective(self).is_on_policy
+        objective = get_objective(self)
         if self.steps_per_generation is None and self.generation_batch_size is None:
-            self.steps_per_generation = (1 if is_on_policy else 8) * self.gradient_accumulation_steps
+            self.steps_per_generation = (1 if objective.is_on_policy else 8) * self.gradient_accumulation_steps
         # transformers knows no such optimizer name; the trainer builds it.
         is_muon = self.optim == "muon"
         if is_muon:
@@ -291,12 +302,7 @@ class QaRLConfig(GRPOConfig):
         if self.deepspeed_plugin is not None:
             # In the copy by which transformers loads a model into the slices of ZeRO-3.
             keep_float32_masters(self.deepspeed_plugin.dschf.config)
-        if is_on_policy and self.steps_per_generation != self.gradient_accumulation_steps:
-            raise ValueError(
-                f"steps_per_generation={self.steps_per_generation} (generation_batch_size={self.generation_batch_size}) "
-                f"contradicts objective={self.objective!r}, which makes one update per generation batch: it must equal "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}. Remove it."
-            )
+        raise_problems([*objective.problems_of_batch(self)])
         # Some options switch on others, as `torch_compile_backend` does with `torch_compile`.
         raise_problems([*refused_by_all(self)])
 

@@ -14,9 +14,7 @@ from trl.extras.profiling import profiling_context
 from typing_extensions import override
 
 from .checks.arguments import check_arguments, has_pictures, problems_of_pictures
-from .checks.launch import shards_masters
 from .checks.options import raise_problems
-from .checks.zero import compute_in_bfloat16
 from .forward import Batch
 from .log_probs import ScoresRollouts
 from .muon import create_muon_adamw
@@ -25,7 +23,6 @@ from .objectives.registry import get_objective
 from .policy import Policy, PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
 from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
-from .quantization.partitioned import forget_order
 from .quantization.swap import quantized_forward
 from .rollout.ahead import Ahead
 from .rollout.answers import checked_rollout_func, vocabulary_size
@@ -36,6 +33,8 @@ from .rollout.pictures import check_rows, expanded_prompts
 from .rollout.scoring import prompt_log_probs
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
+from .sharding.accelerate import sharded_by
+from .sharding.zero3 import compute_in_bfloat16, forget_order
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
@@ -118,7 +117,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         check_arguments(**given)
         self.policy = Policy(args, peft_config, has_pictures(train_dataset, eval_dataset))
         self.export_dir = Path(args.output_dir, args.plan.name)
-        self._objective = get_objective(args)
+        self._objective = get_objective(args).for_run(args)
         self._calls_tools = False
         with replaced_in_trl(
             create_model_from_path=self.policy.load,
@@ -130,7 +129,11 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             # After TRL has given the models another forward.
             for each in filter(None, (self.model, self.ref_model)):
                 compute_in_bfloat16(self.accelerator.unwrap_model(each))
-        if shards_masters(self.accelerator) and not self.use_vllm and (tools or environment_factory):
+        if (
+            sharded_by(self.accelerator) in ("FSDP2", "ZeRO-3")
+            and not self.use_vllm
+            and (tools or environment_factory)
+        ):
             raise NotImplementedError(
                 "Tools with FSDP2 and ZeRO-3 need `use_vllm=True`: processes call them each as often as they need, and generate together."
             )
@@ -141,7 +144,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             self.policy.prepare_reference(self.accelerator.unwrap_model(self.ref_model))
         if args.rollout_ahead:
             self._ahead = Ahead(self.vllm_generation, args)
-        self.recorder = Recorder(args, self.accelerator, self.model, self._metrics, self._tokenizer.decode)
+        measured = self.accelerator, self.model, self._metrics, self._tokenizer.decode, self._objective
+        self.recorder = Recorder(args, *measured)
         self._explain_scoring()
         self._add_callbacks()
 
@@ -164,6 +168,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
             ca_certs=args.vllm_ssl_ca_certs,
             delta_sync=args.vllm_delta_sync,
             start_command=start_command(args, self.model, policy.dtype),
+            in_flight_updates=args.in_flight_updates,
         )
         if self.numerics == "engine" and self.accelerator.is_main_process:
             policy.check_engine(generation.engine)
@@ -209,9 +214,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _tokenize_prompts(self, prompts):
-        """Adds to prompts with pictures what is sent to vLLM, which expands their placeholders itself."""
-        check_rows(prompts)
+        """Adds what is sent to vLLM, which expands placeholders itself; rows without pictures get a list that processors take."""
+        check_rows(prompts, self.processing_class, self.accelerator.num_processes)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:
             raise_problems([*problems_of_pictures(self.accelerator.unwrap_model(self.model), self.args)])
             options = {"tools": self.tools or None, "chat_template": self.chat_template, **self.chat_template_kwargs}
@@ -275,7 +281,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         if self._ahead is not None:
             # Apart from what else is done with a generation batch.
             with self.recorder.time("wait"):
-                has_other_weights = self._ahead.collect()
+                has_other_weights = self._ahead.collect(self.model.training)
             if has_other_weights:
                 self._last_loaded_step = -1
         if self.use_vllm:
@@ -338,6 +344,7 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         # TRL has closed the step.
         if self._current_train_step_time == 0.0:
             self.recorder.log({"step/forward_backward_seconds": self.recorder.pop_seconds("forward_backward")})
+            self.recorder.log(self._objective.end_update(self.accelerator.gather, self._was_on_policy))
         return loss
 
     @override

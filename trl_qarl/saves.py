@@ -24,7 +24,7 @@ from .checkpoint.load import load_renamed
 from .checkpoint.pushes import PushesPolicy
 from .checkpoint.relay import LOCK_FILE, Relay
 from .checks.launch import check_resumed_launch
-from .quantization.sharded import is_sharded
+from .objectives.objective import Objective
 from .rollout.ahead import Ahead
 from .rollout.failures import all_or_none
 
@@ -46,6 +46,7 @@ class SavesRuns(PushesPolicy):
     _last_checkpoint: Path | None = None
     _relay: Relay | None = None
     _ahead: Ahead | None = None
+    _objective: Objective
     # The epoch in progress, its first micro-batch that is trained, and how many were trained before it.
     _epoch_begun: tuple[int, int, int] = (0, 0, 0)
     # The update before which the epoch began, and torch's random state then.
@@ -137,11 +138,13 @@ class SavesRuns(PushesPolicy):
         Checkpoint folder to resume from, `None` for a new run.
 
         Raises:
-            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme, learner or launch.
+            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme, learner,
+                trust band or launch.
         """
         found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
         if found is not None:
             check_resumed_launch(self.accelerator, found)
+            self._objective.load(generation_batch.load_shared(found, generation_batch.OBJECTIVE_FILE, "cpu"))
         return found
 
     @override
@@ -185,8 +188,13 @@ class SavesRuns(PushesPolicy):
                 has_differed = self.policy.exactness.has_differed
                 batch = SavedBatch(self._step, self._buffered_inputs, has_differed, ahead)
                 generation_batch.save_batch(folder, rank, self._batch_shape(), batch)
-                if versions and self.args.should_save:
-                    generation_batch.save_versions(folder, versions)
+                shared = {
+                    generation_batch.VERSIONS_FILE: versions,
+                    generation_batch.OBJECTIVE_FILE: self._objective.state(),
+                }
+                for name, value in shared.items():
+                    if value and self.args.should_save:
+                        generation_batch.save_shared(folder, name, value)
                 marker.sync(folder)
         finally:
             self._is_saving = False
@@ -200,7 +208,7 @@ class SavesRuns(PushesPolicy):
 
     @override
     def _gathering(self):
-        return all_or_none(self.accelerator) if is_sharded(self.model) else nullcontext()
+        return all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext()
 
     def _shared_while_saving(self):
         """Return where processes meet within a checkpoint, a failure of one before must reach the others."""
@@ -247,7 +255,8 @@ class SavesRuns(PushesPolicy):
         self._step, self._buffered_inputs = batch.step, batch.buffered_inputs
         self.policy.exactness.has_differed = batch.has_differed
         if self._ahead is not None:
-            self._ahead.load(batch.ahead, generation_batch.load_versions(checkpoint, device))
+            versions = generation_batch.load_shared(checkpoint, generation_batch.VERSIONS_FILE, device)
+            self._ahead.load(batch.ahead, versions or [])
         elif batch.ahead:
             logger.warning(
                 "%s has %d generation batches that were drawn ahead. With rollout_ahead=0 they are dropped, and drawn anew.",

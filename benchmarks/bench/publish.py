@@ -93,17 +93,15 @@ def _measure_scheme(path: str, scheme: str, model, publisher, pid: int | None, a
 def _parts_timed(transport, with_engine: bool) -> Iterator[dict[str, float]]:
     """Adds up the seconds spent in what a weight sync consists of, by the names of parts, while it is open."""
     from trl_qarl.rollout import http_transport, publisher
-    from trl_qarl.wire import delta
+    from trl_qarl.wire import delta, patches
 
     functions = [(publisher, "fingerprints_of", "fingerprints"), (delta, "_deflate", "compress")]
     if with_engine:
         engine = transport._worker.weight_transfer_engine
         # The trainer's side imports nothing of what runs in vLLM.
         plugin = type(engine).__module__.rpartition(".")[0]
-        audited_reload, checkpoint_copy = (
-            sys.modules[f"{plugin}.{name}"] for name in ("audited_reload", "checkpoint_copy")
-        )
-        functions += [(checkpoint_copy, "apply_delta", "apply")]
+        audited_reload = sys.modules[f"{plugin}.audited_reload"]
+        functions += [(patches, "apply_delta", "apply")]
         functions += [(audited_reload, name, "engine's fingerprints") for name in ("fingerprint", "live_fingerprints")]
     elif isinstance(transport, http_transport.HTTPTransport):
         functions += [(http_transport, "save", "send"), (transport, "_upload", "send")]

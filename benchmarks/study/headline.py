@@ -1,7 +1,7 @@
 """
 Draws docs/headline.png and the figures of benchmarks/study/README.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib);
-benchmarks/study/study-bits.png and benchmarks/study/study-length.png too where `long_tables.py --collect` has added the cells of benchmarks/study/bits.yaml and of
-benchmarks/study/length_1000.yaml.
+benchmarks/study/study-bits.png, benchmarks/study/study-length.png and benchmarks/study/study-shapes.png too where `long_tables.py --collect`
+has added the cells of benchmarks/study/bits.yaml, benchmarks/study/length_1000.yaml and benchmarks/study/shapes.yaml.
 """
 
 import json
@@ -46,7 +46,9 @@ RECIPES = {
 
 # Studies of one recipe with answers of so many tokens.
 LENGTHS = {"length_150": "150 tokens", "length_400": "400 tokens", "length_1000": "1,000 tokens"}
-LENGTH_SCHEME = "w4a16-g128-signed"
+LENGTH_SCHEME = AGE_SCHEME = "w4a16-g128-signed"
+# Of the picture task, benchmarks/study/shapes.yaml.
+SHAPES_RUNS = (("bf16", "grpo-tis"), ("QaRL", "grpo-tis"), ("rollout-only", "grpo-tis"))
 
 
 def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -170,6 +172,29 @@ def draw_lengths(cells: list[dict]) -> None:
     figure.savefig(HERE / "study-length.png", facecolor="white", dpi=130)
 
 
+def draw_shapes(cells: list[dict]) -> None:
+    """Rewards over the updates of the picture task, and what the deployed policy solves at the end, each seed a small dot."""
+    groups = {tuple(run): found for (study, _, *run), found in group_cells(cells).items() if study == "shapes"}
+    figure, (courses, scores) = _panels(figsize=(9, 3.4))
+    for place, run in enumerate(SHAPES_RUNS):
+        name, color = RUNS.get(run, ("bf16, GRPO", "ink"))
+        color = COLORS[color][0]
+        smooth = _smooth([cell["course"]["reward"] for cell in groups[run]])
+        courses.plot([8 * i for i in range(1, len(smooth) + 1)], smooth, color=color, lw=1.8, label=name)
+        solved = [cell["scores"]["greedy"] for cell in groups[run]]
+        scores.plot([place] * len(solved), solved, "o", ms=4, alpha=0.6, color=color)
+        scores.plot(place, statistics.fmean(solved), "_", ms=22, mew=2.5, color=color)
+    courses.set_title("rewards", fontsize=12, loc="left")
+    courses.set_xlabel("updates")
+    courses.legend(frameon=False, fontsize=8.5, loc="lower right")
+    scores.set_title("solved greedily at the end", fontsize=12, loc="left")
+    scores.set_xticks(range(len(SHAPES_RUNS)), [RUNS.get(run, ("bf16, GRPO",))[0] for run in SHAPES_RUNS], fontsize=9)
+    scores.set_xlim(-0.6, len(SHAPES_RUNS) - 0.4)
+    scores.yaxis.set_major_formatter("{x:.0f} %")
+    figure.tight_layout()
+    figure.savefig(HERE / "study-shapes.png", facecolor="white", dpi=130)
+
+
 def _panels(**options):
     import matplotlib
 
@@ -184,6 +209,32 @@ def _panels(**options):
     return figure, panels
 
 
+def draw_ages(cells: list[dict]) -> None:
+    """Rewards over updates with rollouts of so many generation batches before, a panel for each objective; means over the seeds."""
+    import matplotlib.pyplot as plt
+
+    groups = {name[1:]: of for name, of in group_cells(cells).items() if name[0] == "age"}
+    objectives = list(dict.fromkeys(objective for _, _, objective in groups))
+    figure, axes = plt.subplots(1, len(objectives), figsize=(3.6 * len(objectives), 3.2), sharey=True, squeeze=False)
+    for axis, objective in zip(axes[0], objectives, strict=True):
+        for age, color in {0: "ink", 1: "blue", 2: "green", 4: "vermillion"}.items():
+            of = groups.get((AGE_SCHEME + (f"-age{age}" if age else ""), "QaRL", objective), [])
+            if not of:
+                continue
+            rewards = [
+                statistics.fmean(values) for values in zip(*(cell["course"]["reward"] for cell in of), strict=True)
+            ]
+            smooth = [statistics.fmean(rewards[max(0, i + 1 - SMOOTHED) : i + 1]) for i in range(len(rewards))]
+            updates = range(8, 8 * len(smooth) + 1, 8)
+            axis.plot(updates, smooth, color=COLORS[color][0], label=f"{age} ({len(of)} seeds)")
+        axis.set_title(f"QaRL, {objective}", fontsize=10)
+        axis.set_xlabel("update")
+        axis.legend(title="age in batches", fontsize=8, title_fontsize=8, frameon=False)
+    axes[0][0].set_ylabel("reward")
+    figure.tight_layout()
+    figure.savefig(HERE / "study-age.png", facecolor="white", dpi=130)
+
+
 if __name__ == "__main__":
     cells = json.loads(RESULTS.read_text())
     draw_scores(cells, read_scores(cells))
@@ -193,3 +244,7 @@ if __name__ == "__main__":
         draw_bits(cells)
     if any(cell["study"] in LENGTHS for cell in cells):
         draw_lengths(cells)
+    if any(cell["study"] == "age" for cell in cells):
+        draw_ages(cells)
+    if any(cell["study"] == "shapes" for cell in cells):
+        draw_shapes(cells)

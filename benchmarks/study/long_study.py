@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import ages
 import chain_sums
 import decoding
 import long_starts
@@ -49,6 +50,8 @@ VARIANTS = {
     "w3a16-g128": {"scheme": "w3a16-observer", "group_size": 128},
     # Signed scales (benchmarks/study/long_signed.yaml).
     "w4a16-g128-signed": {"scheme": "w4a16", "group_size": 128},
+    # Rollouts of so many generation batches before (benchmarks/study/age.yaml); `age` is this script's own, as the options below.
+    **{f"w4a16-g128-signed-age{age}": {"scheme": "w4a16", "group_size": 128, "age": age} for age in (1, 2, 4)},
     "w3a16-g32-signed": {"scheme": "w3a16", "group_size": 32},
     "w3a16-g32-signed-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
     # What others found to help low-bit learners (benchmarks/study/long_variants.yaml).
@@ -91,6 +94,19 @@ SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 CHANGED_OBJECTIVES = {
     "grpo-tis-sequence": ("grpo", {"vllm_importance_sampling_mode": "sequence_truncate"}),
     "tbpo-wide": ("tbpo", {name: 3 * offset for name, offset in BANDS.items()}),
+}
+# TBPO with bands that are set by hand and that set themselves, at several learning rates (benchmarks/study/bands_150.yaml).
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "muon": "muon"}
+CHANGED_OBJECTIVES |= {
+    f"tbpo{band}-{optimizer}-{rate}": ("tbpo", changed | {"optim": name, "learning_rate": float(rate)})
+    for band, changed in {
+        "": {},
+        "-auto": {"trust_band": "auto"},
+        "-auto10": {"trust_band": "auto", "trust_band_share": 0.1},
+        "-auto40": {"trust_band": "auto", "trust_band_share": 0.4},
+    }.items()
+    for optimizer, name in OPTIMIZERS.items()
+    for rate in ("3e-5", "1e-4", "3e-4")
 }
 
 
@@ -137,9 +153,8 @@ def train(args: Namespace) -> None:
         # So that a report does not take runs with and without errors, or from another start, for the same.
         record = args.output_dir / "run.json"
         own = {"error_share": args.error_share} | ({"errors_known": True} if args.errors_known else {})
-        own |= {
-            name: VARIANTS[args.scheme][name] for name in ("start", "low_bit_rate") if name in VARIANTS[args.scheme]
-        }
+        variant = VARIANTS[args.scheme]
+        own |= {name: variant[name] for name in ("start", "low_bit_rate", "age") if name in variant}
         record.write_text(json.dumps(json.loads(record.read_text()) | own, indent=2))
     trainer.save_model(args.output_dir / "masters")
     # The policy is scored without a fault of its engine.
@@ -165,10 +180,13 @@ def make_trainer(args: Namespace):
 
     objective, changed = CHANGED_OBJECTIVES.get(args.objective, (args.objective, {}))
     offsets = BANDS if objective == "tbpo" else SEQUENCE_CLIP if objective.endswith("gspo") else {}
-    options = {"learning_rate": args.learning_rate, **offsets, **changed, **VARIANTS[args.scheme]}
+    if "trust_band" in changed:
+        offsets = {}
+    options = {"learning_rate": args.learning_rate, "optim": OPTIMIZERS["adamw"]}
+    options |= {**offsets, **changed, **VARIANTS[args.scheme]}
     options |= {name: args.band_scale * options[name] for name in offsets}
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    start, rate = options.pop("start", None), options.pop("low_bit_rate", None)
+    start, rate, age = (options.pop(name, None) for name in ("start", "low_bit_rate", "age"))
     if isinstance(options.get("precisions"), dict):
         # What a shorter run reaches of it.
         reached = {update: bits for update, bits in options["precisions"].items() if update < max(args.max_steps, 1)}
@@ -182,7 +200,6 @@ def make_trainer(args: Namespace):
         max_steps=max(args.max_steps, 1),
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=NUM_UPDATES_PER_BATCH,
-        optim="adamw_torch_fused",
         adam_beta2=0.95,
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=args.num_prompts * NUM_GENERATIONS // NUM_UPDATES_PER_BATCH,
@@ -210,6 +227,8 @@ def make_trainer(args: Namespace):
     )
     if start in ("mse", "gptq"):
         long_starts.improve_start(trainer, start)
+    if age:
+        trainer._ahead = ages.Aged(trainer, age)
     if rate:
         trainer.create_optimizer()
         speed_up(trainer.optimizer, trainer.model, rate)

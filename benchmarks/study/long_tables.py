@@ -290,8 +290,10 @@ def changes_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
     """What each change of a recipe, a scheme named `RECIPE-CHANGE`, gains in points; bold where that exceeds the noise."""
     header = ["change", "seeds", *(f"{name} (noise)" for name in MEASURES)]
     lines = [_row(header), _row(["---"] * len(header))]
+    has_several = len({objective for _, _, objective in groups}) > 1
     for (scheme, *run), cells in groups.items():
         recipe, _, change = scheme.rpartition("-")
+        change += f", {run[1]}" if has_several else ""
         if (recipe, *run) in groups:
             texts = []
             for measure in MEASURES.values():

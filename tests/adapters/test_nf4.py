@@ -8,8 +8,9 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from testing_utils import TRAINING, logged, make_problems, spread
-from trl_qarl import QaRLConfig, QaRLTrainer
+from testing_utils import logged
+from testing_utils.trainings import lora
+from testing_utils.trainings import make as make_trainer
 from trl_qarl.adapters.tensors import adapter_tensors
 from trl_qarl.checkpoint.export import export_checkpoint
 
@@ -20,17 +21,9 @@ pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
-def make(model, output_dir, has_adapter=True, quantization_config=None, **kwargs):
-    options = TRAINING | {"bf16": False, "scheme": "bf16", "optim": "adamw_torch", "learning_rate": 1e-2} | kwargs
-    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if has_adapter else None
-    return QaRLTrainer(
-        model,
-        spread,
-        QaRLConfig(str(output_dir), **options),
-        make_problems(),
-        quantization_config=quantization_config,
-        peft_config=config,
-    )
+def make(model, output_dir, has_adapter=True, **kwargs):
+    options = {"bf16": False, "scheme": "bf16", "learning_rate": 1e-2} | kwargs
+    return make_trainer(model, output_dir, peft_config=lora() if has_adapter else None, **options)
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -74,6 +67,7 @@ def test_a_saved_adapter_is_trained_on_from_its_folder_on_the_same_4_bits_and_wi
         make(folder, tmp_path / "third", has_adapter=False)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_as_if_it_had_not_ended_and_its_adapter_pushed(tiny_model, tmp_path, hub):
     quantization_config = BitsAndBytesConfig(**NF4)
     saving = {"save_strategy": "steps", "save_steps": 2}
@@ -104,10 +98,10 @@ def test_the_low_bit_policy_of_a_4_bit_base_is_not_pushed(tiny_model, tmp_path, 
 @pytest.mark.parametrize(
     ("config", "options", "match"),
     [
-        (NF4, {"has_adapter": False}, r"no adapter is not supported: 4-bit weights take no gradient.*`peft_config`"),
-        (NF4, {"scheme": "w4a16"}, r"scheme='w4a16' is not supported: the layers would be quantized twice"),
-        (NF4, {"use_vllm": True}, r"use_vllm=True is not supported: vLLM 0.31 has no layers"),
-        ({"load_in_8bit": True}, {}, r"BitsAndBytesConfig is not supported.*load_in_4bit=True"),
+        (NF4, {"has_adapter": False}, "`peft_config`"),
+        (NF4, {"scheme": "w4a16"}, "scheme='w4a16'"),
+        (NF4, {"use_vllm": True}, "use_vllm=True"),
+        ({"load_in_8bit": True}, {}, "load_in_4bit=True"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, config, options, match):

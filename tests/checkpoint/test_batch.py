@@ -9,6 +9,7 @@ from testing_utils import stop_at
 from testing_utils.trainings import arguments, make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [
@@ -36,6 +37,7 @@ def test_resuming_with_other_generation_batches_starts_a_new_one(tiny_model, tmp
     assert all(row in generated[0]["completion_ids"].tolist() for row in seen[0].tolist())
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_number_of_processes_starts_a_new_generation_batch(tiny_model, tmp_path, caplog):
     saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
     make(tiny_model, tmp_path, max_steps=1, **saving).train()

@@ -1,4 +1,4 @@
-"""What the README of masters and of an export says."""
+"""Model cards of masters and of exports."""
 
 from pathlib import Path
 
@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model, make_trainer
 from trl_qarl import export_checkpoint, prepare_model
-from trl_qarl.checkpoint import pushes
-from trl_qarl.checkpoint.cards import TrainingFacts, make_card, save_export_card, summarize
+from trl_qarl.checkpoint.cards import TrainingFacts, make_card, summarize
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
 from trl_qarl.cli import main
@@ -46,35 +45,6 @@ def test_card_of_masters_says_that_they_are_not_the_policy(tiny_model, tmp_path)
     assert "a local model, `llama`" in text and str(tmp_path) not in text and "None" not in text
 
 
-def test_cards_of_several_precisions_say_how_to_get_each(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path / "run", group_size=64, precisions=[3, 2, 3])
-    trainer.save_model()
-    text = (tmp_path / "run" / "README.md").read_text()
-    assert "| `precisions` | [3, 2, 3] |" in text
-    commands = [line for line in text.splitlines() if "--bits" in line]
-    export = "trl-qarl export --model_name_or_path run --output_dir run-{0}-bits --bits {0}"
-    assert commands == [export.format(3), export.format(2)]
-    facts = TrainingFacts({"scheme": "w4a16", "precisions": [3, 2]})
-    card = make_card("export", "x", None, facts, scheme="w4a16", dtype="float32")
-    assert "trained at the bits that `precisions` names" in card.text
-    rewards = summarize([{"step": 1, "reward": 0.5, "reward/3_bits": 0.75, "reward/2_bits": 0.25}])
-    assert rewards["reward at 3 bits, last logged"] == "0.75" and rewards["reward at 2 bits, last logged"] == "0.25"
-
-
-def test_the_card_of_a_checkpoint_and_that_beside_it_are_made_once(tiny_model, tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(pushes, "make_card", lambda *a, **given: made.append(make_card(*a, **given)) or made[-1])
-    run = tmp_path / "run"
-    trainer = make_trainer(tiny_model, run, max_steps=2, save_strategy="steps", save_steps=1)
-    trainer.train()
-    texts = [(folder / "README.md").read_text() for folder in (run, run / "checkpoint-1", run / "checkpoint-2")]
-    assert len(made) == 2 and len({*texts}) == 1
-    # A save at any other time has a card of its own.
-    trainer.create_model_card(tags="mine")
-    trainer.save_model()
-    assert len(made) == 4 and "- mine" in (run / "README.md").read_text()
-
-
 def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_export="master")
     trainer.model.name_or_path, trainer.hub_model_id = "org/base", "me/policy"
@@ -86,13 +56,6 @@ def test_card_for_the_hub_names_base_model_repository_and_dataset(tiny_model, tm
     assert (data["base_model"], data["datasets"]) == ("org/base", "org/data")
     assert {"trl", "qarl", "mine"} <= set(data["tags"])
     assert "trl-qarl export --model_name_or_path me/policy --output_dir policy-w4a16" in text
-
-
-def test_card_of_a_baseline_calls_nothing_low_bit(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path / "run", scheme="bf16")
-    trainer.save_model()
-    text = (tmp_path / "run" / "README.md").read_text()
-    assert "nothing was quantized" in text and "not the policy" not in text
 
 
 @pytest.mark.parametrize(
@@ -108,11 +71,6 @@ def test_card_of_an_export_shows_how_to_serve_it(tiny_model, tmp_path, dtype, co
     assert f"```sh\n{command}\n```" in text and f"| `scheme` | w8a16 |\n| everything else | {dtype} |\n" in text
     assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text and str(tmp_path) not in text
     assert serve_command(folder) == command.replace("DIR", str(folder))
-
-
-def test_export_of_masters_names_the_base_model_of_their_card(tmp_path):
-    (tmp_path / "README.md").write_text("---\nbase_model: org/base\n---\n\n# Masters\n")
-    assert front_matter_of_export(str(tmp_path))["base_model"] == "org/base"
 
 
 def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path, hub):
@@ -141,16 +99,6 @@ def test_results_of_a_training_are_means_of_what_was_logged_last():
         "eval_reward, last evaluation": "0.75 (update 12)",
     }
     assert summarize([]) == {}
-
-
-def test_card_shows_a_picture_of_the_rewards_where_there_are_some(tmp_path):
-    pytest.importorskip("matplotlib")
-    about = {"title": "mine", "name_or_path": "org/base", "scheme": "w4a16", "dtype": "bfloat16"}
-    save_export_card(tmp_path, facts=TrainingFacts(history=HISTORY), **about)
-    assert "](reward.png)" in (tmp_path / "README.md").read_text()
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-    save_export_card(tmp_path, facts=TrainingFacts(history=HISTORY[:1]), **about)
-    assert "reward.png" not in (tmp_path / "README.md").read_text() and not (tmp_path / "reward.png").exists()
 
 
 @pytest.mark.parametrize("has_adapter", [False, True])

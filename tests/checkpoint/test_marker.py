@@ -66,12 +66,6 @@ def test_checkpoint_without_a_marker_needs_a_whole_state(tmp_path, state):
     assert is_complete(tmp_path)
 
 
-def test_a_folder_of_an_earlier_version_that_is_written_again_is_incomplete(tmp_path):
-    (tmp_path / "trainer_state.json").write_text(STATE)
-    begin(tmp_path)
-    assert not is_complete(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp", COMPLETE_FILE])
 def test_a_file_that_is_cut_emptied_or_removed_afterwards_is_named(folder, name):
     """A sharded checkpoint has folders of files, of which each process writes some."""

@@ -42,6 +42,7 @@ def documented(start):
     return shlex.split(command.replace("\\\n", "").replace("USER", "someone"))
 
 
+@pytest.mark.slow
 def test_documented_commands_push_an_export(trained, in_its_parent, hub, tmp_path, capsys):
     from testing_utils.hub_stand_in import environment
 
@@ -105,20 +106,3 @@ def test_plan_is_that_of_the_documentation(hub_export):
     kinds = {"the policy": Path("out/w4a16"), "masters": Path("out"), "the PEFT adapter": Path("out")}
     expected = [("USER/NAME", kinds[first])] + [("USER/NAME-masters", kinds[kind]) for kind in [second] if kind]
     assert [(upload.repo_id, upload.folder) for upload in uploads] == expected
-
-
-def test_adapter_is_pushed_without_what_else_lies_there(tiny_model, tmp_path, hub):
-    peft = pytest.importorskip("peft")
-    from huggingface_hub import snapshot_download
-    from transformers import AutoModelForCausalLM
-
-    from trl_qarl.checkpoint.uploads import push
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "out")
-    for name in ("training_args.bin", "metrics.jsonl", "optimizer.pt"):
-        (tmp_path / "out" / name).write_text("private")
-    push(plan("adapter", "someone/adapter", tmp_path / "out" / "w4a16", tmp_path / "out"), "Adapter")
-    assert {*pushed_files(hub, "someone/adapter")} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    folder = snapshot_download("someone/adapter")
-    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)

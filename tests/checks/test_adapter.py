@@ -83,9 +83,9 @@ def test_an_initialisation_that_needs_or_changes_the_base_is_refused(value):
     ("config", "message"),
     [
         (lambda: object(), "must be a `peft.LoraConfig`, got object"),
-        (lambda: peft.IA3Config(), "peft_config=IA3Config is not supported: only LoRA is"),
-        (lambda: peft.LoraConfig(task_type="SEQ_CLS"), "not a language model. Use 'CAUSAL_LM'"),
-        (lambda: peft.LoraConfig(use_qalora=True), "use_qalora=True is not supported: what it does on a low-bit base"),
+        (lambda: peft.IA3Config(), "peft_config=IA3Config"),
+        (lambda: peft.LoraConfig(task_type="SEQ_CLS"), "'CAUSAL_LM'"),
+        (lambda: peft.LoraConfig(use_qalora=True), "use_qalora=True"),
     ],
 )
 def test_other_adapters_are_refused(config, message):
@@ -96,9 +96,9 @@ def test_other_adapters_are_refused(config, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"lora_mode": "merged", "scheme": "bf16"}, "lora_mode='merged' and scheme='bf16' with a PEFT adapter"),
-        ({"precisions": [3], "scheme": SIGNED[4]}, "precisions=[3] with a PEFT adapter"),
-        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True with a PEFT adapter"),
+        ({"lora_mode": "merged", "scheme": "bf16"}, "lora_mode='merged'"),
+        ({"precisions": [3], "scheme": SIGNED[4]}, "precisions=[3]"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True"),
     ],
 )
 def test_options_that_contradict_an_adapter_are_refused(tmp_path, kwargs, message):

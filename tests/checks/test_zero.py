@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: two processes train with it in distributed/zero.py."""
+"""Settings for DeepSpeed; distributed/zero.py trains with it on two processes."""
 
 import json
 from types import SimpleNamespace
@@ -9,7 +9,6 @@ from torch import nn
 
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.launch import check_launch
-from trl_qarl.checks.zero import compute_in_bfloat16
 
 
 SLICES = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
@@ -72,27 +71,18 @@ def test_what_zero_cannot_serve_is_refused_by_name(monkeypatch, tmp_path):
         file.write_text(json.dumps({"bf16": {"enabled": given}}))
         check_launch(launched(), config(), nn.Linear(2, 2))
     file.write_text(json.dumps({"bf16": {"enabled": True}}))
-    with pytest.raises(ValueError, match=r"bf16.enabled=true in DeepSpeed's .* made of rounded masters. Leave it out"):
+    with pytest.raises(ValueError, match="enabled=true"):
         check_launch(launched(), config(), nn.Linear(2, 2))
 
 
 def test_adapters_are_refused_but_within_whole_weights():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
-    with pytest.raises(ValueError, match="lora_mode='adapter' with DeepSpeed: .* Use lora_mode='merged'"):
+    with pytest.raises(ValueError, match="lora_mode='adapter'"):
         check_launch(launched(), config(), model)
-    with pytest.raises(ValueError, match="an adapter with zero_stage=3: .* Use zero_stage 1 or 2"):
+    with pytest.raises(ValueError, match="zero_stage=3"):
         check_launch(launched(SLICES), config(lora_mode="merged"), model)
     accelerator = launched()
     check_launch(accelerator, config(lora_mode="merged"), model)
     # Else accelerate puts another optimizer into the place of `optim`, where its state is offloaded.
     assert accelerator.state.deepspeed_plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] is False
-
-
-def test_the_forward_computes_in_bfloat16_and_returns_float32():
-    model, x = nn.Linear(8, 8), torch.ones(2, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(x)
-    compute_in_bfloat16(model)
-    assert expected.dtype is torch.bfloat16 and model.weight.dtype is torch.float32
-    assert model(x).dtype is torch.float32 and torch.equal(model(x), expected.float())

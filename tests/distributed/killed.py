@@ -14,7 +14,7 @@ from train_ddp import fork_rank
 from transformers import TrainerCallback
 
 from trl_qarl.checkpoint import batch, marker
-from trl_qarl.quantization.sharded import whole
+from trl_qarl.quantization.storage import whole
 from trl_qarl.rollout.server_process import free_port
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from sharded_runs import Masters, train
 
-from trl_qarl.quantization.sharded import whole
+from trl_qarl.quantization.storage import whole
 
 
 def a_run_goes_on_from_its_checkpoint(folder):

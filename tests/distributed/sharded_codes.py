@@ -1,4 +1,4 @@
-"""What layers and models with sharded masters compute, without a trainer. Run by shards.py."""
+"""Computations of layers and models with sharded masters, without a trainer. Run by shards.py."""
 
 from functools import partial
 
@@ -16,12 +16,15 @@ from torchao.optim import AdamW4bit, AdamW8bit
 from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from trl_qarl.checks.launch import shard_when_prepared
+from trl_qarl.numerics.attach import keep_no_products
 from trl_qarl.quantization.global_scales import share_global_scales
 from trl_qarl.quantization.linear import QuantizedLinear
+from trl_qarl.quantization.parameters import writes_to
 from trl_qarl.quantization.schemes import SCHEMES
-from trl_qarl.quantization.sharded import shard_low_bit, whole, whole_low_bit, writes_to
+from trl_qarl.quantization.storage import whole
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
+from trl_qarl.sharding.accelerate import shard_when_prepared
+from trl_qarl.sharding.fsdp2 import shard_low_bit
 
 
 class Heads(nn.Module):
@@ -79,7 +82,7 @@ def codes_are_those_of_one_process(folder):
             assert torch.equal(bits(seen[index][1]), bits(low_bit.scale)), (scheme.name, index)
             if low_bit.zero_point is not None:
                 assert torch.equal(seen[index][2], low_bit.zero_point), index
-            assert same(whole_low_bit(head.quantized_weights["weight"]), low_bit), (scheme.name, index)
+            assert same(head.quantized_weights["weight"].whole_low_bit(), low_bit), (scheme.name, index)
             gradient = whole(head.weight.grad)
             assert gradient.dtype is torch.float32
             if policy.param_dtype is None:
@@ -98,7 +101,7 @@ def codes_are_those_of_one_process(folder):
 
 
 def gradients_of(model, micro_batches, count):
-    """Of the mean of `count` losses, those of `micro_batches` among them, added up one after the other; and these losses."""
+    """Gradients of the mean of `count` losses from `micro_batches`, added up one after the other, and these losses."""
     losses = [model(input_ids=ids, labels=ids).loss for ids in micro_batches]
     for loss in losses:
         (loss / count).backward()
@@ -138,7 +141,7 @@ def training_equals_one_process(folder):
                 each.gradient_checkpointing_enable({"use_reentrant": reentrant})
         with launched(**case):
             accelerator = Accelerator(gradient_accumulation_steps=accumulation)
-            shard_when_prepared(accelerator)
+            shard_when_prepared(accelerator, keep_no_products)
             optimizers = [make_optimizer(each.parameters(), lr=1e-3) for each in (model, reference)]
             model, optimizer = accelerator.prepare(model, optimizers[0])
             assert_sharded(model)
@@ -173,7 +176,7 @@ def training_equals_one_process(folder):
                 assert len(state.to_local()) == len(ours.to_local()), (name, case)
                 kinds.add(type(expected))
             for weight, expected in zip(weights_of(model), weights_of(reference), strict=True):
-                assert same(whole_low_bit(weight), expected.low_bit_weight()), (weight.name, case)
+                assert same(weight.whole_low_bit(), expected.low_bit_weight()), (weight.name, case)
             low_bit_states = {AdamW8bit: {OptimState8bit}, AdamW4bit: {OptimState4bit}}
             assert kinds >= low_bit_states.get(make_optimizer, set()), (kinds, case)
             assert published(model, torch.bfloat16) == published(reference, torch.bfloat16), case
@@ -192,7 +195,7 @@ def one_process_gathers_codes_and_scales(folder):
             each(torch.ones(6, 256)).square().mean().backward()
         for head, expected in zip(model.heads, reference.heads, strict=True):
             assert torch.equal(whole(head.weight.grad), expected.weight.grad), scheme.name
-            assert same(whole_low_bit(head.quantized_weights["weight"]), expected.low_bit_weight())
+            assert same(head.quantized_weights["weight"].whole_low_bit(), expected.low_bit_weight())
 
 
 def writes_are_seen_without_a_step(folder):
@@ -226,7 +229,7 @@ def writes_are_seen_without_a_step(folder):
         assert head.low_bit_weight() is not low_bit, write.__name__
         assert not torch.equal(model(x), before), write.__name__
         expected = head.quantized_weights["weight"].quantize(whole(head.weight.detach()))
-        assert same(whole_low_bit(head.quantized_weights["weight"]), expected), write.__name__
+        assert same(head.quantized_weights["weight"].whole_low_bit(), expected), write.__name__
     head.weight._local_tensor = head.weight.to_local().detach().clone()
     with pytest.raises(RuntimeError, match="Call `shard_low_bit"):
         head.low_bit_weight()

@@ -1,5 +1,5 @@
 """
-What claims about several processes are made with: FSDP2 on a CPU, trainings with it and without, and what of two trainings is the same.
+Helpers for claims about several processes: FSDP2 on a CPU, trainings with and without it, comparisons of two trainings.
 
 accelerate gives FSDP to GPUs alone: on a CPU it runs DDP without a word. [`launched`] has it shard with gloo, and [`train`] checks that
 parameters are sharded.
@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_trainer
+from testing_utils.pictures import KINDS, make_picture_problems, spread
 from trl_qarl.adapters.engine import iter_adapter_tensors
 from trl_qarl.checkpoint.export import _content
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
-from trl_qarl.quantization.sharded import is_sharded, whole, whole_low_bit
+from trl_qarl.quantization.storage import is_sharded, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import canary
@@ -81,9 +82,9 @@ class Masters(TrainerCallback):
     on_step_end = on_train_begin
 
 
-def make_model(folder, arch="qwen2", **overrides):
+def make_model(folder, arch="qwen2", loader=AutoModelForCausalLM, **overrides):
     with patch.dict(os.environ, {"ACCELERATE_USE_FSDP": "false"}):
-        return AutoModelForCausalLM.from_pretrained(f"{folder}/{arch}", dtype=torch.float32, **overrides)
+        return loader.from_pretrained(f"{folder}/{arch}", dtype=torch.float32, **overrides)
 
 
 def published(model, dtype):
@@ -125,7 +126,7 @@ class Engine(FileTransport):
 
 
 def files_of(folder):
-    """Of safetensors all bytes but the order of names in the header, which is another in each process."""
+    """Contents of files; of safetensors without the order of names in the header, which differs between processes."""
     return {path.name: _content(path) for path in Path(folder).rglob("*") if path.suffix in (".json", ".safetensors")}
 
 
@@ -141,15 +142,17 @@ def train(folder, name, *, arch="qwen2", resume=None, launch=None, callbacks=Non
     } | options
     lora = given.pop("lora", None)
     peft_config = None if lora is None else LoraConfig(**lora)
-    prompts = Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})
+    data = {"train_dataset": Dataset.from_dict({"prompt": [f"{i} +" for i in range(16)]})}
+    if arch in KINDS:
+        data = {"train_dataset": make_picture_problems(16), "reward": spread}
     is_fsdp = isinstance(launch, dict)
     with launched(**launch) if is_fsdp else launch or nullcontext():
         trainer = make_trainer(
             f"{folder}/{arch}",
             f"{folder}/{name}",
-            train_dataset=prompts,
             callbacks=callbacks,
             peft_config=peft_config,
+            **data,
             **given,
         )
         trainer.train(resume_from_checkpoint=resume)
@@ -167,12 +170,12 @@ def assert_trained_the_same(trainer, ddp):
         for name, value in theirs.items():
             if "seconds" in name or name in ("train_runtime", "step_time", "total_flos") or "per_second" in name:
                 continue
-            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), (name, ours[name], value)
     for (name, ours), theirs in zip(trainer.model.named_parameters(), ddp.model.parameters(), strict=True):
         # Of a frozen low-bit weight, bytes are sharded.
         assert isinstance(theirs, LowBitTensor) or torch.equal(whole(ours), theirs), name
     for ours, theirs in zip(weights_of(trainer.model), weights_of(ddp.model), strict=True):
-        assert same(whole_low_bit(ours), theirs.low_bit_weight())
+        assert same(ours.whole_low_bit(), theirs.low_bit_weight())
     export = trainer.export_model(None if is_sharded(trainer.model) else f"{trainer.export_dir}{dist.get_rank()}")
     dist.barrier()
     expected = files_of(ddp.export_model(f"{export}-alone{dist.get_rank()}"))
@@ -206,7 +209,7 @@ def fails_at_once(engine):
 
 
 def assert_publishes(trainer, ddp):
-    """What one process has, and again after failures; every process takes part where masters are sharded."""
+    """Publish the tensors of one process, also after failures; every process takes part where masters are sharded."""
     tokenizer = trainer.processing_class
     layers = iter_checkpoint_layers(ddp.model, trainer.policy.dtype, stacks_experts=True)
     expected = dict(chain.from_iterable(layers))

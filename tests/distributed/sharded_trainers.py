@@ -1,4 +1,4 @@
-"""What a trainer with sharded masters trains, logs, publishes and refuses. Run by shards.py."""
+"""Trainings with sharded masters: weights, metrics, publications and refusals. Run by shards.py."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ from trl_qarl.numerics.exact import describe_difference
 from trl_qarl.numerics.modules import operation_of
 from trl_qarl.quantization.formats import int4_packed
 from trl_qarl.quantization.plan import get_plan
-from trl_qarl.quantization.sharded import is_sharded, reshard, whole, whole_low_bit
+from trl_qarl.quantization.storage import is_sharded, refresh, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.rollout import generation
@@ -45,19 +45,19 @@ from trl_qarl.rollout.publisher import Publisher
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
-    """With all telemetry; its export and what it publishes are those of one process, byte for byte."""
-    [ddp] = train(folder, "ddp")
-    for trainer in train(folder, "fsdp", launch={}):
+    """With all telemetry and its own bands; its export and what it publishes are those of one process, byte for byte."""
+    bands = {"trust_band": "auto", "trust_band_share": 0.5, "per_device_train_batch_size": 4}
+    [ddp] = train(folder, "ddp", **bands)
+    for trainer in train(folder, "fsdp", launch={}, **bands):
         rows = assert_trained_the_same(trainer, ddp)
-        assert {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"} <= {
-            n for row in rows for n in row
-        }
+        names = {"quant/code_flip_rate", "quant/update_to_step", "quant/sqnr", "mismatch/abs_logp_mean"}
+        assert names | {"tbpo/band/positive_high"} <= {n for row in rows for n in row}
         assert any(row.get("quant/code_flip_rate") for row in rows) and any("probe" in n for row in rows for n in row)
         assert_publishes(trainer, ddp)
 
 
 def a_mixture_trains_what_it_trains_with_whole_masters(folder):
-    """Of five experts one process holds three."""
+    """One process holds three of five experts."""
     options = {"arch": "qwen3_moe", "max_steps": 2, "mismatch_probe_steps": 0}
     [ddp] = train(folder, "mixture-ddp", **options)
     for trainer in train(folder, "mixture", launch={}, **options):
@@ -67,7 +67,7 @@ def a_mixture_trains_what_it_trains_with_whole_masters(folder):
 
 
 def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
-    """Beside the base, of which codes are sharded, and inside it, where masters are."""
+    """An adapter next to the base, whose codes are sharded, and one inside it, where the masters are sharded."""
     launch = {"cpu_ram_efficient_loading": False}
     for mode in ("adapter", "merged"):
         options = {"lora": LORA, "lora_mode": mode, "optim": "adamw_torch", "learning_rate": 1e-2, "beta": 0.1}
@@ -94,7 +94,7 @@ def an_adapter_trains_what_it_trains_beside_a_whole_base(folder):
 
 
 def precisions_in_turn_train_what_they_train_with_whole_masters(folder):
-    """Of all layers and of some; what is gathered, published and computed afterwards is of the bits that are set."""
+    """Bits of all layers or of some; later gathers, publications and forwards use the bits that are set."""
     precisions = [{"re:.*layers[.]0[.].*": 2, "_default": 3}, 4]
     options = {"arch": "qwen3_moe", "precisions": precisions, "steps_per_generation": 1, "max_steps": 2}
     [ddp] = train(folder, "precisions-ddp", **options)
@@ -129,7 +129,7 @@ def engine_numerics_train_what_they_train_with_whole_masters(folder):
         for factor in (1, -2):
             with torch.no_grad():
                 for each in (trainer, ddp):
-                    reshard(each.model)
+                    refresh(each.model)
                     each.model.get_output_embeddings().weight.mul_(factor)
                     logits.append(each.model(input_ids=torch.arange(3, 9).view(1, -1)).logits)
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[3])
@@ -171,7 +171,7 @@ ENGINE = {"numerics": "engine", "bf16": True, "max_steps": 2, "mismatch_probe_st
 
 
 def assert_agrees(trainer, ddp):
-    """What was trained is what `ddp` has, and so are log-probs of rollout and learner."""
+    """Compare weights with those of `ddp`, and log-probs of rollout and learner."""
     rows = assert_trained_the_same(trainer, ddp)
     assert trainer.numerics == ddp.numerics == "engine" and max(row.get("loss", 0) for row in rows) != 0
     assert {row["mismatch/abs_logp_max"] for row in rows if "mismatch/abs_logp_max" in row} == {0.0}
@@ -191,29 +191,21 @@ def a_server_is_filled_and_filled_again(folder):
     """The main process alone talks to it, and a server that is lost while it generates is filled by all processes."""
     if find_spec("vllm") is None:
         return
-    import fail_ddp
+    from testing_utils.played_server import Server
 
-    transport = Engine()
-
-    class Server(fail_ddp.Engine):
-        weight_version = get_weight_version = lambda self: transport.weight_version
-        num_published = num_asked = 0
-
-        def generate(self, *args, **kwargs):
-            self.num_asked += 1
-            if self.num_asked == 2:
-                raise ServerLost("no server answers")
-            return super().generate(*args, **kwargs)
+    transport, num_published = Engine(), []
 
     class Generation(QaRLVLLMGeneration):
         def _connect(self):
-            self.vllm_client = Server(None, None)
+            self.vllm_client = Server(self.model)
+            self.vllm_client.failures = {"generate": [None, ServerLost("no server answers")]}
+            self.vllm_client.weight_version = lambda: transport.weight_version
             self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
             self.publisher.check_engine = dict
             self._keep_trying()
 
         def _publish(self):
-            self.vllm_client.num_published += 1
+            self.vllm_client.version = num_published.append("sent") or "sent"
             return super()._publish()
 
     options = {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
@@ -224,7 +216,7 @@ def a_server_is_filled_and_filled_again(folder):
             assert versions == [0, 1]
             if dist.get_rank() == 0:
                 # Of the first weights once, of the second twice.
-                assert trainer.vllm_generation.vllm_client.num_published == 3
+                assert len(num_published) == 3
                 assert max(row["publish/canary_abs_logp"] for row in trainer.state.log_history if "reward" in row) < 1
 
 
@@ -237,7 +229,7 @@ def a_reference_is_low_bit_and_sharded_too(folder):
         expected = [weight.low_bit_weight() for weight in weights_of(ddp.ref_model)]
         trainer.ref_model.reshard()
         assert len(weights) == 14, (len(weights), trainer.ref_model)
-        assert all(map(same, map(whole_low_bit, weights), expected))
+        assert all(map(same, (w.whole_low_bit() for w in weights), expected))
         for name in ("kl", "loss"):
             ours, theirs = ([row[name] for row in t.state.log_history if name in row] for t in (trainer, ddp))
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9) and len(ours) == 3, name
@@ -258,7 +250,7 @@ class _Phases(TrainerCallback):
 
 
 def the_peak_of_fsdp2_is_what_was_calculated(folder):
-    """Of a model most of which is its vocabulary: gradients are sharded, but whole while micro-batches are added up."""
+    """Most of the model is its vocabulary: gradients are sharded, but whole while micro-batches are added up."""
     words, hidden = 8192, 128
     if dist.get_rank() == 0:
         make_tiny_model(f"{folder}/words", "qwen2", hidden_size=hidden, intermediate_size=256, vocab_size=words)
@@ -281,7 +273,7 @@ def the_peak_of_fsdp2_is_what_was_calculated(folder):
 
 
 def torchao_steps_in_4_bits(folder):
-    """Of which torch can compile no step on shards."""
+    """torch cannot compile the step of these optimizers on shards."""
     options = {"optim": "adamw_torch_4bit", "max_steps": 2, "mismatch_probe_steps": 0, "learning_rate": 1e-2}
     # With compiling switched off torchao refuses to step at all.
     with patch.object(torch._dynamo.config, "disable", False):

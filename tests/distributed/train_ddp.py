@@ -57,6 +57,8 @@ def run(model, folder, options):
     trainer.train()
     moved = [not torch.equal(*pair) for pair in zip(before, trained_weights(trainer), strict=True)]
     written = {"digest": digest_of(trainer), "moved": moved, "rows": trainer.state.log_history}
+    if state := trainer._objective.state():
+        written["window"] = [update.tolist() for update in state["window"]]
     torch.save(trained_weights(trainer), f"{folder}/weights.pt")
     if "hub_model_id" in options:
         trainer.push_to_hub()

@@ -34,8 +34,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from testing_utils import launch_environment
 from trl_qarl.numerics.cpu import has_engine_kernels
-from trl_qarl.quantization.partitioned import shape_of
-from trl_qarl.quantization.sharded import whole, writes_to
+from trl_qarl.quantization.parameters import num_elements, writes_to
+from trl_qarl.quantization.storage import whole
 
 
 def without_cpu(init):
@@ -130,7 +130,7 @@ def assert_sharded(trainer, stage):
     engine, masters = trainer.model_wrapped, list(trainer.model.parameters())
     assert type(engine).__name__ == "DeepSpeedEngine" and engine.zero_optimization_stage() == stage
     assert all(p.dtype is torch.float32 for p in masters)
-    num_processes, num_weights = dist.get_world_size(), sum(shape_of(p).numel() for p in masters)
+    num_processes, num_weights = dist.get_world_size(), num_elements(masters)
     if stage == 3:
         assert all(p.numel() == 0 and p.ds_tensor.numel() == -(-p.ds_numel // num_processes) for p in masters)
         parts = engine.optimizer.fp32_partitioned_groups_flat
@@ -207,7 +207,7 @@ def zero_trains_what_it_trains_with_whole_state(folder):
 
 
 def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
-    """Of ZeRO-2 an adapter within low-bit weights, of ZeRO-3 masters beside a reference, which it cuts too."""
+    """ZeRO-2 with an adapter inside low-bit weights, and ZeRO-3 with masters and a reference, which it partitions too."""
     if find_spec("deepspeed") is None:
         return
     adapter = {"bf16": True, "lora": LORA, "lora_mode": "merged", "learning_rate": 1e-2}

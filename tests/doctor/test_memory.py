@@ -58,6 +58,7 @@ def test_the_state_takes_what_was_calculated(tiny_model, tmp_path, optim, rank):
         assert parts[name] == pytest.approx(value, rel=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_sequences", "shape"),
     [
@@ -113,7 +114,7 @@ def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
         assert four["ddp"][name] == alone["ddp"][name]
     adding = parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(4, accumulates=True))
     assert adding["fsdp2"] == four["fsdp2"] | {"gradients": alone["ddp"]["gradients"]} and adding["ddp"] == four["ddp"]
-    with pytest.raises(ValueError, match="optim='sgd' is not known here"):
+    with pytest.raises(ValueError, match="optim='sgd'"):
         parts_of_memory(shapes_of(tiny_model), get_plan("w4a16"), Run(1, "sgd"))
 
 

@@ -242,7 +242,7 @@ class TrainerProcess:
         return result | {"step": trainer.state.global_step if trainer and step is None else step}
 
     def _on_event(self, event: str, state) -> None:
-        """What the scenario has in store for the second step, or another, once."""
+        """Perform the scenario's action once, at its step."""
         if event == "step_begin" and self.rank == 0:
             with (self.supervisor.folder / "calls").open("a") as file:
                 file.write("step\n")
@@ -522,7 +522,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> list[int]:
-        """What was started by command line with this scenario's environment and still runs."""
+        """Running processes that were started by command line with this scenario's environment."""
         mark, found = f"CAMPAIGN={self.folder}\0".encode(), []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -693,7 +693,7 @@ def keep_what_is_imported() -> None:
 
 
 def prepare(root: Path) -> None:
-    """What a training has imported and made on its way, so that the ones after it need not."""
+    """Import what a training imports, so that forked trainings need not."""
     from transformers import AutoModelForCausalLM
 
     for name in json.loads((root / "imported").read_text()):

@@ -1,5 +1,5 @@
 """
-What the fault campaign does to trainers and servers: families of scenarios, named as in `docs/reliability.md`.
+Scenarios of the fault campaign, in families named as in `docs/reliability.md`.
 
 A scenario is a dictionary:
 
@@ -45,13 +45,13 @@ ENDPOINTS = (
     "/weight_info",
     "/v1/completions",
 )
-"""What is asked of a server while training."""
+"""Requests to a server during training."""
 
 HTTP_ENDPOINTS = ("qarl_keep_copy", "/qarl/upload")
-"""What is asked of it besides where weights go over HTTP, as changes alone."""
+"""Additional requests where weights go over HTTP as changes only."""
 
 START_ENDPOINTS = ("/health", "/v1/models", "/qarl/state", "/qarl/session", "qarl_describe")
-"""What is asked of it before, and some of it again when it comes back."""
+"""Requests before training; some of them are repeated after a restart."""
 
 NUM_STEPS = 3
 """Updates of a run, unless it has several epochs."""
@@ -73,6 +73,22 @@ def num_steps(scenario: dict) -> int:
     return 12 if scenario.get("epochs") else NUM_STEPS
 
 
+def scenario(name: str, expect: str = "completes", **fields) -> dict:
+    return {"name": name, "expect": expect, **fields}
+
+
+def fault(endpoint: str, kind: str = "die", call: int | str = "middle", **fields) -> dict:
+    return {"endpoint": endpoint, "kind": kind, "call": call, **fields}
+
+
+def over_http(scenario: dict) -> dict:
+    return scenario | {"name": f"{scenario['name']}, over HTTP", "http": True}
+
+
+def every_second_over_http(scenarios: list[dict]) -> list[dict]:
+    return [over_http(scenario) if number % 2 else scenario for number, scenario in enumerate(scenarios)]
+
+
 def moments_of(number: int) -> tuple[str, ...]:
     """The middle call, and for even numbers the first, for odd ones the last; in their order."""
     return MOMENTS[number % 2 : number % 2 + 2]
@@ -87,42 +103,29 @@ def requests(kind: str) -> list[dict]:
     for number, endpoint in enumerate((*START_ENDPOINTS, *ENDPOINTS, *HTTP_ENDPOINTS)):
         is_start = endpoint in START_ENDPOINTS
         moments = ("first",) if is_start else moments_of(number + turn)
-        scenario = {
-            "name": f"{kind} {endpoint} {' and '.join(moments)}",
-            "faults": [
-                {"endpoint": endpoint, "call": moment, "kind": kind, "late": moment == "middle"} for moment in moments
-            ],
-            "expect": "starts or refuses" if is_start else "completes",
-        }
+        faults = [fault(endpoint, kind, moment, late=moment == "middle") for moment in moments]
+        expect = "starts or refuses" if is_start else "completes"
+        case = scenario(f"{kind} {endpoint} {' and '.join(moments)}", expect, faults=faults)
         if endpoint in HTTP_ENDPOINTS:
-            scenario["http"] = True
+            case["http"] = True
         elif (turn // 2 + number) % 2:
-            scenario |= {"name": f"{scenario['name']}, over HTTP", "http": True}
-        scenarios.append(scenario)
+            case = over_http(case)
+        scenarios.append(case)
     return scenarios
-
-
-def every_second_over_http(scenarios: list[dict]) -> list[dict]:
-    return [
-        scenario | {"name": f"{scenario['name']}, over HTTP", "http": True} if number % 2 else scenario
-        for number, scenario in enumerate(scenarios)
-    ]
 
 
 def answers() -> list[dict]:
     """Completions that are valid HTTP and make no sense: once, another one in each step, and some of them each time."""
-    scenarios, names = [], list(ANSWERS)
     # Each publication asks for log-probs of a fixed text before completions are asked for.
-    fault = {"endpoint": "/v1/completions", "call": 2, "kind": "answer"}
+    wrong, names = fault("/v1/completions", "answer", 2), list(ANSWERS)
+    scenarios = []
     for start in range(0, len(names), NUM_STEPS):
         few = names[start : start + NUM_STEPS]
-        faults = [fault | {"step": step, "answer": answer} for step, answer in enumerate(few, 1)]
-        scenarios.append({"name": "; ".join(few), "faults": faults, "expect": "completes"})
+        faults = [wrong | {"step": step, "answer": answer} for step, answer in enumerate(few, 1)]
+        scenarios.append(scenario("; ".join(few), faults=faults))
     for answer in ("one completion fewer", "token 99999", "log-prob NaN", "log-prob -inf", "no completions"):
-        again = fault | {"answer": answer}
-        scenarios.append(
-            {"name": f"{answer}, always", "faults": [again | {"step": 2}, *[again] * 3], "expect": "EngineLost"}
-        )
+        again = wrong | {"answer": answer}
+        scenarios.append(scenario(f"{answer}, always", "EngineLost", faults=[again | {"step": 2}, *[again] * 3]))
     return scenarios
 
 
@@ -131,13 +134,10 @@ def apart() -> list[dict]:
     scenarios = []
     for number, endpoint in enumerate(ENDPOINTS):
         for moment in moments_of(number):
-            fault = {"endpoint": endpoint, "call": moment, "kind": "die"}
             # After the last generation nothing is asked of a server any more.
-            scenarios.append(
-                {"name": f"gone {endpoint} {moment}", "server": "apart", "faults": [fault], "expect": "EngineLost"}
-            )
-        fault = {"endpoint": endpoint, "call": "middle", "kind": "die"}
-        scenarios.append({"name": f"back {endpoint}", "server": "back", "faults": [fault], "expect": "completes"})
+            faults = [fault(endpoint, call=moment)]
+            scenarios.append(scenario(f"gone {endpoint} {moment}", "EngineLost", server="apart", faults=faults))
+        scenarios.append(scenario(f"back {endpoint}", server="back", faults=[fault(endpoint)]))
     return scenarios
 
 
@@ -146,95 +146,65 @@ def recovery() -> list[dict]:
     A second fault while the first is being dealt with, at each request of a recovery. The two first faults and the two second ones
     meet each request, and each other.
     """
-    scenarios, kinds = [], ("500", "die")
+    scenarios = []
     for turn, first in enumerate(("/v1/completions", "/update_weights")):
         for number, endpoint in enumerate(("/health", "/qarl/state", "/qarl/session", "qarl_describe", *ENDPOINTS)):
-            kind = kinds[(turn + number) % 2]
-            faults = [
-                {"endpoint": first, "call": "middle", "kind": "die"},
-                {"endpoint": endpoint, "call": 1, "kind": kind},
-            ]
-            name = f"{first} then {endpoint} {kind}"
-            scenario = {"name": name, "faults": faults, "expect": "completes"}
-            if number // 2 % 2:
-                scenario |= {"name": f"{name}, over HTTP", "http": True}
-            scenarios.append(scenario)
+            kind = ("500", "die")[(turn + number) % 2]
+            case = scenario(f"{first} then {endpoint} {kind}", faults=[fault(first), fault(endpoint, kind, 1)])
+            scenarios.append(over_http(case) if number // 2 % 2 else case)
     return scenarios
 
 
 def restarts() -> list[dict]:
     """The server dies, and dies again while it starts: once, twice, or as often as it is tried."""
     return [
-        {
-            "name": f"{endpoint} and {deaths} deaths",
-            "faults": [{"endpoint": endpoint, "call": "middle", "kind": "die"}],
-            "deaths": deaths,
-            "expect": "completes" if deaths < 3 else "EngineLost",
-        }
+        scenario(f"{endpoint} and {deaths} deaths", expect, faults=[fault(endpoint)], deaths=deaths)
         for endpoint in ("/update_weights", "/v1/completions", "/weight_info")
-        for deaths in (1, 2, 100)
+        for deaths, expect in ((1, "completes"), (2, "completes"), (100, "EngineLost"))
     ]
 
 
 def moments() -> list[dict]:
     """The server dies between requests: before a step, in the reward function, after a step, at a checkpoint."""
-    scenarios = []
-    for event in ("step_begin", "reward", "optimizer", "step_end", "save"):
-        for deaths in (0, 1, 100):
-            # A server that is never back is missed by the next publication.
-            expect = "completes" if deaths < 3 else "EngineLost"
-            name = f"server dies at {event}, {deaths} more deaths"
-            scenarios.append({"name": name, "at": event, "action": "kill server", "deaths": deaths, "expect": expect})
-    return scenarios
+    # A server that is never back is missed by the next publication.
+    return [
+        scenario(
+            f"server dies at {event}, {deaths} more deaths", expect, at=event, action="kill server", deaths=deaths
+        )
+        for event in ("step_begin", "reward", "optimizer", "step_end", "save")
+        for deaths, expect in ((0, "completes"), (1, "completes"), (100, "EngineLost"))
+    ]
 
 
 def full_disk() -> list[dict]:
     """The transfer directory is full from the start, from the second publication on, or for a moment."""
-    scenarios = [{"name": "no room at all", "room": 100_000, "expect": "EngineLost"}]
+    scenarios = [scenario("no room at all", "EngineLost", room=100_000)]
     for event in ("step_begin", "reward", "step_end"):
-        for lasting in (True, False):
-            scenarios.append(
-                {
-                    "name": f"full at {event}{'' if lasting else ' for a moment'}",
-                    "room": 4_000_000,
-                    "at": event,
-                    "action": "fill disk" if lasting else "fill disk for a moment",
-                    "expect": "EngineLost" if lasting else "completes",
-                }
-            )
+        for ending, expect in (("", "EngineLost"), (" for a moment", "completes")):
+            full = {"room": 4_000_000, "at": event, "action": f"fill disk{ending}"}
+            scenarios.append(scenario(f"full at {event}{ending}", expect, **full))
     return scenarios
+
+
+def at_three_events(name: str, expect: str, **fields) -> list[dict]:
+    """The scenario at three events, with a server that the trainer starts and one of its own."""
+    return [
+        scenario(f"{name.format(server)} at {event}", expect, server=server, at=event, **fields)
+        for event in ("step_begin", "reward", "step_end")
+        for server in ("child", "apart")
+    ]
 
 
 def port_taken() -> list[dict]:
     """The server is killed, and another process takes its port, answers all requests and does not know the secret."""
-    return [
-        {
-            "name": f"a liar in place of a server {server} at {event}",
-            "server": server,
-            "at": event,
-            "action": "replace server",
-            "timeout": 600.0,
-            "again": True,
-            "expect": "EngineLost",
-        }
-        for event in ("step_begin", "reward", "step_end")
-        for server in ("child", "apart")
-    ]
+    taken = {"action": "replace server", "timeout": 600.0, "again": True}
+    return at_three_events("a liar in place of a server {}", "EngineLost", **taken)
 
 
 def transfer_directory() -> list[dict]:
     """Something removes the transfer directory, as what clears shared memory and temporary directories does."""
-    return [
-        {
-            "name": f"the transfer directory of a server {server} is removed at {event}",
-            "server": server,
-            "at": event,
-            "action": "remove transfer directory",
-            "expect": "completes",
-        }
-        for event in ("step_begin", "reward", "step_end")
-        for server in ("child", "apart")
-    ]
+    name = "the transfer directory of a server {} is removed"
+    return at_three_events(name, "completes", action="remove transfer directory")
 
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")
@@ -247,12 +217,16 @@ def signals(target: str, num_requests: int = 50, num_start: int = 8) -> list[dic
     for number in range(20):
         name = SIGNALS[number % len(SIGNALS)]
         call = draw.randint(1 if target == "trainer" else num_start + 1, num_requests)
-        fault = {"endpoint": "*", "call": call, "kind": "signal", "target": target, "signal": name}
-        fault["seconds"] = round(draw.uniform(0, 0.06), 3)
+        after = {"target": target, "signal": name, "seconds": round(draw.uniform(0, 0.06), 3)}
         expect = "completes" if target == "server" or name == "SIGSTOP" else "ends"
-        scenarios.append({"name": f"{name} to the {target}, {number}", "faults": [fault], "expect": expect})
+        faults = [fault("*", "signal", call, **after)]
+        scenarios.append(scenario(f"{name} to the {target}, {number}", expect, faults=faults))
     return scenarios
 
+
+KILLED = {"action": "kill trainer", "expect": "ends"}
+LOST = {"at": "step_end", "action": "kill server", "deaths": 100, "expect": "EngineLost"}
+NO_ROOM_WHEN_LOST = LOST | {"action": "kill server and leave no room", "expect": "EngineLost without room"}
 
 TEARS = (
     "half a model",
@@ -264,7 +238,7 @@ TEARS = (
     "after the marker",
     "no room",
 )
-"""Of `trainer_state.json` nothing, half or everything is written."""
+"""Moments of a save. Nothing, half or all of `trainer_state.json` is written."""
 
 
 CHECKPOINT_FILES = (
@@ -283,55 +257,39 @@ CHECKPOINT_FILES = (
 def torn_checkpoints() -> list[dict]:
     """The trainer is killed, or has no room, while it saves: a new folder, or over a complete checkpoint."""
     scenarios = [
-        {
-            "name": f"{tear}{' over a complete one' * overwrites}",
-            "tear": tear,
-            "overwrites": overwrites,
-            "expect": "ends",
-        }
+        scenario(f"{tear}{' over a complete one' * overwrites}", "ends", tear=tear, overwrites=overwrites)
         for tear in TEARS
         for overwrites in (False, True)
     ]
-    lost = {"at": "step_end", "action": "kill server and leave no room", "deaths": 100}
-    return [*scenarios, {"name": "no room when the engine is lost", "expect": "EngineLost without room", **lost}]
+    return [*scenarios, scenario("no room when the engine is lost", **NO_ROOM_WHEN_LOST)]
 
 
 def epochs() -> list[dict]:
     """A run of three epochs ends in each of them: between two, within a generation batch, and after one."""
-    common = {"epochs": True}
-    ordered = common | {"shuffled": False}
-    scenarios = [
-        {"name": "three epochs, undisturbed", "expect": "completes", **common},
-        {"name": "three epochs in one order, undisturbed", "expect": "completes", **ordered},
+    ordered, killed = {"epochs": True, "shuffled": False}, KILLED | {"at": "step_begin", "epochs": True}
+    return [
+        scenario("three epochs, undisturbed", epochs=True),
+        scenario("three epochs in one order, undisturbed", **ordered),
+        *(
+            scenario(f"three epochs, killed before update {step}", step=step, **killed)
+            for step in (1, 2, 4, 5, 6, 8, 9, 10)
+        ),
+        *(
+            scenario(f"three epochs in one order, killed before update {step}", step=step, **(killed | ordered))
+            for step in (5, 8)
+        ),
+        *(
+            scenario(f"three epochs, the engine is lost after update {step}", step=step, epochs=True, **LOST)
+            for step in (3, 5, 9)
+        ),
     ]
-    killed = {"at": "step_begin", "action": "kill trainer", "expect": "ends"}
-    scenarios += [
-        {"name": f"three epochs, killed before update {step}", "step": step, **killed, **common}
-        for step in (1, 2, 4, 5, 6, 8, 9, 10)
-    ]
-    scenarios += [
-        {"name": f"three epochs in one order, killed before update {step}", "step": step, **killed, **ordered}
-        for step in (5, 8)
-    ]
-    lost = {"at": "step_end", "action": "kill server", "deaths": 100, "expect": "EngineLost"}
-    scenarios += [
-        {"name": f"three epochs, the engine is lost after update {step}", "step": step, **lost, **common}
-        for step in (3, 5, 9)
-    ]
-    return scenarios
 
 
 def damaged_checkpoints() -> list[dict]:
     """The trainer is killed, and a file of its last checkpoint, which was complete, turns out to be cut or empty."""
+    damage = {"at": "save", "action": "damage checkpoint"}
     return [
-        {
-            "name": f"{file}, {'cut' if share else 'empty'}",
-            "file": file,
-            "share": share,
-            "at": "save",
-            "action": "damage checkpoint",
-            "expect": "ends",
-        }
+        scenario(f"{file}, {'cut' if share else 'empty'}", "ends", file=file, share=share, **damage)
         for number, file in enumerate(CHECKPOINT_FILES)
         for share in ((0, 0.5) if file == "model.safetensors" else (number % 2 / 2,))
     ]
@@ -339,13 +297,12 @@ def damaged_checkpoints() -> list[dict]:
 
 def resumed_ends(schedule: str) -> list[dict]:
     """A run is resumed after its last update, as launchers do that always resume; killed before it could end, or not."""
-    common = {"schedule": schedule, "again": 2}
-    killed = {"at": "save", "action": "kill trainer", "expect": "ends"}
+    again, killed = {"schedule": schedule, "again": 2}, KILLED | {"at": "save"}
     return [
-        {"name": f"{schedule}, undisturbed", "schedule": schedule, "expect": "completes"},
-        {"name": f"{schedule}, completed", "expect": "completes", **common},
-        {"name": f"{schedule}, killed in the middle", **killed, **common},
-        {"name": f"{schedule}, killed after its last save", **killed, **common, "step": 2},
+        scenario(f"{schedule}, undisturbed", schedule=schedule),
+        scenario(f"{schedule}, completed", **again),
+        scenario(f"{schedule}, killed in the middle", **again, **killed),
+        scenario(f"{schedule}, killed after its last save", **again, **killed, step=2),
     ]
 
 
@@ -354,132 +311,106 @@ RELAY_TEARS = ("half a patch", "before the manifest", "no room")
 
 def relay() -> list[dict]:
     """The policy of each rollout is written to a folder as well; the trainer is killed, also while it writes, or there is no room."""
-    common = {"relay": True}
-    scenarios = [{"name": "relay, undisturbed", "expect": "completes", **common}]
-    for event in ("step_begin", "reward", "step_end", "save"):
-        scenarios.append(
-            {"name": f"relay, killed at {event}", "at": event, "action": "kill trainer", "expect": "ends", **common}
-        )
-    scenarios += [
-        {
-            "name": "relay, killed before its first checkpoint",
-            "at": "reward",
-            "step": 0,
-            "action": "kill trainer",
-            "expect": "ends",
-            **common,
-        },
-        {"name": "relay, removed", "at": "step_end", "action": "remove relay", "expect": "completes", **common},
-    ]
-    for tear in RELAY_TEARS:
-        expect = "completes" if tear == "no room" else "ends"
-        scenarios.append({"name": f"relay, {tear}", "tears_relay": tear, "expect": expect, **common})
-    die = {"endpoint": "/update_weights", "call": "middle", "kind": "die"}
-    scenarios.append({"name": "relay, the server dies", "faults": [die], "expect": "completes", **common})
+    undisturbed, common = scenario("relay, undisturbed", relay=True), {"relay": True}
+    events = ("step_begin", "reward", "step_end", "save")
     # Those without faults are compared with.
     return [
-        scenarios[0],
-        {**scenarios[0], "name": "relay, undisturbed, over HTTP", "http": True},
-        *every_second_over_http(scenarios[1:]),
+        undisturbed,
+        over_http(undisturbed),
+        *every_second_over_http(
+            [
+                *(scenario(f"relay, killed at {event}", at=event, **common, **KILLED) for event in events),
+                scenario("relay, killed before its first checkpoint", at="reward", step=0, **common, **KILLED),
+                scenario("relay, removed", at="step_end", action="remove relay", **common),
+                *(
+                    scenario(
+                        f"relay, {tear}", "completes" if tear == "no room" else "ends", tears_relay=tear, **common
+                    )
+                    for tear in RELAY_TEARS
+                ),
+                scenario("relay, the server dies", faults=[fault("/update_weights")], **common),
+            ]
+        ),
     ]
 
 
 def two_trainers() -> list[dict]:
     """A second trainer, or a stranger without a session, comes to the server of a trainer at work."""
+    rivals = {
+        "trainer": "apart",
+        "trainer with a server of its own": "child",
+        "trainer of one output_dir": "child",
+        "stranger": "apart",
+    }
     return [
-        {
-            "name": f"{rival} at {event}",
-            "server": server,
-            "at": event,
-            "action": "wait",
-            "rival": rival,
-            "expect": "completes",
-        }
+        scenario(f"{rival} at {event}", server=server, at=event, action="wait", rival=rival)
         for event in ("step_begin", "reward", "save")
-        for rival, server in (
-            ("trainer", "apart"),
-            ("trainer with a server of its own", "child"),
-            ("trainer of one output_dir", "child"),
-            ("stranger", "apart"),
-        )
+        for rival, server in rivals.items()
     ]
 
 
 def two_ranks() -> list[dict]:
     """Two processes share a server: it fails, or one of them does. Neither waits for ever."""
-    scenarios = [{"name": "two ranks undisturbed", "ranks": 2, "expect": "completes"}]
+    scenarios = [scenario("two ranks undisturbed")]
     for endpoint in ("/update_weights", "/v1/completions", "/weight_info"):
-        die = {"endpoint": endpoint, "call": "middle", "kind": "die"}
         scenarios += [
-            {"name": f"two ranks die {endpoint}", "ranks": 2, "faults": [die], "expect": "completes"},
-            {
-                "name": f"two ranks 400 {endpoint}",
-                "ranks": 2,
-                "faults": [die | {"kind": "400"}],
-                "expect": "completes",
-            },
-            {"name": f"two ranks gone {endpoint}", "ranks": 2, "faults": [die], "deaths": 100, "expect": "EngineLost"},
+            scenario(f"two ranks die {endpoint}", faults=[fault(endpoint)]),
+            scenario(f"two ranks 400 {endpoint}", faults=[fault(endpoint, "400")]),
+            scenario(f"two ranks gone {endpoint}", "EngineLost", faults=[fault(endpoint)], deaths=100),
         ]
     for action in ("raise", "kill trainer"):
         for rank in (0, 1):
-            name = f"{action} on rank {rank} of two"
             scenarios.append(
-                {"name": name, "ranks": 2, "at": "reward", "action": action, "rank": rank, "expect": "ends"}
+                scenario(f"{action} on rank {rank} of two", "ends", at="reward", action=action, rank=rank)
             )
-    lost = {"at": "step_end", "action": "kill server and leave no room", "deaths": 100}
-    scenarios.append({"name": "two ranks, no room when lost", "ranks": 2, "expect": "EngineLost without room", **lost})
+    scenarios.append(scenario("two ranks, no room when lost", **NO_ROOM_WHEN_LOST))
     for rank, tear in ((0, "half a model"), (0, "no room"), (1, "before the batch")):
-        name = f"two ranks, {tear} on rank {rank}"
-        scenarios.append({"name": name, "ranks": 2, "tear": tear, "rank": rank, "expect": "ends"})
-    return scenarios
+        scenarios.append(scenario(f"two ranks, {tear} on rank {rank}", "ends", tear=tear, rank=rank))
+    return [case | {"ranks": 2} for case in scenarios]
 
 
 def drawn_ahead() -> list[dict]:
     """The server is lost while it draws what the learner does not need yet, or the trainer is while it draws."""
-    common = {"ahead": 1, "expect": "completes"}
-    scenarios = [{"name": "ahead, undisturbed", **common}]
+    scenarios = [scenario("ahead, undisturbed")]
     # Of the requests for completions the third and the fifth are of batches that are drawn ahead; each publication asks for one, too.
-    fault = {"endpoint": "/v1/completions", "call": 3}
     for number, kind in enumerate(KINDS):
-        failing = fault | {"call": 3 + number % 2 * 2, "kind": kind, "late": number // 2 % 2 == 1}
-        scenarios.append({"name": f"ahead, {kind} in batch {number % 2 + 1}", "faults": [failing], **common})
-    die = fault | {"kind": "die"}
+        failing = fault("/v1/completions", kind, 3 + number % 2 * 2, late=number // 2 % 2 == 1)
+        scenarios.append(scenario(f"ahead, {kind} in batch {number % 2 + 1}", faults=[failing]))
+    die = fault("/v1/completions", call=3)
     # Once more, while the weights that draw it are published again, and while it is drawn again.
     for endpoint in ("qarl_begin", "/update_weights", "/v1/completions", "/weight_info"):
-        again = {"endpoint": endpoint, "call": 1, "kind": "die"}
-        scenarios.append({"name": f"ahead, die and {endpoint}", "faults": [die, again], **common})
-    cut = fault | {"kind": "answer", "answer": "a completion cut short"}
-    version = {"endpoint": "/weight_info", "call": 2, "kind": "die"}
+        scenarios.append(scenario(f"ahead, die and {endpoint}", faults=[die, fault(endpoint, call=1)]))
+    cut = die | {"kind": "answer", "answer": "a completion cut short"}
+    version = fault("/weight_info", call=2)
     scenarios += [
-        {"name": "ahead, a completion cut short", "faults": [cut], **common},
-        {"name": "ahead, die before the version is asked for", "faults": [version], **common},
-        {"name": "ahead, back", "server": "back", "faults": [die], **common},
-        {"name": "ahead, gone", "server": "apart", "faults": [die], **common, "expect": "EngineLost"},
-        {"name": "ahead, and 100 deaths", "faults": [die], "deaths": 100, **common, "expect": "EngineLost"},
+        scenario("ahead, a completion cut short", faults=[cut]),
+        scenario("ahead, die before the version is asked for", faults=[version]),
+        scenario("ahead, back", server="back", faults=[die]),
+        scenario("ahead, gone", "EngineLost", server="apart", faults=[die]),
+        scenario("ahead, and 100 deaths", "EngineLost", faults=[die], deaths=100),
     ]
     for event in ("step_begin", "reward", "optimizer", "save"):
-        killed = {"at": event, "action": "kill trainer", "expect": "ends"}
-        scenarios.append({"name": f"ahead, the trainer is killed at {event}", **common, **killed})
+        scenarios.append(scenario(f"ahead, the trainer is killed at {event}", at=event, **KILLED))
         if event != "save":
-            dies = {"at": event, "action": "kill server"}
-            scenarios.append({"name": f"ahead, the server is killed at {event}", **common, **dies})
+            scenarios.append(scenario(f"ahead, the server is killed at {event}", at=event, action="kill server"))
     for tear in ("before the batch", "after the marker"):
-        scenarios.append({"name": f"ahead, torn {tear}", "tear": tear, **common, "expect": "ends"})
-    for number in (1, 2):
-        epochs = common | {"ahead": number, "epochs": True}
-        scenarios.append({"name": f"three epochs, {number} ahead, undisturbed", **epochs})
-        for step in (1, 4, 6, 9) if number == 1 else (5, 8):
-            killed = {"at": "step_begin", "step": step, "action": "kill trainer", "expect": "ends"}
-            name = f"three epochs, {number} ahead, killed before update {step}"
-            scenarios.append({"name": name, **epochs, **killed})
-    ranks = common | {"ranks": 2}
+        scenarios.append(scenario(f"ahead, torn {tear}", "ends", tear=tear))
+    scenarios = [case | {"ahead": 1} for case in scenarios]
+    for number, steps in ((1, (1, 4, 6, 9)), (2, (5, 8))):
+        epochs = {"ahead": number, "epochs": True}
+        scenarios.append(scenario(f"three epochs, {number} ahead, undisturbed", **epochs))
+        for step in steps:
+            killed = KILLED | {"at": "step_begin", "step": step}
+            scenarios.append(
+                scenario(f"three epochs, {number} ahead, killed before update {step}", **epochs, **killed)
+            )
+    ranks = {"ahead": 1, "ranks": 2}
     return [
         *scenarios,
-        {"name": "two ranks, ahead, undisturbed", **ranks},
-        {"name": "two ranks, ahead, die", "faults": [die], **ranks},
-        {"name": "two ranks, ahead, gone", "faults": [die], "deaths": 100, **ranks, "expect": "EngineLost"},
-        {"name": "two ranks, ahead, rank 1 is killed", "at": "reward", "action": "kill trainer", "rank": 1, **ranks}
-        | {"expect": "ends"},
+        scenario("two ranks, ahead, undisturbed", **ranks),
+        scenario("two ranks, ahead, die", faults=[die], **ranks),
+        scenario("two ranks, ahead, gone", "EngineLost", faults=[die], deaths=100, **ranks),
+        scenario("two ranks, ahead, rank 1 is killed", at="reward", rank=1, **ranks, **KILLED),
     ]
 
 
@@ -550,6 +481,7 @@ CHOSEN = (
     "ahead, the trainer is killed at reward",
     "two ranks undisturbed",
     "two ranks die /update_weights",
+    "two ranks gone /v1/completions",
     "kill trainer on rank 1 of two",
     "two ranks, half a model on rank 0",
 )

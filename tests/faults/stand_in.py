@@ -121,11 +121,11 @@ ANSWERS = {
     "another prompt's ids": name_another_prompt,
     "a completion cut short": cut_short,
 }
-"""What changes the choices of an answer, in place, so that it makes no sense."""
+"""Changes of an answer's choices, in place, that make it invalid."""
 
 
 class Faults:
-    """What goes wrong, and when: each fault once, each after the one before it."""
+    """Faults and their moments: each happens once, after the one before it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -423,7 +423,7 @@ class Connection:
         return not ended and not is_chunked
 
     async def fail(self, fault) -> bool:
-        """Whether the request has got its answer, or never will."""
+        """Fail the request; true where nothing more is to be sent."""
         kind = fault["kind"]
         if kind in ("500", "400"):
             content = b'{"error": "The stand-in was told to fail."}'

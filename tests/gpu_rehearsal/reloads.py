@@ -1,5 +1,5 @@
 """
-A publication to vLLM's CUDA code on a machine without a GPU ([`fake_cuda`]): its model loader, its worker's weight
+A publication to vLLM's CUDA code on a machine without a GPU (`benchmarks/rehearsal/fake_gpu.py`): its model loader, its worker's weight
 updates, our transport, transfer engine and publisher are the real ones. For a process of its own.
 """
 
@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 
-import fake_cuda
 from rehearsal import fake_gpu
 
 
@@ -18,7 +17,7 @@ NUM_PUBLICATIONS = 4
 
 def start(dtype_name: str = "bfloat16") -> None:
     """Turn this process into one of vLLM's for GPUs."""
-    fake_cuda.install()
+    fake_gpu.install_in_cpu_wheel()
     import torch
 
     from trl_qarl.vllm_plugin import register, worker  # noqa: F401
@@ -218,7 +217,7 @@ def _move_masters(module, seed: int) -> None:
 
 
 def _tensors(model) -> dict:
-    """What is reachable from a layer, by its name, as it lies there now."""
+    """Tensors that are reachable from a layer, by name, at their present addresses."""
     from trl_qarl.vllm_plugin.addresses import reachable_tensors
 
     return {

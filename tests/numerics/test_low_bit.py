@@ -31,7 +31,7 @@ def _bytes(x):
 
 @pytest.fixture(params=["expanded", "packed", "without bf16", "without VNNI", "without vLLM"])
 def processor(request, monkeypatch):
-    """What this machine is taken for, or told to do; vLLM's kernels are those of the machine."""
+    """The instruction sets this machine is taken to have; vLLM's kernels are those of the machine."""
     if request.param == "without vLLM":
         monkeypatch.setattr(products, "reason_not_to_call", lambda: "it is not installed")
     elif products.reason_not_to_call() is not None:
@@ -113,7 +113,7 @@ def test_a_copy_of_a_weight_can_be_freed_before_the_weight():
 @needs_vllm
 def test_a_weight_that_does_not_fit_is_refused_before_it_is_expanded(monkeypatch):
     monkeypatch.setattr(products.psutil, "virtual_memory", lambda: type("", (), {"available": 2**20}))
-    with pytest.raises(MemoryError, match=r"\(1024, 1024\) takes 4 MiB .* 1 MiB are free. Set cpu_weights='packed'"):
+    with pytest.raises(MemoryError, match="cpu_weights='packed'"):
         products.low_bit_linear(torch.randn(1, 1024).bfloat16(), make("w4a16", (1024, 1024)), None)
 
 

@@ -16,10 +16,7 @@ from testing_utils.learners import (
     packed_log_probs,
     padded_log_probs,
 )
-from trl_qarl.numerics.attach import (
-    attach_engine_numerics,
-    engine_numerics,
-)
+from trl_qarl.numerics.attach import attach_engine_numerics, engine_numerics
 from trl_qarl.numerics.ops import token_log_probs
 
 
@@ -64,25 +61,6 @@ def test_gradients_are_those_of_the_fast_forward_up_to_rounding(tmp_path, arch, 
         assert distance < 0.03, f"{name}: {distance:.3f}"
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
-def test_checkpointing_changes_neither_bits_nor_gradients(tmp_path, scheme, arithmetic):
-    model = make_model(tmp_path, scheme=scheme)
-    sequences = make_sequences()
-    results = []
-    with engine_numerics(model):
-        model.train()
-        for checkpointing in (False, True):
-            if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.zero_grad()
-            logps = torch.cat(padded_log_probs(model, sequences, "left"))
-            logps.sum().backward()
-            results.append((logps.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
-    (logps, grads), (logps_again, grads_again) = results
-    assert torch.equal(logps, logps_again)
-    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
-
-
 @pytest.mark.parametrize("kind", ["default", "padded", "packed"])
 @torch.no_grad()
 def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path, kind, arithmetic):
@@ -97,16 +75,6 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path, kind, ar
     with pytest.raises(ValueError, match=r"has 65 tokens, and the model positions for 64 \(max_position_embeddings\)"):
         model(ids, **arguments)
     assert model(ids[:, :64]).logits.isfinite().all()
-
-
-@torch.no_grad()
-def test_autocast_changes_nothing(tmp_path):
-    model = make_model(tmp_path)
-    ids = torch.tensor([make_sequences()[1]])
-    with engine_numerics(model):
-        expected = model(ids).logits
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(model(ids).logits, expected)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What `numerics="engine"` refuses before anything is loaded."""
+"""Refusals of `numerics="engine"` before anything is loaded."""
 
 import pytest
 

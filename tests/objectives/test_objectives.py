@@ -5,19 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reference.objectives_naive import (
-    TEMPERATURES,
-    naive_objective,
-    naive_of_others,
-)
+from reference.objectives_naive import TEMPERATURES, naive_objective, naive_of_others
 from testing_utils.batches import make_batch
 from trl_qarl.forward import Batch
 from trl_qarl.objectives.presets import Preset
-from trl_qarl.objectives.ratios import (
-    geometric_mask,
-    kpop_weight,
-    mismatch_ratio,
-)
+from trl_qarl.objectives.ratios import geometric_mask, kpop_weight, mismatch_ratio
 from trl_qarl.objectives.registry import OBJECTIVES, all_objectives, find_objective
 from trl_qarl.objectives.token_losses import acr_loss, dppo_tv_loss
 from trl_qarl.qarl_trainer import QaRLTrainer

@@ -84,5 +84,5 @@ def test_groups_are_compared_by_scale_and_zero_point_and_by_codes():
 
 
 def test_floating_point_codes_are_refused():
-    with pytest.raises(ValueError, match="'mxfp4a16' has no integer codes"):
+    with pytest.raises(ValueError, match="'mxfp4a16'"):
         masters_on_grid(LowBitTensor.from_hp(torch.randn(4, 32), get_scheme("mxfp4a16"), torch.bfloat16))

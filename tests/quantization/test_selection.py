@@ -12,9 +12,7 @@ from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import get_scheme
-from trl_qarl.quantization.swap import (
-    prepare_model,
-)
+from trl_qarl.quantization.swap import prepare_model
 
 
 @pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
@@ -102,6 +100,6 @@ def test_a_pattern_that_fits_a_tower_alone_quantizes_it(kind):
 
 
 def test_decoder_layers_at_the_ends_are_counted_without_the_tower():
-    """Whose stack has the same name."""
+    """The tower's stack of layers has the same name."""
     report = prepare_model(picture_model("idefics3"), get_plan("w8a16", high_precision_first=1))
     assert len(report.converted) == 7 and all("text_model.layers.1." in name for name in report.converted)

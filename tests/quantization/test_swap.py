@@ -79,24 +79,6 @@ def test_layer_that_no_group_size_divides_is_named_and_nothing_is_converted():
     assert list(prepare_model(model, "w4a16", exclude_modules=["1"]).converted) == ["0"]
 
 
-def test_layer_whose_codes_do_not_fill_words_is_named_when_prepared():
-    model = nn.Sequential(nn.Linear(128, 102), nn.Linear(102, 64))
-    with pytest.raises(ValueError, match=r"Layer '1': in_features=102 is not divisible by 4"):
-        prepare_model(model, "w8a16")
-    assert not quantized_layers(model)
-    assert list(prepare_model(model, "w8a16", exclude_modules=["1"]).converted) == ["0"]
-    for layer in quantized_layers(model).values():
-        layer.checkpoint_tensors()
-
-
-def test_model_made_in_inference_mode_is_refused_with_what_to_do():
-    with torch.inference_mode():
-        model = nn.Sequential(nn.Linear(128, 128))
-    with pytest.raises(ValueError, match=r"inference_mode\(\)`.*Make or load the model outside of it"):
-        prepare_model(model, "w4a16")
-    assert not quantized_layers(model)
-
-
 def test_model_without_linear_layers_raises():
     with pytest.raises(ValueError, match="no nn.Linear"):
         prepare_model(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)), "w4a16")
@@ -134,14 +116,6 @@ def test_restore_gives_the_original_outputs_bit_for_bit():
         assert torch.equal(model(tokens).logits, before)
 
 
-def test_report_counts_bytes():
-    model = tiny()
-    report = prepare_model(model, "w4a16", scale_dtype=torch.bfloat16)
-    layers = quantized_layers(model).values()
-    assert report.low_bit_bytes == sum(layer.low_bit_weight().num_bytes for layer in layers)
-    assert report.master_bytes == 2 * report.bf16_bytes == sum(4 * layer.weight.numel() for layer in layers)
-
-
 def test_kernels_run_names_what_ran():
     model = tiny().to(torch.bfloat16)
     prepare_model(model, "w4a16")
@@ -149,18 +123,6 @@ def test_kernels_run_names_what_ran():
     with torch.no_grad():
         model(torch.randint(0, 200, (2, 8)))
     assert kernels_run(model) == {"aten::_weight_int4pack_mm_for_cpu": len(LAYERS)}
-
-
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w8a8", "fp8"])
-def test_generate_and_gradient_checkpointing_work_on_a_prepared_model(scheme):
-    model = tiny("qwen3")
-    prepare_model(model, scheme)
-    tokens = torch.randint(4, 200, (2, 8))
-    assert model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 12)
-    model.train()
-    model.gradient_checkpointing_enable()
-    model(tokens).logits.square().sum().backward()
-    assert all(layer.weight.grad is not None for layer in quantized_layers(model).values())
 
 
 def test_disabled_quantized_forward_is_that_of_the_untouched_model_and_runs_low_bits_inside_the_context_only():
@@ -175,14 +137,6 @@ def test_disabled_quantized_forward_is_that_of_the_untouched_model_and_runs_low_
             assert torch.equal(model(tokens).logits, quantized)
             raise RuntimeError("in the middle")
         assert torch.equal(model(tokens).logits, untouched)
-
-
-def test_context_leaves_enabled_layers_enabled():
-    model = tiny()
-    prepare_model(model, "w4a16")
-    with quantized_forward(model):
-        pass
-    assert all(layer.use_quantized_forward for layer in quantized_layers(model).values())
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma"])
@@ -226,15 +180,6 @@ def test_a_layer_under_several_names_stays_one_layer():
     prepare_model(model, "w4a16")
     assert convert_model(model) == 1 and model.a is model.b is model.inner[0]
     assert torch.equal(model(x), y)
-
-
-def test_quantize_gives_all_parents_of_a_layer_the_same_new_one():
-    layer = nn.Linear(128, 128)
-    model = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
-    quantize_(model, QaRLWeightConfig("w4a16"))
-    assert type(model[0][0]) is QuantizedLinear and model[0][0] is model[1][0]
-    quantize_(model, QaRLWeightConfig("w4a16", step="convert"))
-    assert type(model[0][0]) is nn.Linear and model[0][0] is model[1][0]
 
 
 def test_a_layer_that_nothing_holds_cannot_be_replaced():

@@ -7,7 +7,7 @@ import math
 
 
 TEMPERATURES = (1.0, 1.25)
-"""Of SAPO, for positive and other advantages; exact in float32, in which TRL has them."""
+"""Temperatures of SAPO for positive and other advantages; exact in float32, the dtype in TRL."""
 
 
 def naive_mismatch_ratio(old_logps, sampling_logps, mask, mode, clip_min=None, clip_max=None):

@@ -13,13 +13,13 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
-from played_server import play_servers
 from testing_utils import logged, make_vllm_trainer
+from testing_utils.played_server import play_servers
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.arguments import check_arguments
-from trl_qarl.rollout.ahead import NextPrompts
+from trl_qarl.numerics.exact import choose_versions
+from trl_qarl.rollout.ahead import InFlight, NextPrompts
 from trl_qarl.rollout.failures import EngineLost
-from trl_qarl.rollout.http_session import ServerLost
 from trl_qarl.rollout.server_process import free_port
 
 
@@ -36,7 +36,7 @@ EPOCHS = {
     "save_strategy": "steps",
     "save_steps": 1,
 }
-FOR_GOOD = [RuntimeError("ended with code -9")] * 9
+IN_FLIGHT = {"in_flight_updates": True, "numerics": "engine"}
 
 
 @pytest.fixture
@@ -144,33 +144,19 @@ def test_old_log_probs_are_those_that_were_asked_for(make_trainer, objective, ol
     assert len(logged(trainer, "staleness/abs_logp_max")) == 2
 
 
-def test_seconds_of_the_engine_are_not_those_that_the_learner_waits(make_trainer):
-    trainer, server = make_trainer(rollout_ahead=1, max_steps=3)
-    update = trainer.training_step
-    server.spoils = [lambda answer: time.sleep(0.3)] * 3
-
-    def slow_update(*args, **kwargs):
-        output = update(*args, **kwargs)
-        time.sleep(0.6)
-        return output
-
-    trainer.training_step = slow_update
-    trainer.train()
-    engine, waited = logged(trainer, "rollout/engine_seconds"), logged(trainer, "rollout/wait_seconds")
-    assert logged(trainer, "rollout/seconds") == engine and min(engine) >= 0.3
-    assert waited[0] == pytest.approx(engine[0], abs=0.05) and max(waited[1:]) < 0.2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_trainer, lag):
-    """Within a generation batch and after one, in each of three epochs, with evaluations in between."""
+    """Within a generation batch and after one, in each of three epochs, with evaluations in between, and with bands that set themselves."""
     options = EPOCHS | {"rollout_ahead": lag, "eval_strategy": "steps", "eval_steps": 3}
+    options |= {"trust_band": "auto", "trust_band_share": 0.5}
     whole, _ = make_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
     ages = logged(whole, "rollout/age_updates")
     assert ages == [2.0 * min(number, lag) for number in range(6)]
+    # The first update on what was drawn ahead has other ratios than 1, too.
+    assert [len(update) > 0 for update in whole._objective.state()["window"]] == [False] + 11 * [True]
     for step in (1, 2, 5, 8, 11) if lag == 1 else (3, 6):
         resumed, server = make_trainer(f"resumed-{step}", **options)
         theirs, _ = record(resumed)
@@ -208,71 +194,6 @@ def test_an_evaluation_leaves_what_is_trained_alone(make_trainer):
     assert torch.equal(weights(trainer), weights(plain))
 
 
-_undisturbed = []
-
-
-@pytest.fixture
-def undisturbed(make_trainer):
-    """Weights at the end of a training in which nothing fails."""
-    if not _undisturbed:
-        trainer, server = make_trainer("undisturbed", rollout_ahead=1)
-        trainer.train()
-        assert server.num_starts == 0 and logged(trainer, "rollout/age_updates") == [0, 1, 1, 1]
-        _undisturbed.append(weights(trainer))
-    return _undisturbed[0]
-
-
-@pytest.mark.parametrize(
-    "failures",
-    [
-        # Of the first batch, and of one that is drawn ahead.
-        {"generate": ["die"]},
-        {"generate": [None, None, "die"]},
-        # Once more while what was lost is drawn again.
-        {"generate": [None, "die", "die"]},
-        {"generate": [None, ServerLost("status 500"), KeyError("choices")]},
-        {"version": [None, None, "die"]},
-        # While the weights that draw it are published again, and while the learner's are, after that.
-        {"generate": [None, "die"], "publish": [None, "die", "die"]},
-        {"generate": [None, "die"], "publish": [None, None, None, "die"]},
-        {"publish": [None, "die"], "start": [OSError("no memory"), RuntimeError("did not answer")]},
-    ],
-    ids=lambda failures: "-".join(f"{what}{len(of_it)}" for what, of_it in failures.items()),
-)
-def test_an_engine_lost_while_it_draws_ahead_draws_the_batch_again_with_the_weights_it_had(
-    make_trainer, undisturbed, failures
-):
-    trainer, server = make_trainer(rollout_ahead=1)
-    server.failures = {what: list(of_it) for what, of_it in failures.items()}
-    trainer.train()
-    assert not any(server.failures.values())
-    assert logged(trainer, "rollout/age_updates") == [0, 1, 1, 1]
-    assert torch.equal(weights(trainer), undisturbed)
-
-
-def test_an_engine_lost_for_good_while_it_draws_ahead_leaves_a_checkpoint_with_the_weights_that_were_to_draw(
-    make_trainer, undisturbed
-):
-    trainer, server = make_trainer(rollout_ahead=1)
-    server.failures = {"generate": [None, None, "die"], "start": list(FOR_GOOD)}
-    with pytest.raises(EngineLost, match="failed 4 times.*code -9"):
-        trainer.train()
-    resumed, _ = make_trainer("resumed", rollout_ahead=1)
-    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-    assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
-
-
-def test_a_checkpoint_is_written_although_what_is_drawn_ahead_is_lost(make_trainer, undisturbed):
-    trainer, server = make_trainer(rollout_ahead=1, save_strategy="steps", save_steps=1)
-    server.failures = {"generate": [None, None, "die"]}
-    trainer.train()
-    assert torch.equal(weights(trainer), undisturbed)
-    # Update 2 begins with the batch that was lost.
-    resumed, _ = make_trainer("resumed", rollout_ahead=1)
-    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-    assert torch.equal(weights(resumed), undisturbed)
-
-
 def test_weights_are_published_when_nothing_is_in_flight(make_trainer):
     trainer, server = make_trainer(rollout_ahead=1)
     backend, events = trainer.vllm_generation, []
@@ -287,6 +208,81 @@ def test_weights_are_published_when_nothing_is_in_flight(make_trainer):
     assert events == ["drawn", "published"]
     _, completion_ids, _, _ = backend.collect(in_flight)
     assert len(completion_ids) == 4 and in_flight.seconds > 0.1
+
+
+def ask_late(monkeypatch):
+    """Have what is in flight ask the server no sooner than `may_ask` is set, or than it is waited for."""
+    start, wait = InFlight.start, InFlight.wait
+
+    def start_later(self, request):
+        self.may_ask = threading.Event()
+        start(self, lambda: self.may_ask.wait(60) and request())
+
+    def wait_for_what_may_ask(self):
+        if self.is_started:
+            self.may_ask.set()
+        wait(self)
+
+    monkeypatch.setattr(InFlight, "start", start_later)
+    monkeypatch.setattr(InFlight, "wait", wait_for_what_may_ask)
+
+
+def make_in_flight(make_trainer, name="run", **options):
+    """A trainer whose server goes on with what is published, and which weights can have drawn each of its batches."""
+    trainer, server = make_trainer(name, rollout_ahead=2, max_steps=6, **options)
+    # Without engine numerics, which a played server does not have.
+    trainer.args.in_flight_updates = trainer.vllm_generation.in_flight_updates = True
+    drawn_by, take = [], trainer._ahead.take
+
+    def take_and_note(prompt_ids):
+        drawn = take(prompt_ids)
+        drawn_by.append([0] if drawn is None else [update for update, _ in drawn.versions])
+        return drawn
+
+    trainer._ahead.take = take_and_note
+    return trainer, server, drawn_by
+
+
+def test_a_batch_in_flight_keeps_all_weights_that_are_published_meanwhile(make_trainer, monkeypatch):
+    ask_late(monkeypatch)
+    trainer, server, drawn_by = make_in_flight(make_trainer)
+    trainer.train()
+    assert drawn_by == [[0], [0], [0, 1], [1, 2], [2, 3], [3, 4]]
+    assert logged(trainer, "rollout/age_updates") == [0, 1, 2, 2, 2, 2]
+
+
+def test_an_evaluation_waits_for_all_that_is_in_flight(make_trainer, monkeypatch):
+    ask_late(monkeypatch)
+    trainer, server, drawn_by = make_in_flight(make_trainer, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    # After 3 updates batches 3 and 4 are drawn by what was published for batch 2.
+    assert drawn_by == [[0], [0], [0, 1], [1, 2], [2], [3, 4]]
+
+
+def test_a_batch_lost_in_flight_is_drawn_by_the_last_weights_that_were_to_draw_it(make_trainer, monkeypatch):
+    ask_late(monkeypatch)
+    trainer, server, drawn_by = make_in_flight(make_trainer)
+    server.failures = {"generate": [None, None, "die"]}
+    trainer.train()
+    # With batch 2, batch 3 is waited for, and lost, before earlier weights are published.
+    assert server.num_starts == 1 and drawn_by == [[0], [0], [1], [1], [2, 3], [3, 4]]
+
+
+def test_a_run_resumed_with_updates_in_flight_goes_on_with_completions_and_all_their_weights(
+    make_trainer, monkeypatch
+):
+    ask_late(monkeypatch)
+    whole, _, drawn_by = make_in_flight(make_trainer, "whole", save_strategy="steps", save_steps=3)
+    whole.train()
+    resumed, _, theirs = make_in_flight(make_trainer, "resumed", save_strategy="steps", save_steps=3)
+    checkpoint = f"{whole.args.output_dir}/checkpoint-3"
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert drawn_by[3] == [1, 2] and theirs == drawn_by[3:]
+    # Nothing else was in flight when the checkpoint was written.
+    assert torch.equal(weights(resumed), weights(whole))
+    other, _ = make_trainer("other", rollout_ahead=2, max_steps=6)
+    with pytest.raises(ValueError, match="drawn with in_flight_updates=True.*Resume with it"):
+        other.train(resume_from_checkpoint=checkpoint)
 
 
 def test_prompts_in_another_order_than_expected_are_drawn_when_their_turn_comes(make_trainer, caplog):
@@ -335,53 +331,45 @@ def test_the_prompts_that_come_next_are_those_that_a_loader_gives_each_process(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"use_vllm": False}, "rollout_ahead=1 needs a vLLM server, but use_vllm=False"),
-        ({"vllm_mode": "colocate"}, "rollout_ahead=1 needs a vLLM server.*vllm_mode='colocate'"),
-        ({"precisions": [4, 3]}, r"rollout_ahead=1 is unsupported with precisions="),
-        ({"objective": "on-policy"}, "rollout_ahead=1 contradicts objective='on-policy'"),
-        ({"quantize_learner": False}, "quantize_learner=False has no old_logps='version'"),
-        ({"old_logps": "engine"}, "old_logps='engine' is unknown"),
-        ({"rollout_ahead": -1}, "rollout_ahead=-1 must be 0"),
-        ({"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler' is for rollouts that are drawn ahead"),
+        ({"use_vllm": False}, "use_vllm=False"),
+        ({"vllm_mode": "colocate"}, "vllm_mode='colocate'"),
+        ({"precisions": [4, 3]}, "precisions="),
+        ({"objective": "on-policy"}, "objective='on-policy'"),
+        ({"quantize_learner": False}, "quantize_learner=False"),
+        ({"old_logps": "engine"}, "old_logps='engine'"),
+        ({"rollout_ahead": -1}, "rollout_ahead=-1"),
+        ({"rollout_ahead": 0, "old_logps": "sampler"}, "old_logps='sampler'"),
+        ({"rollout_ahead": 0, **IN_FLIGHT}, "in_flight_updates=True"),
+        (IN_FLIGHT, "rollout_ahead=1"),
+        (IN_FLIGHT | {"numerics": None}, "numerics=None"),
+        (IN_FLIGHT | {"exact": "warn"}, "exact='warn'"),
+        (IN_FLIGHT | {"old_logps": "learner"}, "old_logps='learner'"),
     ],
     ids=str,
 )
-def test_what_cannot_be_drawn_ahead_is_refused_by_name(tmp_path, options, message):
+def test_what_cannot_be_drawn_ahead_is_refused_by_name(tmp_path, options, names):
     defaults = {"rollout_ahead": 1, "use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": True}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names):
         QaRLConfig(str(tmp_path), **(defaults | options))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tools": [print]}, "rollout_ahead=1 is unsupported with `tools`"),
-        ({"rollout_func": print}, "rollout_ahead=1 is unsupported with `rollout_func`"),
-        ({"environment_factory": print}, "rollout_ahead=1 is unsupported with `environment_factory`"),
-        ({"train_dataset": "streamed"}, "rollout_ahead=1 is unsupported with a streamed dataset"),
-        ({"train_dataset": "pictures"}, "rollout_ahead=1 is unsupported with pictures.*'image'"),
-    ],
-    ids=str,
-)
-def test_arguments_that_contradict_drawing_ahead_are_refused_by_name(tmp_path, arguments, message):
+@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory", "streamed dataset", "image"])
+def test_arguments_that_contradict_drawing_ahead_are_refused_by_name(tmp_path, name):
     pictures = Dataset.from_dict({"prompt": ["1 +"], "image": [None]})
     prompts = pictures.remove_columns("image")
-    datasets = {"streamed": prompts.to_iterable_dataset(), "pictures": pictures}
+    datasets = {"streamed dataset": prompts.to_iterable_dataset(), "image": pictures}
     given = {
         "model": "nowhere",
         "reward_funcs": print,
         "args": QaRLConfig(str(tmp_path), rollout_ahead=1, use_vllm=True, vllm_mode="server", use_cpu=True, bf16=True),
-        "train_dataset": prompts,
-        "eval_dataset": None,
-        "quantization_config": None,
-        "peft_config": None,
+        "train_dataset": datasets.get(name, prompts),
         "optimizers": (None, None),
-        **dict.fromkeys(("rollout_func", "environment_factory", "tools")),
     }
-    given |= {name: datasets.get(str(value), value) for name, value in arguments.items()}
-    with pytest.raises(ValueError, match=message):
+    nothing = ("eval_dataset", "quantization_config", "peft_config", "rollout_func", "environment_factory", "tools")
+    given |= dict.fromkeys(nothing) | ({} if name in datasets else {name: [print] if name == "tools" else print})
+    with pytest.raises(ValueError, match=f"rollout_ahead=1.*{name}"):
         check_arguments(**given)
 
 
@@ -433,3 +421,73 @@ def test_a_servers_tokens_have_in_every_bit_the_log_probs_of_the_weights_that_dr
         mask = batch["completion_mask"].bool()
         assert torch.equal(at[mask], batch["sampling_per_token_logps"][mask])
         assert number == 0 or not torch.equal(scored(trainer, batch, states[2 * number])[mask], at[mask])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("warm_servers")
+def test_each_token_has_in_every_bit_the_log_prob_of_weights_of_before_or_after_an_update_in_flight(
+    tmp_path, monkeypatch, warm_servers
+):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    warm_servers.serve(monkeypatch)
+    trainer = make_vllm_trainer(
+        tmp_path,
+        "qwen3",
+        rollout_ahead=2,
+        **IN_FLIGHT,
+        bf16=True,
+        vllm_mode="server",
+        vllm_server_autostart=True,
+        vllm_server_port=free_port(),
+        vllm_max_model_length=512,
+        max_completion_length=300,
+        generation_kwargs={"ignore_eos": True},
+        learning_rate=1e-2,
+        max_steps=10,
+        per_device_eval_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=5,
+    )
+    backend, drawn_by, in_flight = trainer.vllm_generation, [], []
+    # However fast the learner is: a batch is asked for when weights are published, or when it is waited for.
+    ask_late(monkeypatch)
+    batches, states = record(trainer)
+    complete, publish = trainer._generate_and_score_completions, backend.sync_weights
+
+    def note_versions(inputs):
+        output = complete(inputs)
+        if trainer.model.training:
+            drawn = trainer._ahead.drawn
+            drawn_by.append([0] if drawn is None else [update for update, _ in drawn.versions])
+        return output
+
+    def publish_in_the_middle():
+        for launched in backend._launched:
+            launched.may_ask.set()
+        time.sleep(0.3)
+        in_flight.append(sum(launched.is_running for launched in backend._launched))
+        publish()
+
+    trainer._generate_and_score_completions, backend.sync_weights = note_versions, publish_in_the_middle
+    trainer.train()
+    assert len(batches) == 5 and max(in_flight) > 0
+    # Of what the learner has compared in its training, and of evaluations.
+    assert logged(trainer, "mismatch/abs_logp_max") == [0.0] * 5
+    assert set(logged(trainer, "eval_mismatch/abs_logp_max")) == {0.0}
+    num_tokens = num_later = 0
+    for batch, updates in zip(batches, drawn_by, strict=True):
+        theirs, mask = batch["sampling_per_token_logps"], batch["completion_mask"].bool()
+        by_version = torch.stack([scored(trainer, batch, states[update]) for update in updates])
+        is_of = by_version == theirs
+        # Neither of them has none of the tokens.
+        assert bool(is_of.any(dim=0)[mask].all())
+        num_tokens += int(mask.sum())
+        # Once of later weights, a completion stays with them.
+        logps, places = choose_versions(by_version, theirs, mask)
+        assert torch.equal(logps[mask], theirs[mask])
+        num_later += int((places[mask] > 0).sum())
+        if len(updates) > 1:
+            assert not torch.equal(by_version[0][mask], by_version[1][mask])
+    assert 0 < num_later < num_tokens
+    assert max(logged(trainer, "rollout/later_weights_share")) > 0
+    print("tokens", num_tokens, "of later weights", num_later, "in flight", in_flight, drawn_by)

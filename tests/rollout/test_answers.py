@@ -1,4 +1,4 @@
-"""Which answers can be completions of what was asked for, and which cannot."""
+"""Validation of answers as completions of the prompts that were sent."""
 
 import importlib.util
 import math
@@ -33,7 +33,7 @@ def check(answer, prompts=PROMPTS, num_generations=2, max_tokens=4, vocab_size=2
 
 
 def put(name, *place):
-    """What replaces one entry of an answer by the last of `place`; the others say where it is."""
+    """A function that replaces one entry of an answer by the last of `place`; the others locate the entry."""
 
     def change(answer):
         *way, last, value = place
@@ -82,64 +82,39 @@ def other_first(answer):
     answer["logprob_token_ids"][1][2] = [99, answer["completion_ids"][1][2]]
 
 
-COUNTS = "asked for: 2 prompts with 2 completions each"
-IDS = r"allowed are the integers from 0 to 259\."
-LOGPS = r"allowed are finite numbers that are not above 0 by more than rounding \(0\.02\)\."
 WHERE = "completion 1 of 4, token 2 of 4: "
 
 BAD = {
-    "one completion fewer": (each(list.pop), f"^there are 3 completions in place of 4; {COUNTS}"),
-    "one completion more": (each(lambda rows: rows.append(rows[0])), "^there are 5 completions in place of 4"),
-    "no completions": (each(list.clear), "^there are 0 completions in place of 4"),
-    "completions null": (lambda answer: answer.update(completion_ids=None), "^there are no completions"),
-    "a prompt fewer": (lambda answer: answer["prompt_ids"].pop(), "^there are 1 prompts in place of 2"),
-    "another prompt": (put("prompt_ids", 1, [9]), r"^prompt 1 of 2 comes back as \[9\], but \[8\] was sent"),
-    "prompts exchanged": (lambda answer: answer["prompt_ids"].reverse(), r"^prompt 0 of 2 comes back as \[8\]"),
-    "no prompt": (put("prompt_ids", 0, None), "^prompt 0 of 2 comes back as None"),
-    "token far outside": (token(99999), f"^{WHERE}99999 is not a token id of the learner; {IDS}"),
-    "token just outside": (token(260), f"^{WHERE}260 is not a token id of the learner; {IDS}"),
-    "token below 0": (token(-1), f"^{WHERE}-1 is no"),
-    "token of text": (token("12"), f"^{WHERE}'12' is no"),
-    "token with a fraction": (token(12.0), rf"^{WHERE}12\.0 is no"),
-    "token of truth": (token(True), f"^{WHERE}True is no"),
-    "token null": (token(None), f"^{WHERE}None is no"),
-    "no tokens": (each(lambda rows: rows[3].clear()), "^completion 3 of 4 has no tokens"),
-    "tokens null": (put("completion_ids", 3, None), "^completion 3 of 4 has no tokens"),
-    "a token too many": (
-        each(lambda rows: rows[2].append(rows[2][-1])),
-        "^completion 2 of 4 has 5 tokens; at most 4 were asked for",
-    ),
-    "log-probs null": (lambda answer: answer.update(logprobs=None), "^there are no lists of log-probs"),
-    "log-probs' tokens null": (
-        lambda answer: answer.update(logprob_token_ids=None),
-        "^there are no lists of the log-probs'",
-    ),
-    "a list of log-probs fewer": (
-        lambda answer: answer["logprobs"].pop(),
-        "^there are 3 lists of log-probs in place of 4",
-    ),
-    "a log-prob fewer": (
-        cut(["logprobs", "logprob_token_ids"], 1, 3),
-        "^completion 1 of 4 has 3 log-probs for 4 tokens",
-    ),
-    "log-probs without tokens": (cut(["completion_ids"], 1, 3), "^completion 1 of 4 has 4 log-probs for 3 tokens"),
-    "no log-prob of a token": (put("logprobs", 1, 2, []), f"^{WHERE}NaN as the log-prob of token id"),
-    "log-prob NaN, as TRL marks it": (logprob(None), f"^{WHERE}NaN as the log-prob of token id 11; {LOGPS}$"),
-    "log-prob NaN": (logprob(math.nan), f"^{WHERE}NaN as the log-prob of token id 11; {LOGPS}$"),
-    "log-prob inf": (logprob(math.inf), f"^{WHERE}inf as the log-prob of token id 11; {LOGPS}$"),
-    "log-prob -inf": (logprob(-math.inf), f"^{WHERE}-inf as the log-prob"),
-    "log-prob -inf, as vLLM writes it": (
-        logprob(-9999.0),
-        rf"^{WHERE}vLLM's -9999\.0 for minus infinity as the log-prob",
-    ),
-    "log-prob 3": (logprob(3.0), rf"^{WHERE}3\.0 as the log-prob"),
-    "log-prob above rounding": (logprob(0.021), rf"^{WHERE}0\.021 as the log-prob"),
-    "log-prob of text": (logprob("-1.0"), rf"^{WHERE}'-1\.0' as the log-prob"),
-    "log-prob of another token": (
-        put("logprob_token_ids", 1, 2, 0, 77),
-        f"^{WHERE}11 was sampled, but the log-prob is that of token 77",
-    ),
-    "log-prob of another token first": (other_first, f"^{WHERE}11 was sampled, but the log-prob is that of token 99"),
+    "one completion fewer": (each(list.pop), "3 completions in place of 4"),
+    "no completions": (each(list.clear), "0 completions in place of 4"),
+    "completions null": (lambda answer: answer.update(completion_ids=None), "no completions"),
+    "a prompt fewer": (lambda answer: answer["prompt_ids"].pop(), "1 prompts in place of 2"),
+    "another prompt": (put("prompt_ids", 1, [9]), r"prompt 1 of 2 comes back as \[9\]"),
+    "no prompt": (put("prompt_ids", 0, None), "prompt 0 of 2 comes back as None"),
+    "token just outside": (token(260), f"{WHERE}260 is not"),
+    "token below 0": (token(-1), f"{WHERE}-1 is"),
+    "token of text": (token("12"), f"{WHERE}'12' is"),
+    "token with a fraction": (token(12.0), rf"{WHERE}12\.0 is"),
+    "token of truth": (token(True), f"{WHERE}True is"),
+    "token null": (token(None), f"{WHERE}None is"),
+    "no tokens": (each(lambda rows: rows[3].clear()), "completion 3 of 4 has no tokens"),
+    "tokens null": (put("completion_ids", 3, None), "completion 3 of 4 has no tokens"),
+    "a token too many": (each(lambda rows: rows[2].append(rows[2][-1])), "completion 2 of 4 has 5 tokens"),
+    "log-probs null": (lambda answer: answer.update(logprobs=None), "no lists of log-probs"),
+    "log-probs' tokens null": (lambda answer: answer.update(logprob_token_ids=None), "no lists of the log-probs'"),
+    "a list of log-probs fewer": (lambda answer: answer["logprobs"].pop(), "3 lists of log-probs in place of 4"),
+    "a log-prob fewer": (cut(["logprobs", "logprob_token_ids"], 1, 3), "completion 1 of 4 has 3 log-probs for 4"),
+    "log-probs without tokens": (cut(["completion_ids"], 1, 3), "completion 1 of 4 has 4 log-probs for 3 tokens"),
+    "no log-prob of a token": (put("logprobs", 1, 2, []), f"{WHERE}NaN"),
+    "log-prob NaN, as TRL marks it": (logprob(None), f"{WHERE}NaN"),
+    "log-prob NaN": (logprob(math.nan), f"{WHERE}NaN"),
+    "log-prob inf": (logprob(math.inf), f"{WHERE}inf"),
+    "log-prob -inf": (logprob(-math.inf), f"{WHERE}-inf"),
+    "log-prob -inf, as vLLM writes it": (logprob(-9999.0), rf"{WHERE}vLLM's -9999\.0"),
+    "log-prob above rounding": (logprob(0.021), rf"{WHERE}0\.021"),
+    "log-prob of text": (logprob("-1.0"), rf"{WHERE}'-1\.0'"),
+    "log-prob of another token": (put("logprob_token_ids", 1, 2, 0, 77), f"{WHERE}11 was sampled.* 77"),
+    "log-prob of another token first": (other_first, f"{WHERE}11 was sampled.* 99"),
 }
 
 
@@ -152,27 +127,17 @@ def test_an_answer_that_makes_no_sense_is_refused_with_what_is_wrong(name):
         check(answer)
 
 
-def test_completions_of_any_length_up_to_the_largest_pass():
-    for length in (1, 2, 3, 4):
-        check(make_answer(length=length))
-    different = make_answer()
-    cut(["completion_ids", "logprobs", "logprob_token_ids"], 2, 1)(different)
-    check(different)
-
-
 @pytest.mark.parametrize(
-    ("prompts", "num_generations"),
-    [([[5]], 1), ([[5, 6]] * 8, 1), ([[5], [5, 6], [7]], 4), ([[259] * 40], 16)],
-    ids=["one", "a colocated engine's or turns of a tool", "groups", "a long prompt"],
+    ("prompts", "num_generations", "length"), [(PROMPTS, 2, 1), ([[5]], 1, 4), ([[5], [5, 6], [7]], 4, 3)]
 )
-def test_answers_to_any_number_of_prompts_pass(prompts, num_generations):
-    check(make_answer(prompts, num_generations), prompts, num_generations)
+def test_answers_of_any_size_pass(prompts, num_generations, length):
+    check(make_answer(prompts, num_generations, length), prompts, num_generations)
 
 
 @pytest.mark.parametrize(
     "value",
     # Of a token that is certain, with rounding; of one that is as good as impossible; of one that JSON writes without a fraction.
-    [0.0, -0.0, 1e-7, 0.016, -1e-30, -104.0, -5000.0, 0, -3],
+    [0.0, 0.016, -5000.0, -3],
 )
 def test_log_probs_that_a_sampled_token_can_have_pass(value):
     answer = make_answer()
@@ -199,7 +164,7 @@ def test_tokens_beyond_those_of_the_tokenizer_pass_as_far_as_the_model_has_rows(
 
 
 def make_rollout(kind=list):
-    """What a `rollout_func` returns for two prompts: of several turns, so of any length, with tokens of an environment."""
+    """Output of a `rollout_func` for two prompts: several turns, any length, tokens of an environment."""
     output = {
         "prompt_ids": [[5, 6], [7]],
         "completion_ids": [[0, 259, 9], list(range(40))],
@@ -233,32 +198,20 @@ def test_a_rollout_may_have_log_probs_that_are_unknown(value):
 
 
 BAD_ROLLOUTS = {
-    "a completion fewer": (
-        lambda o: o["completion_ids"].pop(),
-        "^there are 1 completions in place of 2; .*one for each of 2",
-    ),
-    "a prompt more": (lambda o: o["prompt_ids"].append([5]), "^there are 3 prompts in place of 2"),
-    "a list of log-probs fewer": (lambda o: o["logprobs"].pop(), "^there are 1 lists of log-probs in place of 2"),
-    "no tokens": (lambda o: o["completion_ids"][0].clear(), "^completion 0 of 2 has no tokens"),
-    "prompt outside": (put("prompt_ids", 1, 0, 260), f"^prompt 1 of 2, token 0 of 1: 260 is not .*{IDS}"),
-    "token outside": (put("completion_ids", 1, 7, 260), f"^completion 1 of 2, token 7 of 40: 260 is not .*{IDS}"),
-    "token of a tensor of floats": (
-        put("completion_ids", 0, torch.tensor([1.0, 2.0, 3.0])),
-        r"^completion 0 of 2, token 0 of 3: 1\.0 is not a token id",
-    ),
-    "a log-prob fewer": (lambda o: o["logprobs"][1].pop(), "^completion 1 of 2 has 39 log-probs for 40 tokens"),
-    "log-prob inf": (
-        put("logprobs", 0, 1, math.inf),
-        "^completion 0 of 2, token 1 of 3: inf as .* and NaN for what is unknown",
-    ),
+    "a completion fewer": (lambda o: o["completion_ids"].pop(), "1 completions in place of 2"),
+    "a prompt more": (lambda o: o["prompt_ids"].append([5]), "3 prompts in place of 2"),
+    "a list of log-probs fewer": (lambda o: o["logprobs"].pop(), "1 lists of log-probs in place of 2"),
+    "no tokens": (lambda o: o["completion_ids"][0].clear(), "completion 0 of 2 has no tokens"),
+    "prompt outside": (put("prompt_ids", 1, 0, 260), "prompt 1 of 2, token 0 of 1: 260"),
+    "token outside": (put("completion_ids", 1, 7, 260), "completion 1 of 2, token 7 of 40: 260"),
+    "tensor of floats": (put("completion_ids", 0, torch.ones(3)), r"completion 0 of 2, token 0 of 3: 1\.0"),
+    "a log-prob fewer": (lambda o: o["logprobs"][1].pop(), "completion 1 of 2 has 39 log-probs for 40 tokens"),
+    "log-prob inf": (put("logprobs", 0, 1, math.inf), "completion 0 of 2, token 1 of 3: inf"),
     "log-prob -inf": (
         put("logprobs", 0, torch.tensor([-1.0, -math.inf, 0.0])),
-        "^completion 0 of 2, token 1 of 3: -inf as",
+        "completion 0 of 2, token 1 of 3: -inf",
     ),
-    "log-prob 3": (
-        put("logprobs", 0, 1, 3.0),
-        r"^completion 0 of 2, token 1 of 3: 3\.0 as the log-prob of token id 259",
-    ),
+    "log-prob 3": (put("logprobs", 0, 1, 3.0), r"completion 0 of 2, token 1 of 3: 3\.0"),
 }
 
 
@@ -270,7 +223,7 @@ def test_a_rollout_that_cannot_be_trained_on_is_refused_with_what_is_wrong(name)
     with pytest.raises(BadAnswer, match=message):
         check_rollout(output, 2, 260)
     rollout_func = checked_rollout_func(lambda prompts, trainer: output, 260)
-    with pytest.raises(ValueError, match="^`rollout_func` returned what cannot be trained on: " + message.lstrip("^")):
+    with pytest.raises(ValueError, match=f"^`rollout_func`.*{message}"):
         rollout_func(["a", "b"], None)
 
 

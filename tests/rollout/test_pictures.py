@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from trl_qarl.rollout.answers import BadAnswer
 from trl_qarl.rollout.pictures import (
     MAX_DRAWS,
     ExpandedPrompt,
+    check_rows,
     complete_prompts,
     draw_again,
     picture_request,
@@ -21,6 +23,8 @@ from trl_qarl.rollout.pictures import (
 
 
 PLACEHOLDER = 7
+TEXT = [{"role": "user", "content": "Hello"}]
+PICTURE = [{"role": "user", "content": [{"type": "image", "image": None}, {"type": "text", "text": "Hello"}]}]
 ROW = ExpandedPrompt([1, PLACEHOLDER, PLACEHOLDER, 2], [1, PLACEHOLDER, 2])
 
 
@@ -49,6 +53,23 @@ def test_completions_with_a_placeholder_are_drawn_again_and_no_other():
 def test_a_policy_that_writes_placeholders_is_named_with_completion_and_token():
     with pytest.raises(BadAnswer, match=f"completion 1 of 2, token 2 of 3: 7 is the placeholder.*{MAX_DRAWS} times"):
         draw_again([[1], [5, 6, 7]], lambda row: row, frozenset([PLACEHOLDER]), lambda places: [[5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "num_processes", "reason"),
+    [
+        (["pixel_values"], 1, "SimpleNamespace pads rows, and TRL 1.16 splits them"),
+        (["pixel_values", "image_grid_thw"], 2, "would not compute the vision tower, and the other 1 wait"),
+        (["pixel_values", "image_grid_thw"], 1, None),
+    ],
+)
+def test_a_row_without_pictures_is_refused_by_name_where_it_cannot_be_told_apart(inputs, num_processes, reason):
+    processor = SimpleNamespace(image_processor=SimpleNamespace(model_input_names=inputs))
+    raises = pytest.raises(ValueError, match=f"prompt 1 of 3 has no picture, and others .*{reason}")
+    with raises if reason else nullcontext():
+        check_rows([PICTURE, TEXT, TEXT], processor, num_processes)
+    check_rows([TEXT, TEXT], processor, num_processes)
+    check_rows([PICTURE, PICTURE], processor, num_processes)
 
 
 class Engine:

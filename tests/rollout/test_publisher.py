@@ -64,7 +64,7 @@ def test_w4a8_is_refused_in_an_engine_of_several_shards():
     publisher, engine = publisher_to_one_engine("w4a8")
     assert publisher.check_engine() == engine
     engine["tensor_parallel_size"] = 2
-    with pytest.raises(ValueError, match="scheme 'w4a8' needs tensor_parallel_size=1, the engine has 2"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=1"):
         publisher.check_engine()
 
 
@@ -95,9 +95,9 @@ def test_an_engine_that_runs_another_kernel_is_refused(scheme, capability, kerne
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 1 is supported, the engine has 2"),
         ({"data_parallel_size": 4}, "data_parallel_size: 1 is supported for a mixture of experts, the engine has 4"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel: not supported, as a rank holds some experts"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the learner keeps keys and values in 'float32', engine 'fp8'"),
+        ({"kv_cache_dtype": "fp8"}, "'float32'"),
         ({"is_speculative": True}, "no weights are published to a draft model"),
-        ({"use_w4a8": True}, "rounds them to 8 bits.*VLLM_CPU_INT4_W4A8=0"),
+        ({"use_w4a8": True}, "VLLM_CPU_INT4_W4A8=0"),
     ],
 )
 def test_an_engine_with_settings_that_change_numbers_is_refused(setting, message):
@@ -271,9 +271,7 @@ def test_a_failed_publication_is_followed_by_a_whole_one():
 def test_stacked_experts_are_refused():
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.Module()})})
     model["mlp"]["experts"].gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
-    with pytest.raises(
-        NotImplementedError, match=r"is a mixture of experts \('mlp.experts'\) .* that of MixtralForCausalLM"
-    ):
+    with pytest.raises(NotImplementedError, match="'mlp.experts'"):
         Publisher(model, torch.float32, Recorder())
 
 
@@ -343,5 +341,5 @@ def test_what_the_engines_loader_raises_is_a_publish_error(monkeypatch):
     import contextlib
 
     monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: contextlib.nullcontext())
-    with pytest.raises(PublishError, match="could not load lm_heat to lm_heat: AttributeError: 'Model'"):
+    with pytest.raises(PublishError, match="'Model'"):
         transport.send([("lm_heat", torch.ones(2))])

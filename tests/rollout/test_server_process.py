@@ -108,7 +108,7 @@ STARTS_A_SERVER = """
 
 
 def start_and_signal(directory, signals, before="", cleaning=""):
-    """What a process that has started a server prints and ends with when it gets `signals`, and the server's pid."""
+    """Output and exit code of a process that gets `signals` after starting a server, and the server's pid."""
     script = textwrap.dedent(STARTS_A_SERVER).format(directory=str(directory), before=before, cleaning=cleaning)
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -129,6 +129,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]])
 def test_sigterm_ends_as_ctrl_c_does(tmp_path, signals):

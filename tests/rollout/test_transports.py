@@ -51,7 +51,7 @@ def test_a_chunk_is_its_owners_alone_and_gone_when_it_was_taken(tmp_path):
 
 
 def dead_prefix():
-    """What a trainer calls its files that has ended since."""
+    """File name prefix of a trainer that has ended."""
     code = "from trl_qarl.wire.transfer_dir import owned_prefix; print(owned_prefix())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -96,18 +96,6 @@ def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
-def test_a_device_that_is_full_is_a_publish_error(tmp_path, monkeypatch):
-    def save(tensors, path):
-        with open("/dev/full", "wb") as file:
-            file.write(b"weights")
-
-    monkeypatch.setattr(transports, "save_file", save)
-    with pytest.raises(PublishError, match="could not be written to the transfer directory"):
-        FileTransport(Client(tmp_path)).send([("a", torch.ones(4))])
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_transfer_directory_that_went_away_is_a_publish_error(tmp_path):
     with pytest.raises(PublishError, match="gone.*could not be written|could not be written.*gone"):
         FileTransport(Client(tmp_path / "gone")).send([("a", torch.ones(4))])
@@ -132,3 +120,13 @@ def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
     os.symlink(tmp_path, client.transfer_dir)
     with pytest.raises(ValueError, match="is a link"):
         transport.begin()
+
+
+def test_only_completions_of_this_trainer_go_on_with_what_is_published(tmp_path):
+    client, asked = Client(tmp_path), []
+    client.control = lambda path, body=None: asked.append(path)
+    transport = FileTransport(client)
+    transport.begin()
+    transport.is_drawing = lambda: True
+    transport.begin()
+    assert [path for path in asked if "pause" in path] == ["/pause?mode=abort", "/pause?mode=keep"]

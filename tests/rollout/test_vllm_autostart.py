@@ -1,6 +1,6 @@
 """
-A vLLM server that the trainer starts itself, with each scheme that no other test has one for, and killed while it works. One that
-dies between two updates is in test_adapters_vllm.py, and every turn with a server that starts at once in tests/faults/.
+A vLLM server that the trainer starts itself, killed while rewards are computed. One that dies between two updates is in
+test_adapters_vllm.py; tests/faults/ has every other moment with a stand-in.
 """
 
 from pathlib import Path
@@ -17,51 +17,18 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-class KillServer:
-    """Kills an autostarted server at a moment, once, when as many updates have been made."""
-
-    def __init__(self, moment: str, step: int):
-        self.moment, self.step, self.num_killed = moment, step, 0
-
-    def watch(self, trainer):
-        self.trainer, self.server = trainer, trainer.vllm_generation.server
-        transport = trainer.vllm_generation.publisher.transport
-        self.send, self.finish = transport.send, transport.finish
-        transport.send, transport.finish = self.send_and_die, self.finish_and_die
-        trainer.reward_funcs = [self.reward]
-
-    def reach(self, moment):
-        if moment == self.moment and self.trainer.state.global_step == self.step and not self.num_killed:
-            self.num_killed += 1
-            self.server._process.kill()
-            self.server._process.wait()
-
-    def send_and_die(self, tensors):
-        self.send(tensors)
-        self.reach("during a publication")
-
-    def finish_and_die(self, *arguments):
-        self.finish(*arguments)
-        self.reach("after a publication")
-
-    def reward(self, completions, **kwargs):
-        self.reach("reward")
-        return count_digits(completions)
-
-
 @pytest.mark.parametrize(
-    ("scheme", "arch", "moment", "has_engine_process"),
+    ("scheme", "arch", "has_engine_process"),
     [
-        pytest.param("w8a8", "qwen2", ("during a publication", 1), False, id="w8a8 during"),
-        pytest.param("fp8", "gemma", ("reward", 1), False, id="fp8 reward"),
+        ("w8a8", "qwen2", False),
+        ("bf16", "qwen3", False),
         # The default, with a process for each part of it, whose message queues it must not leave behind.
-        pytest.param("fp8", "gemma", ("reward", 1), True, id="as users start it", marks=pytest.mark.nightly),
-        pytest.param("bf16", "qwen3", ("after a publication", 2), False, id="bf16 after"),
+        pytest.param("fp8", "gemma", True, id="as users start it", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.xdist_group("warm_servers")
 def test_a_server_that_is_killed_is_replaced_and_costs_no_step(
-    tmp_path, monkeypatch, warm_servers, scheme, arch, moment, has_engine_process
+    tmp_path, monkeypatch, warm_servers, scheme, arch, has_engine_process
 ):
     if has_engine_process:
         # An engine in this process has set it.
@@ -69,7 +36,6 @@ def test_a_server_that_is_killed_is_replaced_and_costs_no_step(
     else:
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         warm_servers.serve(monkeypatch)
-    killer = KillServer(*moment)
     trainer = make_vllm_trainer(
         tmp_path,
         arch,
@@ -84,15 +50,24 @@ def test_a_server_that_is_killed_is_replaced_and_costs_no_step(
         save_strategy="steps",
         save_steps=1,
     )
-    killer.watch(trainer)
-    workers = psutil.Process(killer.server._process.pid).children(recursive=True)
+    process, num_killed = trainer.vllm_generation.server._process, []
+
+    def reward_and_kill(completions, **kwargs):
+        if trainer.state.global_step == 1 and not num_killed:
+            num_killed.append(1)
+            process.kill()
+            process.wait()
+        return count_digits(completions)
+
+    trainer.reward_funcs = [reward_and_kill]
+    workers = psutil.Process(process.pid).children(recursive=True)
     assert bool(workers) or not has_engine_process
     assert not any(TOKEN_VARIABLE in worker.environ() for worker in workers)
     queues = {Path(map.path) for worker in workers for map in worker.memory_maps() if "/dev/shm/psm_" in map.path}
     assert bool(queues) == has_engine_process and all(queue.exists() for queue in queues)
     trainer.train()
     assert not any(queue.exists() for queue in queues)
-    assert killer.num_killed == 1
+    assert len(num_killed) == 1
     # Completions that were rewarded when the server died are used, and what comes after is sampled from the current weights.
     assert trainer.state.global_step == 3
     assert logged(trainer, "rollout/weight_version") == [0, 1, 2]

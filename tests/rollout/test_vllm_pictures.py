@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from testing_utils import logged, start_engines_quickly
 from testing_utils.pictures import (
     KINDS,
+    make_mixed_problems,
     make_picture_problems,
     make_picture_trainer,
     make_tiny_picture_model,
@@ -162,6 +163,16 @@ def test_a_rollout_whose_prompt_is_expanded_twice_is_lost(trained, monkeypatch):
     assert trainer.evaluate(make_picture_problems(2))["eval_reward"] >= 0
 
 
+def test_rows_without_pictures_are_drawn_beside_others_or_refused(trained):
+    trainer, _ = trained
+    if trainer.model.config.model_type in ("idefics3", "smolvlm"):
+        with pytest.raises(ValueError, match=r"prompt 0 of 8 has no picture, .*Processor pads rows"):
+            trainer.evaluate(make_mixed_problems(4))
+        return
+    trainer.evaluate(make_mixed_problems(4))
+    assert 0 < logged(trainer, "eval_mismatch/abs_logp_mean")[-1] < 1e-5
+
+
 @pytest.fixture(scope="module")
 def one_kind(tmp_path_factory):
     """A model for what is the same for all classes."""
@@ -210,6 +221,32 @@ def test_a_tower_may_be_quantized_and_frozen(one_kind, tmp_path):
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
     assert [name for name, p in resumed.model.named_parameters() if not torch.equal(p, whole[name])] == []
+
+
+def test_rows_without_pictures_are_trained_on_beside_others(one_kind, tmp_path):
+    """One sequence in each update, so that every other one sees no picture."""
+    options = {"per_device_train_batch_size": 1, "steps_per_generation": 8, "max_steps": 16, "learning_rate": 1e-4}
+    trainer = make_picture_trainer(one_kind, tmp_path, make_mixed_problems(), scheme="w4a16", **options)
+    without = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: without.append("pixel_values" not in kwargs), with_kwargs=True
+    )
+    trainer.train()
+    assert True in without and False in without
+    assert len(logged(trainer, "mismatch/abs_logp_mean")) == 2
+    assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5
+
+
+def test_in_bfloat16_log_probs_after_pictures_differ_by_what_those_of_a_text_do(one_kind, tmp_path):
+    """Both by rounding, of which a random model with large weights has much."""
+    trainer = make_picture_trainer(
+        one_kind, tmp_path, make_picture_problems(sizes=SEVERAL), scheme="w4a16", bf16=True, max_steps=2
+    )
+    trainer.train()
+    of_text = max(logged(trainer, "publish/canary_abs_logp"))
+    assert of_text > 1e-4
+    assert max(logged(trainer, "mismatch/abs_logp_mean")) < 2 * of_text
+    assert max(logged(trainer, "publish/canary_picture_abs_logp")) < 2 * of_text
 
 
 def test_lora_on_the_language_model_is_trained_and_evaluated(one_kind, tmp_path):

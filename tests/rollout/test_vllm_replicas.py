@@ -19,7 +19,7 @@ from trl_qarl.rollout.server_process import ServerProcess, free_port
 from trl_qarl.wire.protocol import WORKER_EXTENSION, PublishError
 
 
-faulty_replica = pytest.importorskip("faulty_replica", reason="needs vLLM", exc_type=ModuleNotFoundError)
+faulty_replica = pytest.importorskip("testing_utils.faulty_replica", reason="needs vLLM", exc_type=ModuleNotFoundError)
 FAULT_FILE, TENSOR = faulty_replica.FAULT_FILE, faulty_replica.TENSOR
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("warm_servers")]
 
@@ -43,7 +43,7 @@ def serving(folder, warm_servers, by):
     argv, environment = build_server_command(
         path, quantization_config(Inventory.of(model)), dtype="float32", port=port, on_cpu=on_cpu, vllm_args=options
     )
-    argv[argv.index(WORKER_EXTENSION)] = "faulty_replica.FaultyReplica"
+    argv[argv.index(WORKER_EXTENSION)] = "testing_utils.faulty_replica.FaultyReplica"
     environment |= {FAULT_FILE: str(folder / "fault"), "VLLM_LOGGING_LEVEL": "WARNING"}
     with pytest.MonkeyPatch.context() as patch:
         warm_servers.serve(patch)

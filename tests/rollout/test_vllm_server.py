@@ -3,7 +3,6 @@ Training through a real vLLM server: its gate, its session, and what happens whe
 certificate that is made here.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -22,12 +21,10 @@ from test_http_transport import write_certificate
 from testing_utils import audit_in_this_process, logged, make_tiny_model, make_vllm_trainer, push_export
 from trl_qarl.doctor.deep_audit import deep_audit
 from trl_qarl.rollout.client import QaRLClient
-from trl_qarl.rollout.failures import EngineLost
 from trl_qarl.rollout.http_transport import HTTPTransport
 from trl_qarl.rollout.server_process import free_port
 from trl_qarl.rollout.transports import FileTransport
 from trl_qarl.vllm_plugin.gate import _GENERATING_PATHS, _HARMLESS_PATHS
-from trl_qarl.wire.handshake import make_token_file
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -176,7 +173,7 @@ def test_a_stranger_changes_nothing(server):
 
 
 def files_of(server):
-    """What is in the transfer directory besides the server's own mark."""
+    """Files in the transfer directory, without the server's own mark."""
     return sorted(path for path in server.transfer_dir.iterdir() if path.name != server.state()["transfer_mark"])
 
 
@@ -217,39 +214,9 @@ def test_a_second_trainer_is_refused_and_named_the_first(server, tmp_path, clien
         assert requests.post(f"{server.url}{path}", json={}).status_code == 409
 
 
-def test_a_session_calls_no_other_methods_of_the_workers(client):
-    assert client.call_workers("qarl_describe")[0]["backend"] == "qarl"
-    for method in ("save_sharded_state", "update_environment_variables"):
-        with pytest.raises(PublishError, match=f"status 403: '{method}' cannot be called through this server"):
-            client.call_workers(method)
-
-
-def test_a_trainer_with_another_secret_is_refused(make_trainer, tmp_path):
-    make_token_file(tmp_path / "other")
-    with pytest.raises(RuntimeError, match="another secret than this trainer.*Set `vllm_token_file`"):
-        make_trainer(vllm_token_file=str(tmp_path / "other"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"group_size": 32}, "weights.group_size: learner 32, engine 128"),
-        ({"scheme": "w8a8"}, "format: learner 'int-quantized', engine 'pack-quantized'"),
-        ({"bf16": True}, "dtype: learner 'bfloat16', engine 'float32'"),
-        ({"exclude_modules": ["o_proj"]}, "exclude list: learner"),
-    ],
-    ids=str,
-)
-def test_a_server_made_for_another_learner_is_refused_at_start(make_trainer, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(**arguments)
-
-
 def test_no_server_says_how_to_start_one(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(
-        ConnectionError, match="vllm-serve --model .*llama --scheme w4a16 --dtype float32`.*vllm_server_autostart=True"
-    ):
+    with pytest.raises(ConnectionError, match="vllm_server_autostart=True"):
         make_vllm_trainer(tmp_path, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=1)
 
 
@@ -342,30 +309,6 @@ def test_an_adapter_inside_the_low_bit_weights_is_trained_resumed_and_pushed_wit
 
     with pytest.raises(ValueError, match="the engine was started without LoRA. Start it with `--max_lora_rank 8`"):
         make_trainer(peft_config=config)
-
-
-def test_giving_up_saves_what_was_trained(make_trainer, monkeypatch):
-    from trl_qarl.rollout import failures
-
-    monkeypatch.setattr(failures, "MAX_ATTEMPTS", 2)
-    trainer = make_trainer()
-    publish = trainer.vllm_generation.publisher.publish
-
-    def fail_later(version):
-        if not version.startswith("0-"):
-            raise PublishError("no more")
-        return publish(version)
-
-    trainer.vllm_generation.publisher.publish = fail_later
-    with pytest.raises(EngineLost, match="failed 2 times. The last error: no more"):
-        trainer.train()
-    saved = Path(trainer.args.output_dir) / "checkpoint-2"
-    assert json.loads((saved / "trainer_state.json").read_text())["global_step"] == 2
-
-    resumed = make_trainer()
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 4
-    assert logged(resumed, "rollout/weight_version") == [0, 2]
 
 
 def test_the_engine_ends_with_a_server_that_is_killed(server):

@@ -3,100 +3,65 @@ import shutil
 
 import pytest
 
-from recorded_runs import report, write_run
+from testing_utils.recorded_runs import report, write_run
 
 
-def break_run(path, name):
-    if name == "missing":
-        shutil.rmtree(path)
-    elif name == "a file":
-        shutil.rmtree(path)
-        path.write_text("")
-    elif name == "empty":
-        shutil.rmtree(path)
-        path.mkdir()
-    elif name == "no rows":
-        (path / "metrics.jsonl").write_text("")
-    elif name == "only a half row":
-        (path / "metrics.jsonl").write_text('{"step"')
-    elif name == "no configuration":
-        (path / "run.json").unlink()
-    elif name == "half a configuration":
-        (path / "run.json").write_text('{"seed": 0, ')
-    elif name == "a list as configuration":
-        (path / "run.json").write_text("[]")
-    elif name == "a seed that is a list":
-        (path / "run.json").write_text('{"seed": [1]}')
-    elif name == "only cells without rows":
-        (path / "metrics.jsonl").rename(path / "cell.json")
-        path.rename(path.parent / "cell")
-        path.mkdir()
-        (path.parent / "cell").rename(path / "cell")
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit, match="2"):
+        report(*argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl-qarl: error: ")
+    return line
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("file", "text", "names"),
     [
-        ("missing", "does not exist; give directories"),
-        ("a file", "is not a directory; give directories"),
-        ("empty", "has no metrics.jsonl, nor has a directory in it"),
-        ("no rows", "has no complete row"),
-        ("only a half row", "has no complete row"),
-        ("no configuration", "has no run.json"),
-        ("half a configuration", "run.json is not JSON"),
-        ("a list as configuration", "must hold a mapping"),
-        ("a seed that is a list", "`seed` must be one value, not '[1]'"),
-        ("only cells without rows", "has no metrics.jsonl: no step of it was logged"),
+        (None, None, "does not exist"),
+        (".", None, "has no metrics.jsonl"),
+        ("metrics.jsonl", "", "has no complete row"),
+        ("metrics.jsonl", '{"step"', "has no complete row"),
+        ("run.json", None, "has no run.json"),
+        ("run.json", '{"seed": 0, ', "run.json is not JSON"),
+        ("run.json", "[]", "run.json"),
+        ("run.json", '{"seed": [1]}', "`seed`"),
+        ("run.json", '{"group_size": "128"}', "run.json"),
+        ("run.json", '{"a":' * 20_000, "run.json"),
     ],
 )
-def test_unusable_run_is_one_line_and_exit_code_two(tmp_path, capsys, name, message):
+def test_a_run_that_cannot_be_read_is_named(tmp_path, capsys, file, text, names):
     path = write_run(tmp_path / "run")
-    break_run(path, name)
-    with pytest.raises(SystemExit, match="2"):
-        report(tmp_path / "report.html", path)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("trl-qarl: error: ") and message in line and "run" in line
+    if file is None or file == ".":
+        shutil.rmtree(path)
+        (path if file else tmp_path).mkdir(exist_ok=True)
+    elif text is None:
+        (path / file).unlink()
+    else:
+        (path / file).write_text(text)
+    assert names in refused(capsys, tmp_path / "report.html", path)
     assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
-    ("output", "message"), [("folder", "must name a file that ends in .html"), ("a.pdf", "'a.pdf'")]
+    ("output", "options", "names"),
+    [
+        ("folder", [], ".html"),
+        ("a.pdf", [], "'a.pdf'"),
+        ("a.html", ["run"], "given twice"),
+        ("a.html", ["--timeout", "5"], "--follow"),
+        ("a.html", ["--follow", "--timeout", "-1"], "positive"),
+    ],
 )
-def test_output_that_cannot_be_a_page_is_one_line(tmp_path, capsys, monkeypatch, output, message):
+def test_options_that_contradict_each_other_are_refused(tmp_path, capsys, monkeypatch, output, options, names):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        report(output, write_run(tmp_path / "run"))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-
-
-def test_run_that_is_given_twice_is_one_line(tmp_path, capsys):
-    path = write_run(tmp_path / "run")
-    with pytest.raises(SystemExit, match="2"):
-        report(tmp_path / "report.html", path, path)
-    assert "run is given twice" in capsys.readouterr().err
+    write_run(tmp_path / "run")
+    assert names in refused(capsys, output, "run", *options)
 
 
 def test_missing_matplotlib_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        report(tmp_path / "report.html", write_run(tmp_path / "run"))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert 'Run `pip install "trl-qarl[report]"`.' in line
-
-
-@pytest.mark.parametrize(
-    "config", ['{"group_size": [128]}', '{"group_size": "128"}', '{"group_size": 0}', '{"a":' * 20_000]
-)
-def test_configuration_of_another_form_is_one_line(tmp_path, capsys, config):
-    pytest.importorskip("matplotlib")
-    path = write_run(tmp_path / "run")
-    (path / "run.json").write_text(config)
-    with pytest.raises(SystemExit, match="2"):
-        report(tmp_path / "report.html", path)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "run.json" in line
+    assert "trl-qarl[report]" in refused(capsys, tmp_path / "report.html", write_run(tmp_path / "run"))
 
 
 def test_one_run_is_summarized_and_the_address_is_printed(tmp_path, capsys):
@@ -145,19 +110,3 @@ def test_following_ends_with_ctrl_c_or_after_the_timeout(tmp_path, monkeypatch, 
     monkeypatch.setattr("trl_qarl.scripts.report.time.sleep", interrupt)
     assert report(tmp_path / "report.html", path, "--follow") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "Stopped."
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--timeout", "5"], "needs --follow"),
-        (["--follow", "--timeout", "-1"], "must be positive"),
-        (["--follow"], "not a directory"),
-    ],
-)
-def test_following_what_cannot_be_followed_is_one_line(tmp_path, capsys, options, message):
-    path = tmp_path / "missing" if options == ["--follow"] else write_run(tmp_path / "run")
-    with pytest.raises(SystemExit, match="2"):
-        report(tmp_path / "report.html", path, *options)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line

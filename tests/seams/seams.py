@@ -1,4 +1,4 @@
-"""What our sources take from another package, found in the sources themselves, so that no list goes out of date."""
+"""Names that our sources take from another package, read from the sources, so that no list goes out of date."""
 
 import ast
 import inspect

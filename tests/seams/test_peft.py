@@ -1,4 +1,4 @@
-"""What we lean on in PEFT."""
+"""Private parts of PEFT that we use."""
 
 import pytest
 

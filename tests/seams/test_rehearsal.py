@@ -1,5 +1,5 @@
 """
-What our GPU path calls of vLLM is there as it is called, as far as a build for CPUs can say; `benchmarks/rehearsal/` asks CUDA builds.
+Signatures of the functions of vLLM that our GPU path calls, in a build for CPUs; `benchmarks/rehearsal/` checks CUDA builds.
 """
 
 import json
@@ -65,7 +65,7 @@ def test_engines_get_the_kernels_that_are_expected_by_what_was_recorded(release,
 
 
 def test_the_record_has_what_made_us_ask_for_kernels():
-    """Where vLLM's own choice is the expected one everywhere, nothing has to be asked for any more."""
+    """If vLLM's own choice were the expected one everywhere, nothing would have to be requested."""
     own = {release: record[release]["9.0"] for release in RELEASES}
     assert own["0.31"]["nvfp4a16"]["default"] == "MarlinNvFp4LinearKernel"
     assert own["0.32"]["nvfp4a16"]["default"] == "HummingNvFp4LinearKernel"

@@ -1,4 +1,4 @@
-"""What we lean on in torchao."""
+"""Private parts of torchao that we use."""
 
 from importlib import import_module
 

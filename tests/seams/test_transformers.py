@@ -1,4 +1,4 @@
-"""What we lean on in transformers."""
+"""Private parts of transformers that we use."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""What we lean on in TRL: what is imported, overridden and replaced, and lines of its long methods."""
+"""Parts of TRL that we use: names we import, override and replace, and lines of its long methods."""
 
 import inspect
 

@@ -1,6 +1,6 @@
 import pytest
 
-from recorded_runs import report, write_grid
+from testing_utils.recorded_runs import report, write_grid
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,10 @@
-import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from trl_qarl.cli import main
-from trl_qarl.study.grid import build_command, cell_name, expand_grid, load_grid
+from trl_qarl.study.grid import build_command, cell_name, expand_grid
 from trl_qarl.study.runner import check_evaluation
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_grid_is_the_product_in_the_order_of_the_axes():
@@ -88,23 +83,3 @@ def test_file_that_is_no_grid_is_one_line(tmp_path, capsys, text, message):
 def test_evaluation_of_another_form_is_refused(text):
     with pytest.raises(ValueError, match="the last line must be"):
         check_evaluation(text)
-
-
-def test_examples_of_the_documentation_are_grids(tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    page = (ROOT / "docs" / "compare.md").read_text()
-    examples = re.findall(r"```yaml\n(.*?)```", page, re.S)
-    assert examples
-    for example in examples:
-        path = tmp_path / "grid.yaml"
-        path.write_text(example)
-        assert expand_grid(load_grid(path))
-
-
-@pytest.mark.parametrize("name, num_cells", [("addition", 15), ("addition_w8a8", 9), ("counting", 12), ("lora", 9)])
-def test_the_studies_with_a_language_model_are_grids_of_three_seeds(name, num_cells):
-    config = load_grid(ROOT / "benchmarks/study" / f"{name}.yaml")
-    cells = expand_grid(config)
-    settings = {tuple(value for axis, value in cell.items() if axis != "seed") for cell in cells}
-    assert len(cells) == num_cells == 3 * len(settings) and {cell["seed"] for cell in cells} == {0, 1, 2}
-    assert ROOT.joinpath(config["command"][config["command"].index("{python}") + 1]).is_file()

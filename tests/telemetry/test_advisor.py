@@ -83,6 +83,14 @@ def test_dropped_share_has_an_aim(share, level, word):
     assert (judge("dropped", metrics, number=15) is None) == (word == "Narrow")
 
 
+@pytest.mark.parametrize("share", [0.0, 0.22, 0.9])
+def test_nobody_is_told_to_turn_bands_that_set_themselves(share):
+    metrics = {"tbpo/dropped/total": share, "tbpo/ratio/min": 0.99, "tbpo/ratio/max": 1.01}
+    for options, aim in (({}, "aim 25%"), ({"trust_band_share": 0.4}, "aim 40%")):
+        finding = judge("dropped", metrics, 20, options={"trust_band": "auto"} | options)
+        assert (finding.level, finding.advice) == ("fine", "") and finding.threshold.startswith(aim)
+
+
 def test_updates_on_fresh_batches_alone_have_nothing_to_drop():
     assert judge("dropped", {"tbpo/dropped/total": 0.0, "tbpo/ratio/min": 1.0, "tbpo/ratio/max": 1.0}, 20) is None
 

@@ -7,12 +7,7 @@ from torch import nn
 from testing_utils import make_mixture
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.swap import prepare_model, quantized_layers
-from trl_qarl.telemetry.codes import (
-    code_flip_rate,
-    sampled_masters,
-    sqnr,
-    update_to_step,
-)
+from trl_qarl.telemetry.codes import code_flip_rate, sampled_masters, sqnr, update_to_step
 
 
 def test_code_flip_rate_counts_the_last_update():

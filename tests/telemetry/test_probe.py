@@ -12,7 +12,7 @@ def random_log_probs(seed, shape=(6, 50)):
 
 
 def measure(p, q, k):
-    """Of two parts, as of two sequences."""
+    """Measures two parts, as for two sequences."""
     return probe_metrics(
         [compare_positions(*top_log_probs(p[part], k), q[part]) for part in (slice(2), slice(2, None))]
     )
@@ -47,7 +47,7 @@ def test_equal_policies_agree():
 
 
 def test_a_distribution_on_few_tokens_has_no_rest():
-    """Where the rest of the vocabulary has no probability at all, rounding must not make a divergence of it."""
+    """Rounding must not turn a rest of the vocabulary without probability into a divergence."""
     p = torch.log_softmax(torch.tensor([[50.0, 49.0] + [-50.0] * 40]), -1)
     metrics = probe_metrics([compare_positions(*top_log_probs(p, 2), p)])
     assert metrics["mismatch/probe_kl"] == pytest.approx(0, abs=1e-6)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trl_qarl.forward import Batch
+from trl_qarl.objectives.registry import get_objective
 from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.telemetry import recorder as module
 from trl_qarl.telemetry.recorder import Recorder
@@ -53,7 +54,8 @@ def make_recorder(model=None, num_processes=1, **options):
     )
     metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     model = nn.Identity() if model is None else model
-    return Recorder(args, accelerator, model, metrics, decode=lambda ids: " ".join(map(str, ids))), metrics
+    measured = accelerator, model, metrics, lambda ids: " ".join(map(str, ids))
+    return Recorder(args, *measured, get_objective(args)), metrics
 
 
 def make_batch(num_sequences=4, num_tokens=6):

@@ -1,4 +1,18 @@
-"""Tiny models, tokenizers and trainers, made on the spot so that no test needs a hub, and references that several tests share."""
+"""
+Helpers of the tests. Here: tiny models, tokenizers and trainers, made on the spot so that no test needs a hub. In other modules:
+
+| module | what |
+|---|---|
+| `trainings`, `batches` | trainings on a tiny model without an engine; batches of completions |
+| `layers`, `learners` | tiny models by the names of their layers; learners with engine numerics |
+| `engines` | engines in this process, and the learners that publish to them |
+| `pictures` | tiny models that take pictures |
+| `played_server` | an object in place of a server and its engine, which fails on command |
+| `warm_servers`, `faulty_replica` | real vLLM servers that start at once; one whose second replica goes wrong |
+| `hub_stand_in` | a web server in place of the Hub |
+| `recorded_runs` | folders as runs write them, and pages made of them |
+| `live_bytes` | the memory of tensors, counted |
+"""
 
 import json
 from contextlib import contextmanager
@@ -126,7 +140,7 @@ def complete_greedily(model: str, prompt: str, num_tokens: int) -> str:
 
 
 def set_engine_environment(patch) -> None:
-    """What vLLM in this process needs and would set itself, by a monkeypatch, so that the test's end takes it back."""
+    """Set the variables of an engine in this process by a monkeypatch, so that the end of the test restores them."""
     from trl_qarl.rollout.server_command import cpu_environment
 
     for name, value in {**cpu_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
@@ -163,6 +177,25 @@ def start_engines_quickly(patch) -> None:
     # An engine that ends would free earlier ones too, whose end destroys the groups of the engine that is there by then.
     for module in (engines, parallel_state, core, gpu_worker):
         patch.setattr(module, "gc", SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None))
+    # Something may hold an engine, such as the traceback of a failed test: its end leaves the groups to an engine that came later.
+    latest, start, end, clean_up = (
+        [],
+        core.EngineCore.__init__,
+        core.EngineCore.shutdown,
+        core.cleanup_dist_env_and_memory,
+    )
+
+    def start_latest(self, *args, **kwargs):
+        latest[:] = [id(self)]
+        start(self, *args, **kwargs)
+
+    def end_latest(self):
+        core.cleanup_dist_env_and_memory = clean_up if latest == [id(self)] else lambda: None
+        end(self)
+
+    patch.setattr(core, "cleanup_dist_env_and_memory", clean_up)
+    patch.setattr(core.EngineCore, "__init__", start_latest)
+    patch.setattr(core.EngineCore, "shutdown", end_latest)
     # 64 MiB for keys and values in place of a GiB of zeros, without a trial of how much there is.
     patch.setattr(cpu_worker.CPUWorker, "determine_available_memory", lambda self: 2**26)
     # Looks at every name of every module for those that it replaces, and finds them replaced.
@@ -402,7 +435,7 @@ def tampered(publisher, change):
 
 
 def launch_environment(config_file: str) -> dict[str, str]:
-    """What `accelerate launch` with a configuration of `examples/accelerate_configs` adds to the environment of the processes."""
+    """Variables that `accelerate launch` sets for a configuration of `examples/accelerate_configs`."""
     import os
 
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser

@@ -92,7 +92,7 @@ def make_attention(length, num_heads, num_key_heads, head_dim):
     )
 
     def attend(*ranges, window=None):
-        """Of several such ranges at once, each as a sequence of its own."""
+        """Attend in several ranges at once, each as a sequence of its own."""
         parts = [(query[start:end], key[:end], value[:end]) for start, end in ranges]
         lengths = [(end - start, end) for start, end in ranges]
         output = backend_of(query).attention(

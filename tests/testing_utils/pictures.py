@@ -166,6 +166,16 @@ def make_picture_problems(num_rows: int = 8, sizes=((56, 42),)):
     return Dataset.from_dict(rows).cast_column("images", List(Image()))
 
 
+def make_mixed_problems(num_rows=8):
+    """A dataset in which every other prompt has no picture, and the others have two of different sizes."""
+    problems = make_picture_problems(num_rows, sizes=((56, 42), (84, 28)))
+    return problems.map(
+        lambda row, number: {"images": row["images"] if number % 2 else []},
+        with_indices=True,
+        features=problems.features,
+    )
+
+
 def spread(completions, **kwargs) -> list[float]:
     """Reward that differs between random completions."""
     return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]

@@ -1,5 +1,7 @@
 """Trainings that several files of tests make, and what is read of them."""
 
+import torch
+
 from testing_utils import TRAINING, make_problems, spread
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.qarl_trainer import QaRLTrainer
@@ -21,7 +23,7 @@ RECORD = {
     "exclude_modules": None,
     "scale_dtype": "bfloat16",
 }
-"""What a run of `w4a16` writes beside its masters."""
+"""Record that a run of `w4a16` writes next to its masters."""
 
 
 def config(output_dir, **kwargs):
@@ -42,10 +44,27 @@ def arguments(output_dir, **kwargs):
     return QaRLConfig(str(output_dir), **(TRAINING | defaults | kwargs))
 
 
-def make(model, output_dir, reward=spread, train_dataset=None, callbacks=None, **kwargs):
-    return QaRLTrainer(
-        model, reward, arguments(output_dir, **kwargs), train_dataset or make_problems(), callbacks=callbacks
-    )
+def make(model, output_dir, reward=spread, train_dataset=None, **kwargs):
+    """A trainer with [`arguments`]; its other objects are told from options by their names."""
+    objects = {
+        name: kwargs.pop(name) for name in ("callbacks", "peft_config", "quantization_config") if name in kwargs
+    }
+    args = arguments(output_dir, **kwargs)
+    return QaRLTrainer(model, reward, args, train_dataset or make_problems(), **objects)
+
+
+def lora(**kwargs):
+    """An adapter of each linear layer, unless told otherwise."""
+    from peft import LoraConfig
+
+    options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return LoraConfig(**(options | kwargs))
+
+
+def assert_equal(ours, theirs):
+    """Compare tensors by their names, exactly."""
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}

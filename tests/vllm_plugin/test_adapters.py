@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_model, start_engines_quickly, tampered
+from testing_utils import make_tiny_model, tampered
+from testing_utils.engines import differences, engine_logps, engine_model, mismatch, publish_to_engine
+from testing_utils.engines import update_masters as update
 from trl_qarl import prepare_model
 from trl_qarl.quantization.swap import freeze_model
 
@@ -13,17 +15,12 @@ pytest.importorskip("vllm")
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in range(40)]]
 A = "model.layers.1.self_attn.v_proj.lora_A.weight"
 B = "model.layers.1.self_attn.v_proj.lora_B.weight"
 
 
 @pytest.fixture(scope="module")
-def publisher(tmp_path_factory):
-    from trl_qarl.rollout.engines import make_engine
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
-
+def publisher(quick_engines, tmp_path_factory):
     path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     # In vLLM k_proj and up_proj share a layer with others that are adapted. A rank below the engine's, a scaling other than 1.
@@ -31,55 +28,11 @@ def publisher(tmp_path_factory):
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets)).eval()
     prepare_model(model, "w4a16", scale_dtype=torch.float32)
     freeze_model(model)
-    with pytest.MonkeyPatch.context() as patch:
-        start_engines_quickly(patch)
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        # On a CPU blocks are as long as this model's context otherwise, and what is in no whole block is never cached.
-        settings = {"max_model_len": 128, "max_num_seqs": 8, "max_logprobs": -1, "block_size": 32}
-        llm = make_engine(model, torch.float32, on_cpu=True, **settings)
-        publisher = Publisher(model, torch.float32, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
-        publisher.engine = publisher.check_engine()
-        publisher.publish("0")
-        yield publisher
-
-
-def update(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-
-
-def engine_logps(llm) -> torch.Tensor:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
-    return torch.tensor(
-        [
-            entry[token].logprob
-            for output in outputs
-            for entry, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-        ]
-    )
-
-
-@torch.no_grad()
-def learner_logps(model) -> torch.Tensor:
-    rows = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        rows.append(model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-    return torch.cat(rows)
-
-
-def mismatch(publisher) -> float:
-    return (engine_logps(publisher.transport.llm) - learner_logps(publisher.model)).abs().max().item()
-
-
-def engine_model(publisher):
-    return publisher.transport._worker.model_runner.model
+    # On a CPU blocks are as long as this model's context otherwise, and what is in no whole block is never cached.
+    publisher = publish_to_engine(model, path, torch.float32, block_size=32)
+    publisher.engine = publisher.check_engine()
+    publisher.publish("0")
+    return publisher
 
 
 def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher):
@@ -92,19 +45,19 @@ def test_the_engine_computes_with_the_adapter_that_was_published_last(publisher)
     num_tensors = sum("lora_" in name for name, _ in model.named_parameters())
     before = engine_logps(llm)
     for version in range(3):
-        update(model, version)
+        update(model, version, 0.1)
         result = publisher.publish(str(version))
         assert result["publish/tensors"] == num_tensors and result["publish/unchanged_tensors"] > num_tensors
         assert result["publish/canary_abs_logp"] < 1e-5
         after = engine_logps(llm)
-        assert mismatch(publisher) < 1e-5 < 0.01 < (after - before).abs().mean()
+        assert mismatch(publisher) < 1e-5 < 0.01 < differences(after, before).mean()
         before = after
     # Nothing new, and everything again.
     assert publisher.publish("again")["publish/tensors"] == 0
-    assert torch.equal(engine_logps(llm), before)
+    assert engine_logps(llm) == before
     publisher.forget()
     assert publisher.publish("all of it")["publish/unchanged_tensors"] == 0
-    assert torch.equal(engine_logps(llm), before)
+    assert engine_logps(llm) == before
     with model.disable_adapter():
         assert mismatch(publisher) > 0.1
 
@@ -124,7 +77,7 @@ def test_what_changed_of_an_adapter_is_sent(publisher):
         result = sends_changes.publish(str(version))
         assert 0 < result["publish/megabytes"] * 2**20 < 0.2 * sum(p.nbytes for p in adapter)
         after = engine_logps(publisher.transport.llm)
-        assert mismatch(publisher) < 1e-5 < 1e-3 < (after - before).abs().max()
+        assert mismatch(publisher) < 1e-5 < 1e-3 < differences(after, before).max()
         before = after
     publisher.forget()
     publisher.publish("of this publisher again")
@@ -145,7 +98,7 @@ def test_what_changed_of_an_adapter_is_sent(publisher):
 def test_an_adapter_that_is_damaged_on_its_way_is_refused_and_the_next_one_heals(publisher, change, message):
     from trl_qarl.wire.protocol import PublishError
 
-    update(publisher.model, 7)
+    update(publisher.model, 7, 0.1)
     with tampered(publisher, change), pytest.raises(PublishError) as error:
         publisher.publish("damaged")
     assert message in str(error.value)
@@ -186,7 +139,7 @@ def test_values_that_do_not_reach_the_running_buffers_are_noticed(publisher, mon
     from trl_qarl.wire.protocol import PublishError
 
     layer = engine_model(publisher).get_submodule("model.layers.0.self_attn.qkv_proj")
-    update(publisher.model, 8)
+    update(publisher.model, 8, 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(layer, "set_lora", wrong(layer, layer.set_lora))
         with pytest.raises(PublishError, match="The published adapter is not the learner's") as error:
@@ -211,17 +164,6 @@ def test_what_has_changed_in_the_engine_is_named_and_sent_again(publisher, caplo
     assert f"Sent again: {named}" in caplog.text and result["publish/tensors"] > 0
     assert result["publish/unchanged_tensors"] > 0
     assert mismatch(publisher) < 1e-5
-
-
-def test_an_update_that_was_never_finished_does_not_spoil_the_next(publisher):
-    names = [name for name, _ in engine_model(publisher).named_parameters()]
-    assert any(".base_layer." in name for name in names)
-    publisher.transport.begin()
-    publisher.transport.send([("model.norm.weight", torch.zeros(128)), (A, torch.zeros(4, 128))])
-    publisher.forget()
-    publisher.publish("complete")
-    assert mismatch(publisher) < 1e-5
-    assert [name for name, _ in engine_model(publisher).named_parameters()] == names
 
 
 def test_a_trainer_without_an_adapter_gets_the_base(publisher):
@@ -257,7 +199,7 @@ def test_no_keys_and_values_of_the_old_adapter_are_left_in_the_prefix_cache(publ
     publisher.publish("first")
     check()
     check()
-    update(model, 10)
+    update(model, 10, 0.1)
     publisher.publish("second")
     check()
     assert cached == [0, 96, 0]

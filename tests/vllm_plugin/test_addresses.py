@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 @dataclass(frozen=True)
 class Strides:
-    """What a kernel keeps beside a layer's parameters."""
+    """Tensors that a kernel keeps next to a layer's parameters."""
 
     values: tuple[torch.Tensor, ...]
 

@@ -1,4 +1,4 @@
-"""What the plugin does in every process of a server, without vLLM."""
+"""Effects of the plugin in every process of a server, without vLLM."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a server makes of the answers of its replicas; with a real one in `tests/rollout/test_vllm_replicas.py`."""
+"""Combining the answers of a server's replicas; `tests/rollout/test_vllm_replicas.py` has a real server."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ def test_workers_answer_replica_by_replica_and_a_question_needs_all():
 def test_a_replica_that_fails_or_differs_is_named():
     with pytest.raises(RuntimeError, match="Replica 1 of 2: it lost a tensor"):
         ask("collective_rpc", [None], Exception("it lost a tensor"))
-    with pytest.raises(RuntimeError, match=r"2 replicas do not answer 'get_weight_version' alike: \['3', '2'\]"):
+    with pytest.raises(RuntimeError, match="'get_weight_version'"):
         ask("get_weight_version", "3", "2")
     # vLLM ends a server whose engine has gone.
     with pytest.raises(EngineDeadError):

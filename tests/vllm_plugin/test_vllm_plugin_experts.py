@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_mixture, make_tiny_model, start_engines_quickly, tampered
+from testing_utils import make_tiny_mixture, make_tiny_model, tampered
+from testing_utils.engines import PROMPTS, engine_logps, engine_model, make_publisher, update_masters
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.numerics import cpu as kernels
 from trl_qarl.numerics.attach import attach_engine_numerics, detach_engine_numerics
@@ -17,49 +18,18 @@ from trl_qarl.wire.protocol import PublishError
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm]
 
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in range(40)]]
-
 
 def needs_engine(test):
     reason = kernels.reason_against()
     return pytest.mark.slow(pytest.mark.skipif(reason is not None, reason=str(reason))(test))
 
 
-@pytest.fixture(scope="module")
-def engine_environment():
-    with pytest.MonkeyPatch.context() as patch:
-        start_engines_quickly(patch)
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        yield
-
-
-def make_publisher(directory, arch, scheme):
-    from trl_qarl.rollout.engines import make_engine
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
-
-    path = make_tiny_mixture(directory, arch)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
-    llm = make_engine(model, torch.bfloat16, on_cpu=True, max_model_len=128, max_num_seqs=8)
-    attach_engine_numerics(model)
-    publisher = Publisher(model, torch.bfloat16, DirectTransport(llm), AutoTokenizer.from_pretrained(path))
+def make_mixtures_publisher(directory, arch, scheme):
+    """A publisher whose learner has the engine's arithmetic."""
+    publisher = make_publisher(make_tiny_mixture(directory, arch), scheme, torch.bfloat16)
+    attach_engine_numerics(publisher.model)
     publisher.check_engine()
     return publisher
-
-
-@pytest.fixture(scope="module")
-def publisher(engine_environment, tmp_path_factory):
-    publisher = make_publisher(tmp_path_factory.mktemp("model"), "qwen3_moe", "w4a16")
-    publisher.publish("0")
-    return publisher
-
-
-def engine_logps(llm) -> list[list[float]]:
-    """Log-prob of each token of the prompts after its first."""
-    from trl_qarl.rollout.scoring import engine_log_probs, log_probs_of_tokens
-
-    return log_probs_of_tokens(engine_log_probs(llm, PROMPTS), PROMPTS)
 
 
 @torch.no_grad()
@@ -68,20 +38,20 @@ def learner_logps(model) -> list[list[float]]:
     return [model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0].tolist() for ids in rows]
 
 
-def update_masters(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+@pytest.fixture(scope="module")
+def publisher(quick_engines, tmp_path_factory):
+    publisher = make_mixtures_publisher(tmp_path_factory.mktemp("model"), "qwen3_moe", "w4a16")
+    publisher.publish("0")
+    return publisher
 
 
 def routed_experts(publisher, layer=1):
-    block = publisher.transport._worker.model_runner.model.model.layers[layer]
+    block = engine_model(publisher).model.layers[layer]
     return next(module for name, module in block.named_modules() if name.endswith("routed_experts"))
 
 
 @pytest.mark.slow
-def test_a_mixture_starts_beside_the_engine_of_a_dense_model(engine_environment, tmp_path):
+def test_a_mixture_starts_beside_the_engine_of_a_dense_model(quick_engines, tmp_path):
     """First of this file: vLLM's groups of a dense model, whose engine is still there, lack the one of experts."""
     from trl_qarl.rollout.engines import make_engine
 
@@ -141,7 +111,7 @@ def test_what_does_not_arrive_is_named_by_its_expert(publisher, change, message)
 @needs_engine
 @pytest.mark.parametrize("when", ["loaded", "copied"])
 def test_experts_that_the_engine_swaps_are_named(publisher, monkeypatch, when):
-    """What arrived is right, what the parameter holds then is not, or what the engine runs with."""
+    """The received tensor is right; the loaded parameter, or the tensor the engine runs with, is wrong."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     layer = routed_experts(publisher)
@@ -185,8 +155,8 @@ def test_an_expert_that_has_changed_in_the_engine_is_sent_again(publisher, caplo
 @pytest.mark.parametrize(
     ("arch", "scheme"), [pytest.param("mixtral", "bf16", marks=pytest.mark.nightly), ("qwen2_moe", "w8a8")]
 )
-def test_a_reload_leaves_what_an_engine_has_that_loads_the_export(engine_environment, tmp_path, arch, scheme):
-    publisher = make_publisher(tmp_path, arch, scheme)
+def test_a_reload_leaves_what_an_engine_has_that_loads_the_export(quick_engines, tmp_path, arch, scheme):
+    publisher = make_mixtures_publisher(tmp_path, arch, scheme)
     llm, model = publisher.transport.llm, publisher.model
     for version in range(2):
         assert publisher.publish(str(version))["publish/canary_abs_logp"] == 0.0

@@ -4,78 +4,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_model, start_engines_quickly, tampered
+from testing_utils import make_tiny_model, tampered
+from testing_utils.engines import (
+    differences,
+    engine_logps,
+    engine_model,
+    learner_logps,
+    make_publisher,
+    mismatch,
+    update_masters,
+)
 from trl_qarl import export_checkpoint, load_engine, prepare_model
 from trl_qarl.quantization.swap import quantized_layers
 
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [100 + i for i in range(40)]]
-
-
-@pytest.fixture(scope="module")
-def engine_environment():
-    with pytest.MonkeyPatch.context() as patch:
-        start_engines_quickly(patch)
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        yield
-
-
-def make_learner(path, scheme, dtype, **swap):
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    prepare_model(model, scheme, scale_dtype=dtype, **swap)
-    return model
-
-
-def start_engine(model, dtype):
-    from trl_qarl.rollout.engines import make_engine
-
-    return make_engine(model, dtype, on_cpu=True, max_model_len=128, max_num_seqs=8, max_logprobs=-1)
-
-
-def make_publisher(path, scheme="w4a16", dtype=torch.float32, **swap):
-    from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
-
-    model = make_learner(path, scheme, dtype, **swap)
-    return Publisher(model, dtype, DirectTransport(start_engine(model, dtype)), AutoTokenizer.from_pretrained(path))
-
-
-def engine_logps(llm) -> list[list[float]]:
-    """Log-prob of each token of the prompts after its first."""
-    from trl_qarl.rollout.scoring import engine_log_probs, log_probs_of_tokens
-
-    return log_probs_of_tokens(engine_log_probs(llm, PROMPTS), PROMPTS)
-
-
-@torch.no_grad()
-def learner_logps(model, dtype) -> list[list[float]]:
-    rows = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-            logits = model(ids).logits[0, :-1]
-        rows.append(torch.log_softmax(logits.float(), -1).gather(1, ids[0, 1:, None])[:, 0].tolist())
-    return rows
-
-
-def distance(a, b) -> float:
-    return max(abs(x - y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
-
-
-def mean_distance(a, b) -> float:
-    differences = [abs(x - y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True)]
-    return sum(differences) / len(differences)
-
-
-def update_masters(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-
 
 # Every scheme and architecture once; gemma ties its output head, qwen2 has biases, qwen3 norms of queries and keys.
 CASES = [
@@ -96,7 +40,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.usefixtures("quick_engines")
 @pytest.mark.parametrize(("scheme", "arch", "dtype"), CASES, ids=lambda v: str(v).removeprefix("torch."))
 def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch, dtype):
     path = make_tiny_model(tmp_path, arch)
@@ -109,15 +53,15 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
         assert first["publish/tensors"] > 0 and llm.get_weight_version() == str(version)
         assert first["publish/canary_abs_logp"] < (1e-5 if dtype is torch.float32 else 0.05)
         logps = engine_logps(llm)
-        mismatches.append(mean_distance(logps, learner_logps(model, dtype)))
+        mismatches.append(differences(logps, learner_logps(model, dtype)).mean())
         versions.append(logps)
         update_masters(model, version)
     # Float32 on both sides leaves the order of summation. In bf16 the engine rounds in more places than the learner, and
     # what tells right weights from stale ones is how much an update changes.
     if dtype is torch.float32:
         assert max(mismatches) < 1e-6
-    assert 10 * mismatches[1] < mean_distance(versions[0], versions[1])
-    assert 10 * mismatches[2] < mean_distance(versions[1], versions[2])
+    assert 10 * mismatches[1] < differences(versions[0], versions[1]).mean()
+    assert 10 * mismatches[2] < differences(versions[1], versions[2]).mean()
 
     # The same weights again: nothing is sent, and when everything is, nothing changes.
     publisher.publish("again")
@@ -135,7 +79,7 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
 
 
 @pytest.fixture(scope="module")
-def publisher(engine_environment, tmp_path_factory):
+def publisher(quick_engines, tmp_path_factory):
     path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
     publisher = make_publisher(path)
     publisher.path = path
@@ -168,7 +112,7 @@ def test_an_incomplete_or_damaged_publication_is_refused_and_the_next_one_heals(
     assert transport.llm.get_weight_version() != "damaged"
     # Nothing is left unsent because the learner believes it has arrived.
     assert publisher.publish("healed")["publish/unchanged_tensors"] == 0
-    assert distance(engine_logps(transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 @pytest.fixture
@@ -206,7 +150,7 @@ def test_an_engine_that_is_sent_changes_computes_with_the_same_weights(publisher
         assert metrics["publish/tensors"] > 14 * 2 and metrics["publish/delta_seconds"] > 0
         assert names == ["qarl.delta.model.layers.0", "qarl.delta.model.layers.1"]
         logps = engine_logps(publisher.transport.llm)
-        assert distance(logps, learner_logps(publisher.model, torch.float32)) < 1e-5
+        assert differences(logps, learner_logps(publisher.model)).max() < 1e-5
     # All of it, tensor by tensor, changes nothing, not even the last bit.
     publisher.forget()
     assert publisher.publish("all")["publish/megabytes"] > 10 * metrics["publish/megabytes"]
@@ -242,24 +186,24 @@ def test_changes_that_go_wrong_are_refused_and_everything_is_sent(publisher, del
     assert transport.llm.get_weight_version() == "before"
     names, metrics = sent_by(deltas, "healed")
     assert not any(map(is_delta, names)) and metrics["publish/unchanged_tensors"] == 0
-    assert distance(engine_logps(transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 def test_an_engine_that_was_started_again_between_two_updates_gets_everything(publisher, deltas):
-    from trl_qarl.vllm_plugin.checkpoint_copy import CheckpointCopy
     from trl_qarl.wire.delta import is_delta
+    from trl_qarl.wire.patches import PatchBook
 
     engine = publisher.transport._worker.weight_transfer_engine
     flip_codes(publisher.model, 3)
-    engine.copy = CheckpointCopy(engine.device)
+    engine.copy = PatchBook(is_kept=False)
     engine._distrust()
     names, metrics = sent_by(deltas, "started again")
     assert not any(map(is_delta, names)) and metrics["publish/unchanged_tensors"] == 0
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 def test_a_loader_that_puts_rows_elsewhere_is_noticed(publisher):
-    """What arrived is right, what the parameter holds is not; only a look at the parameter can tell."""
+    """The received tensor is right and the loaded parameter is wrong, which only the parameter itself shows."""
     from trl_qarl.wire.protocol import PublishError
 
     worker = publisher.transport._worker
@@ -295,20 +239,6 @@ def test_half_a_module_is_refused_although_no_value_changed(publisher):
         transport.finish(fingerprints, "half")
     publisher.forget()
     publisher.publish("healed")
-
-
-def test_frozen_layers_are_sent_once(publisher):
-    publisher.forget()
-    everything = publisher.publish("all")
-    with torch.no_grad():
-        publisher.model.model.layers[1].mlp.up_proj.weight.add_(0.05)
-    changed = publisher.publish("one layer")
-    assert 0 < changed["publish/tensors"] < everything["publish/tensors"] / 2
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
-
-
-def engine_model(publisher):
-    return publisher.transport._worker.model_runner.model
 
 
 @torch.no_grad()
@@ -369,7 +299,7 @@ def test_nothing_stays_of_an_engine_that_has_given_nan(publisher, monkeypatch):
         with pytest.raises(PublishError, match="nan nats from the learner's"):
             publisher.publish("broken")
     publisher.publish("after")
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
@@ -389,7 +319,7 @@ def test_a_running_buffer_that_no_publication_fills_ends_in_an_error(publisher):
 
 @pytest.mark.parametrize(("kind", "named"), [("QKVParallelLinear", "qkv_proj"), ("RMSNorm", "layernorm")])
 def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, monkeypatch, kind, named):
-    """What vLLM loads into temporary tensors is right, and then it is not copied."""
+    """vLLM loads the right values into temporary tensors and does not copy them."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     from trl_qarl.wire.protocol import PublishError
@@ -405,7 +335,7 @@ def test_values_that_do_not_reach_the_running_tensors_are_noticed(publisher, mon
         with pytest.raises(PublishError, match=rf"{named}.*was loaded, but the engine runs with"):
             publisher.publish("lost")
     publisher.publish("healed")
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
+    assert mismatch(publisher) < 1e-5
 
 
 def test_a_layer_that_nothing_was_sent_for_must_stay_as_it_was(publisher):
@@ -440,20 +370,6 @@ def test_log_probs_show_what_fingerprints_do_not_reach(publisher, monkeypatch):
     assert publisher.publish("right again")["publish/unchanged_tensors"] == 0
 
 
-def test_log_probs_are_compared_with_the_low_bit_forward_of_an_unaligned_learner(publisher):
-    from trl_qarl.quantization.swap import disable_quantized_forward
-
-    disable_quantized_forward(publisher.model)
-    try:
-        assert publisher.publish("rollout-only")["publish/canary_abs_logp"] < 1e-5
-        assert (
-            mean_distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) > 1e-3
-        )
-    finally:
-        for layer in quantized_layers(publisher.model).values():
-            layer.use_quantized_forward = True
-
-
 def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
     from vllm import SamplingParams
 
@@ -477,37 +393,14 @@ def test_an_interrupted_rollout_leaves_neither_completions_nor_cache(publisher):
     publisher.publish("fresh")
 
 
-def test_an_update_that_was_never_finished_does_not_spoil_the_next(publisher):
-    update_masters(publisher.model, 9)
-    publisher.transport.begin()
-    publisher.transport.send([("model.norm.weight", torch.zeros(128))])
-    publisher.forget()
-    publisher.publish("complete")
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
-
-
-def test_a_repeated_prompt_is_not_answered_from_the_old_cache(publisher):
-    llm = publisher.transport.llm
-    before = engine_logps(llm)
-    assert engine_logps(llm) == before
-    update_masters(publisher.model, 10)
-    publisher.publish("new")
-    assert distance(engine_logps(llm), before) > 0.1
-
-
 @pytest.mark.parametrize(
     ("scheme", "swap", "dtype", "message"),
     [
-        ("w4a16", {"group_size": 32}, torch.float32, r"weights.group_size: learner 32, engine 128"),
-        ("w8a8", {}, torch.float32, r"format: learner 'int-quantized', engine 'pack-quantized'"),
-        (
-            "w4a16",
-            {"exclude_modules": ["o_proj"]},
-            torch.float32,
-            r"exclude list: learner .*o_proj.*engine \['lm_head'\]",
-        ),
-        ("w4a16", {}, torch.bfloat16, r"dtype: learner 'bfloat16', engine 'float32'"),
-        ("bf16", {}, torch.float32, r"quant_method: learner None, engine 'compressed-tensors'"),
+        ("w4a16", {"group_size": 32}, torch.float32, "group_size: learner 32, engine 128"),
+        ("w8a8", {}, torch.float32, "'int-quantized'"),
+        ("w4a16", {"exclude_modules": ["o_proj"]}, torch.float32, "'lm_head'"),
+        ("w4a16", {}, torch.bfloat16, "'bfloat16'"),
+        ("bf16", {}, torch.float32, "'compressed-tensors'"),
     ],
 )
 def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, dtype, message):
@@ -515,7 +408,8 @@ def test_an_engine_made_for_another_learner_is_refused(publisher, scheme, swap, 
     from trl_qarl.rollout.publisher import Publisher
 
     scheme = get_scheme(scheme, swap.pop("group_size", None))
-    other = make_learner(publisher.path, scheme, dtype, **swap)
+    other = AutoModelForCausalLM.from_pretrained(publisher.path, dtype=torch.float32)
+    prepare_model(other, scheme, scale_dtype=dtype, **swap)
     with pytest.raises(ValueError, match=message):
         Publisher(other, dtype, publisher.transport).check_engine()
 
@@ -524,19 +418,7 @@ def test_publication_in_many_chunks_is_the_same(publisher, monkeypatch):
     monkeypatch.setattr("trl_qarl.rollout.publisher.CHUNK_BYTES", 1)
     publisher.forget()
     publisher.publish("chunks")
-    assert distance(engine_logps(publisher.transport.llm), learner_logps(publisher.model, torch.float32)) < 1e-5
-
-
-def test_registering_the_plugin_again_changes_nothing(engine_environment):
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS, _POSSIBLE_KERNELS
-
-    from trl_qarl.vllm_plugin import register
-
-    register()
-    before = dict(WeightTransferEngineFactory._registry), str(_POSSIBLE_KERNELS), str(_POSSIBLE_INT8_KERNELS)
-    register()
-    assert (dict(WeightTransferEngineFactory._registry), str(_POSSIBLE_KERNELS), str(_POSSIBLE_INT8_KERNELS)) == before
+    assert mismatch(publisher) < 1e-5
 
 
 # Last: an engine that ends takes the process group with it, which the module's engine shares.
@@ -545,7 +427,6 @@ def test_registering_the_plugin_again_changes_nothing(engine_environment):
 def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path):
     """All tensors have the same names and shapes."""
     from trl_qarl.rollout.publisher import Publisher
-    from trl_qarl.rollout.transports import DirectTransport
 
     copy = make_tiny_model(
         tmp_path,
@@ -559,7 +440,7 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.eos_token = "<|unk|>"
     tokenizer.save_pretrained(copy)
-    transport = DirectTransport(start_engine(make_learner(copy, "w4a16", torch.float32), torch.float32))
+    transport = make_publisher(copy).transport
     with pytest.raises(ValueError) as error:
         Publisher(publisher.model, torch.float32, transport, publisher.tokenizer).check_engine()
     for line in (
@@ -573,7 +454,7 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
     publisher.check_engine()
 
 
-@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.usefixtures("quick_engines")
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's INT4 kernel rounds activations with AMX only"
 )
@@ -589,7 +470,7 @@ def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, mo
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     envs.disable_envs_cache()
     other = make_publisher(path, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="the engine's INT4 kernel rounds them to 8 bits.*VLLM_CPU_INT4_W4A8=0"):
+    with pytest.raises(ValueError, match="VLLM_CPU_INT4_W4A8=0"):
         other.check_engine()
     rounded = other.publish("0")["publish/canary_abs_logp"]
     assert right < 1e-2 and rounded > right

@@ -28,7 +28,7 @@ def pack(old, new, base=None):
 
 
 def apply(block, held, base=None):
-    """What changes make of a copy of `held`."""
+    """A copy of `held` with the changes applied."""
     copies = {name: tensor.clone() for name, tensor in held.items()}
     base = base or {name: fingerprint(tensor) for name, tensor in held.items()}
     names = apply_delta(block, {name: elements(tensor) for name, tensor in copies.items()}, base)

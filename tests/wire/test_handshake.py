@@ -4,7 +4,6 @@ import asyncio
 import gc
 import json
 import os
-import shutil
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +26,7 @@ from trl_qarl.wire.handshake import (
     server_token,
     take_token,
 )
-from trl_qarl.wire.protocol import SESSION_HEADER, SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
+from trl_qarl.wire.protocol import SESSION_PATH, STATE_PATH, TRANSFER_DIR_VARIABLE
 from trl_qarl.wire.transfer_dir import make_transfer_dir
 
 
@@ -147,7 +146,7 @@ def test_the_engine_reads_from_the_directory_at_its_start(monkeypatch, tmp_path)
 
 
 async def application(scope, receive, send):
-    """What of vLLM a client asks for when it connects, and the workers' answer."""
+    """The routes of vLLM that a connecting client uses, and the workers' answer."""
     content = {"data": [{"id": "m"}], "results": [{"backend": "qarl"}]}
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -224,7 +223,7 @@ class Thief:
 
 @pytest.fixture
 def started():
-    """What is started here and stopped with the test, clients first."""
+    """Servers and clients that are stopped with the test, clients first."""
     processes = []
     yield processes
     for process in reversed(processes):
@@ -287,9 +286,9 @@ def test_the_session_ends_with_its_client(started):
 def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client, monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
     started.append(server := Server(make_token()))
-    with pytest.raises(ValueError, match="names no file .*vllm-serve --token_file FILE` and set `vllm_token_file`"):
+    with pytest.raises(ValueError, match="`vllm_token_file`"):
         make_client(server.url)
-    with pytest.raises(ValueError, match="No such file.*copy the server's token file.*`vllm_token_file`"):
+    with pytest.raises(ValueError, match="`vllm_token_file`"):
         make_client(server.url, token_file=tmp_path / "none")
     make_token_file(tmp_path / "other")
     with pytest.raises(
@@ -340,74 +339,9 @@ def test_who_takes_the_port_gets_no_weights(started, make_client, monkeypatch, t
     assert client.call_workers("qarl_describe")
 
 
-def test_without_a_session_nothing_but_the_handshake_is_sent(started, make_client, monkeypatch, tmp_path):
-    """As after a lost engine, when the trainer is used again: whoever has the port by then is asked for its proof alone."""
-    from trl_qarl.rollout import client as client_module
-    from trl_qarl.rollout.http_session import ServerLost
-
-    monkeypatch.setattr(client_module, "_REFUSAL_SECONDS", 0.5)
-    token = make_token()
-    started.append(server := Server(token))
-    client = make_client(server.url, token=token)
-    held = client.session.headers[SESSION_HEADER]
-    server.stop()
-    started.append(thief := Thief(server.port, tmp_path, tmp_path / "token"))
-    client.close_session()
-    start = time.monotonic()
-    # It answers, so that nobody waits for it to start.
-    with pytest.raises(ServerLost, match="did not prove that it knows the secret"):
-        client.reconnect(600)
-    assert time.monotonic() - start < 20
-    for request in (
-        client.weight_version,
-        lambda: client.generate([[1]]),
-        lambda: client.control("/pause?mode=abort"),
-    ):
-        with pytest.raises(ServerLost, match="holds no session"):
-            request()
-    with pytest.raises(RuntimeError, match="did not prove that it knows the secret"):
-        make_client(server.url, token=token)
-    assert client.is_healthy()
-    assert {path for path, _ in thief.requests} == {"/health", STATE_PATH, SESSION_PATH}
-    assert held not in str(thief.requests)
-
-
-def test_a_server_that_starts_slowly_is_waited_for(started, make_client, monkeypatch):
-    from trl_qarl.rollout import client as client_module
-
-    monkeypatch.setattr(client_module, "_REFUSAL_SECONDS", 0.1)
-    token = make_token()
-    started.append(server := Server(token))
-    client = make_client(server.url, token=token)
-    server.stop()
-    timer = threading.Timer(2.5, lambda: started.append(Server(token, server.port)))
-    timer.start()
-    assert client.reconnect(60)
-    timer.join()
-
-
 def test_who_redirects_to_the_server_is_not_the_server(started, make_client, tmp_path):
     token = make_token()
     started.append(server := Server(token))
     started.append(thief := Thief(0, tmp_path, tmp_path / "token", redirects_to=server.url))
     with pytest.raises(RuntimeError, match="opened no session"):
         make_client(f"http://127.0.0.1:{thief.server.server_port}", token=token)
-
-
-def test_the_trainer_looks_at_the_directory_too(started, make_client, monkeypatch, tmp_path):
-    from trl_qarl.rollout.transports import FileTransport
-
-    token, directory = make_token(), tmp_path / "transfer"
-    make_transfer_dir(directory)
-    monkeypatch.setenv(TRANSFER_DIR_VARIABLE, str(directory))
-    started.append(server := Server(token))
-    transport = FileTransport(make_client(server.url, token=token))
-    transport.begin()
-    directory.chmod(0o777)
-    with pytest.raises(ValueError, match="others may write to it"):
-        transport.begin()
-    shutil.rmtree(directory)
-    make_transfer_dir(tmp_path / "elsewhere")
-    directory.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="is a link"):
-        transport.begin()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.layout import iter_whole
 from ..checkpoint.serving import engine_rank
 from ..quantization.names import is_peft_model
-from ..quantization.sharded import whole
 from .tensors import adapter_config, adapter_tensors
 
 
@@ -34,8 +34,8 @@ def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple
     if not _runs_beside(model):
         return
     scaling = _scaling(adapter_config(model))
-    for name, tensor in adapter_tensors(model).items():
-        name, tensor = name.removeprefix("base_model.model."), whole(tensor)
+    for name, tensor in iter_whole(adapter_tensors(model)):
+        name = name.removeprefix("base_model.model.")
         yield name, (tensor * scaling if name.endswith(".lora_B.weight") else tensor).to(dtype)
 
 

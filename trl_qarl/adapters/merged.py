@@ -16,7 +16,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from typing_extensions import override
 
 from ..quantization.linear import MasterSource, QuantizedLinear, weight_version
-from ..quantization.sharded import held_rows, is_sharded, whole, writes_to
+from ..quantization.storage import storage_of, whole
 
 
 __all__ = ["LoraSource", "merge_adapters"]
@@ -83,22 +83,15 @@ class LoraSource(MasterSource):
     def version(self, weight: torch.Tensor) -> tuple[Any, ...]:
         active = self.active()
         tensors = [weight, *self._factors(active)]
-        versions = [(weight_version(tensor), writes_to(tensor)) for tensor in tensors]
-        return (*versions, *(self.adapter.scaling[name] for name in active))
+        return (*map(weight_version, tensors), *(self.adapter.scaling[name] for name in active))
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
         """`W + s B A` in float32, with gradients to `A` and `B`; where they are sharded the rows of this process, without."""
-        if is_sharded(weight):
-            delta = self._delta_of_rows()
-            weight = weight.to_local()
-        else:
-            delta = self._delta()
+        storage = storage_of(weight)
+        delta = self._delta() if storage.is_whole else self._delta_of_rows()
+        weight = storage.value(weight)
         return weight if delta is None else weight.float() + delta
-
-    @override
-    def rows(self, weight: torch.Tensor) -> range:
-        return held_rows(weight)
 
     @override
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
@@ -129,12 +122,10 @@ class LoraSource(MasterSource):
     @torch.no_grad()
     def _delta_of_rows(self) -> torch.Tensor | None:
         # The rows of `B` are sharded as those of `W`; of `A`, which is small, every process needs all.
-        parts = [
-            self.adapter.lora_B[name].weight.to_local().float()
-            @ whole(self.adapter.lora_A[name].weight).float()
-            * self.adapter.scaling[name]
-            for name in self.active()
-        ]
+        parts = []
+        for name in self.active():
+            a, b = self._factors((name,))
+            parts.append(storage_of(b).value(b).float() @ whole(a).float() * self.adapter.scaling[name])
         return sum(parts[1:], parts[0]) if parts else None
 
 

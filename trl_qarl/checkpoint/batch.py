@@ -1,4 +1,4 @@
-"""The generation batch in progress, saved with a checkpoint and loaded when a run is resumed."""
+"""The generation batch in progress, and what else a run goes on with, saved with a checkpoint and loaded when it is resumed."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -11,19 +11,25 @@ from transformers import trainer
 
 
 __all__ = [
+    "OBJECTIVE_FILE",
+    "VERSIONS_FILE",
     "SavedBatch",
     "batch_shape",
     "hold_back_rotation",
     "load_batch",
-    "load_versions",
+    "load_shared",
     "save_batch",
-    "save_versions",
+    "save_shared",
 ]
 
 logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
-_VERSIONS_FILE = "rollout_versions.pt"
+VERSIONS_FILE = "rollout_versions.pt"
+"""The weights that draw what is pending; the masters that they were made of are nowhere."""
+
+OBJECTIVE_FILE = "objective_state.pt"
+"""What the objective has learned of the run."""
 
 # accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of several
 # processes on a CPU could be resumed. Called after torch's own.
@@ -111,12 +117,12 @@ def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device:
     return None
 
 
-def save_versions(folder: Path, versions: list[dict[str, Any]]) -> None:
-    """Write the weights that draw what is pending, for all processes; the masters that they were made of are nowhere."""
-    torch.save(versions, folder / _VERSIONS_FILE)
+def save_shared(folder: Path, name: str, value: Any) -> None:
+    """Write what is the same for all processes: [`VERSIONS_FILE`] or [`OBJECTIVE_FILE`]."""
+    torch.save(value, folder / name)
 
 
-def load_versions(checkpoint: str, device: torch.device) -> list[dict[str, Any]]:
-    """Return what [`save_versions`] wrote."""
-    path = Path(checkpoint, _VERSIONS_FILE)
-    return torch.load(path, map_location=device, weights_only=True) if path.is_file() else []
+def load_shared(checkpoint: str, name: str, device: torch.device | str) -> Any:
+    """Return what [`save_shared`] wrote, or `None` where there is nothing."""
+    path = Path(checkpoint, name)
+    return torch.load(path, map_location=device, weights_only=True) if path.is_file() else None

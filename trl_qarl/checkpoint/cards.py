@@ -84,8 +84,9 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
         about:
             `hub_model_id`, the repository to which it is pushed. Of weights: `policy`, the repository of the low-bit policy. Of an
             export: its `scheme`; `dtype`, of what is not quantized; `masters`, their repository; `plot`, the file of a picture of the
-            rewards; `lora_rank`, of the adapter in it; and `loads_in_transformers`, by default `True`, see
-            [`~trl_qarl.checkpoint.layout.loads_in_transformers`].
+            rewards; `lora_rank`, of the adapter in it; `loads_in_transformers`, by default `True`, see
+            [`~trl_qarl.checkpoint.layout.loads_in_transformers`]; and `loaded_by`, the class of transformers that loads it, by default
+            `"AutoModelForCausalLM"`.
     """
     settings, hub_model_id = facts.settings, about.get("hub_model_id")
     tags, library = {"generated_from_trainer"}, "transformers"
@@ -98,7 +99,7 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
         download = f"hf download {hub_model_id} --local-dir DIR\n" if hub_model_id and name == "DIR" else ""
         about |= {"name": name, "adapter": None if rank is None else f"DIR/{ADAPTER_FOLDER}"}
         about |= {"serve": download + serve_command(name, about["dtype"], rank), "results": summarize(facts.history)}
-        about.setdefault("loads_in_transformers", True)
+        about = {"loads_in_transformers": True, "loaded_by": "AutoModelForCausalLM", **about}
     else:
         if "lora_mode" in settings:
             tags, library = tags | {"lora"}, "peft"

@@ -24,12 +24,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
-from ..quantization.sharded import is_sharded, whole
+from ..quantization.storage import is_sharded
 from .cards import PLOT_FILE, TrainingFacts, evaluation_table, save_export_card
 from .compact import compact, problem_of_compact
 from .files import allow_as_umask
 from .gguf import GGUF_FILE, export_gguf
-from .layout import iter_checkpoint_tensors, loads_in_transformers, quantization_config
+from .layout import iter_checkpoint_tensors, iter_whole, loads_in_transformers, quantization_config
+from .load import auto_class
 from .serving import ADAPTER_FOLDER
 
 
@@ -127,6 +128,9 @@ def export_checkpoint(
         )
     if is_compact and (problem := problem_of_compact(inventory)):
         raise ValueError(f"--compact (is_compact=True): {problem}")
+    is_shared = is_sharded(model)
+    if is_shared and gguf is not None:
+        raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
     check_export_dir(output_dir)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [architecture(model)]
@@ -135,8 +139,9 @@ def export_checkpoint(
         config.quantization_config = quantization_config(inventory)
     metadata = {"format": "pt", **_EXPORT_METADATA}
     is_replaced = is_export(output_dir)
-    adapter = {} if adapted is None else {n: whole(t) for n, t in adapted.state_dict().items() if ".lora_" in n}
-    if is_sharded(model) and dist.get_rank():
+    adapter = {} if adapted is None else {n: t for n, t in adapted.state_dict().items() if ".lora_" in n}
+    adapter = dict(iter_whole(adapter))
+    if is_shared and dist.get_rank():
         for _ in iter_checkpoint_tensors(model, dtype):
             # The first process keeps them.
             pass
@@ -162,6 +167,7 @@ def export_checkpoint(
         about |= {name: value for name, value in (card or {}).items() if value is not None}
         if is_replaced and evaluation_table(output_dir) and _is_same_policy(folder, output_dir):
             about["evaluated"] = output_dir
+        about["loaded_by"] = auto_class(model.config).__name__
         about["loads_in_transformers"] = loads_in_transformers(inventory) and not is_compact
         save_export_card(folder, scheme=scheme, dtype=str(dtype).removeprefix("torch."), **about)
         if is_replaced:

@@ -30,7 +30,6 @@ from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted
 from ..quantization.schemes import SCHEMES, QuantScheme
-from ..quantization.sharded import is_sharded
 from ..quantization.tensors import LowBitTensor
 
 
@@ -160,8 +159,6 @@ def export_gguf(
             "`--merge_adapter`, which says what is lost."
         )
     model = inventory.model
-    if is_sharded(model):
-        raise ValueError("The masters are sharded. Save them, and run `trl-qarl export --gguf` in one process.")
     policy = _policy_tensors(inventory)
     _check_base(base, model, policy, processing_class)
     _check_policy(policy)

@@ -21,10 +21,10 @@ from ..quantization.formats.registry import format_of
 from ..quantization.global_scales import check_global_scales
 from ..quantization.inventory import Inventory, LayerWeights
 from ..quantization.names import architecture
-from ..quantization.partitioned import shape_of
+from ..quantization.parameters import shapes_of
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.selection import ROUTER_NAMES
-from ..quantization.sharded import is_sharded, whole, whole_low_bit
+from ..quantization.storage import storage_of, whole
 from ..quantization.tensors import LowBitTensor
 from ..wire.describe import group_name
 
@@ -32,6 +32,7 @@ from ..wire.describe import group_name
 __all__ = [
     "iter_checkpoint_layers",
     "iter_checkpoint_tensors",
+    "iter_whole",
     "loads_in_transformers",
     "problem_of_mixture",
     "problem_of_zero_points",
@@ -63,7 +64,7 @@ def _checkpoint_tensors(
     quantized = layer.quantized
     for name, tensor in layer.tensors.items():
         if name in quantized:
-            tensor = whole_low_bit(quantized[name])
+            tensor = quantized[name].whole_low_bit()
         if isinstance(tensor, LowBitTensor):
             matrices = names.experts.get(name) or [names.of_tensor(name).removesuffix(".weight")]
             if stacks_experts and name in names.experts:
@@ -74,7 +75,7 @@ def _checkpoint_tensors(
                     yield f"{matrix}.{key}", value.detach()
             continue
         # All sharded tensors have the same address.
-        identity = id(tensor) if is_sharded(tensor) else (tensor.data_ptr(), tensor.shape)
+        identity = (tensor.data_ptr(), tensor.shape) if storage_of(tensor).is_whole else id(tensor)
         if identity in seen:
             continue
         seen.add(identity)
@@ -109,6 +110,11 @@ def _stacked(matrices: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterat
 def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of [`iter_checkpoint_layers`] one by one."""
     return chain.from_iterable(iter_checkpoint_layers(model, dtype))
+
+
+def iter_whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors under their names, each gathered when its turn comes where it is sharded: every process has to go through all."""
+    return ((name, whole(tensor)) for name, tensor in tensors.items())
 
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:
@@ -179,8 +185,7 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
     """True if an engine may treat a module as a linear layer. A router of transformers is not an `nn.Linear`."""
     if isinstance(module, nn.Linear):
         return True
-    weight = module._parameters.get("weight")
-    return name.rpartition(".")[2] in ROUTER_NAMES and weight is not None and len(shape_of(weight)) == 2
+    return name.rpartition(".")[2] in ROUTER_NAMES and len(shapes_of(module).get("weight", ())) == 2
 
 
 def loads_in_transformers(inventory: Inventory) -> bool:

@@ -44,6 +44,7 @@ from .layout import problem_of_zero_points
 
 
 __all__ = [
+    "auto_class",
     "is_low_bit_checkpoint",
     "load_deployed",
     "load_frozen_model",
@@ -66,7 +67,7 @@ def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> boo
     return described.get("quant_method") == "compressed-tensors"
 
 
-def _auto_class(config: PreTrainedConfig) -> type:
+def auto_class(config: PreTrainedConfig) -> type:
     """Return what loads a model of text, or one of pictures and text, to generate."""
     is_text = type(config) in AutoModelForCausalLM._model_mapping
     has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
@@ -76,7 +77,7 @@ def _auto_class(config: PreTrainedConfig) -> type:
 def skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the model of a configuration without its weights, on the meta device."""
     with torch.device("meta"):
-        return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_frozen_model(
@@ -190,7 +191,7 @@ def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTr
         has_unread = len(groups) > 1 and not all(group["weights"]["symmetric"] for group in groups)
         if is_compact(described) or any(map(_has_unread_experts, files)) or (has_unread and problem_of_zero_points()):
             return load_frozen_model(str(folder), dtype)
-    return _auto_class(AutoConfig.from_pretrained(name_or_path)).from_pretrained(name_or_path, dtype=dtype).eval()
+    return auto_class(AutoConfig.from_pretrained(name_or_path)).from_pretrained(name_or_path, dtype=dtype).eval()
 
 
 def _has_unread_experts(path: Path) -> bool:

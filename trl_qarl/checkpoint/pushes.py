@@ -13,7 +13,6 @@ from transformers.utils.hub import PushInProgress
 from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
-from ..quantization.sharded import is_sharded
 from . import uploads as hub
 from .cards import TrainingFacts, make_card
 
@@ -140,7 +139,7 @@ class PushesPolicy(_BaseTrainer):
         self._finish_current_push()
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
-            if is_sharded(self.model) and hub.exports_policy(self.args.hub_export):
+            if self.policy.takes_all_processes and hub.exports_policy(self.args.hub_export):
                 self.export_model()
             return None
         if self.hub_model_id is None:

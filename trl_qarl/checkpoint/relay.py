@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..quantization.names import layer_of
-from ..wire.delta import DELTA_PREFIX, apply_delta, base_digest, elements, is_delta, pack_delta
+from ..wire.delta import DELTA_PREFIX, base_digest, elements, is_delta
 from ..wire.fingerprint import fingerprint
+from ..wire.patches import PatchBook
 from .export import check_export_dir, read_header, written_as_a_whole
 from .files import allow_as_umask, hold, is_of_the_disk
 from .marker import sync
@@ -65,8 +66,7 @@ class Relay:
     def __init__(self, folder: str | Path, output_dir: str | Path, resumed_at: int | None = None):
         self._folder, self._output_dir = Path(folder), Path(output_dir)
         self._run = _name_of_run(self._output_dir)
-        self._held: dict[str, torch.Tensor] = {}
-        self._fingerprints: dict[str, str] = {}
+        self._held = PatchBook()
         self._lock = hold(self._folder / LOCK_FILE, "publish_dir")
         # Of a trainer that was killed while it wrote.
         _remove(self._folder / _PARTIAL)
@@ -135,10 +135,10 @@ class Relay:
         weights = base_digest(fingerprints)
         if is_removed := not (self._folder / MANIFEST_FILE).exists() and not (self._folder / LOCK_FILE).exists():
             # A base comes next.
-            self._versions, self._held, self._fingerprints = [], {}, {}
+            self._versions, self._held = [], PatchBook()
         last = self._versions[-1] if self._versions else None
         if last is not None and last["version"] == version:
-            if not self._held and last["weights"] != weights:
+            if not self._held.tensors and last["weights"] != weights:
                 raise ValueError(
                     f"publish_dir={str(self._folder)!r} has version {version} with other weights than those from which this run goes on: it "
                     "is another run's. Choose an empty folder."
@@ -149,7 +149,9 @@ class Relay:
                     logger.warning("%s was removed, and is made again.", self._folder)
                     self.close()
                     self._lock = hold(self._folder / LOCK_FILE, "publish_dir")
-                is_known = self._held and _layout(tensors) == _layout(self._held)
+                is_known = tensors.keys() == self._held.tensors.keys() and all(
+                    starmap(self._held.holds, tensors.items())
+                )
                 files = self._patch(version, tensors, fingerprints) if is_known else self._base(version, export)
                 parent = "" if last is None else _sha256_of_entry(last)
                 entry = {"version": version, "files": files, "weights": weights, "parent": parent}
@@ -168,20 +170,20 @@ class Relay:
             finally:
                 _remove(self._folder / _PARTIAL)
             self._versions.append(entry)
+        before = self._held.fingerprints
+        self._held.confirm(fingerprints)
         for name, tensor in tensors.items():
-            if fingerprints[name] != self._fingerprints.get(name):
-                self._held[name] = tensor.clone()
-        self._fingerprints = fingerprints
+            if fingerprints[name] != before.get(name):
+                self._held.keep(name, tensor)
 
     def _patch(self, version: int, tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, str]) -> dict:
-        changed = [name for name in tensors if fingerprints[name] != self._fingerprints[name]]
+        changed = [name for name in tensors if fingerprints[name] != self._held.fingerprints[name]]
         sent: dict[str, torch.Tensor] = {}
         for layer, names in groupby(sorted(changed, key=layer_of), key=layer_of):
-            pairs = [(n, self._fingerprints[n], elements(self._held[n]), elements(tensors[n])) for n in names]
-            block, left_out = pack_delta(pairs)
-            sent |= {name: tensors[name] for name in left_out}
-            if block:
-                sent[f"{DELTA_PREFIX}{layer}"] = torch.frombuffer(bytearray(block), dtype=torch.uint8)
+            block, whole = self._held.make({name: tensors[name] for name in names})
+            sent |= {name: tensors[name] for name in whole}
+            if block is not None:
+                sent[f"{DELTA_PREFIX}{layer}"] = block
         partial = self._folder / _PARTIAL
         partial.mkdir()
         name = f"patch-{version}.safetensors"
@@ -239,20 +241,27 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
                 raise ValueError(f"{folder / name} is missing, or is not what {MANIFEST_FILE} says. Copy it again.")
     with written_as_a_whole(Path(output_dir)) as partial:
         shutil.copytree(folder / _base_folder(base), partial, dirs_exist_ok=True)
-        tensors: dict[str, torch.Tensor] = {}
+        held = PatchBook()
         for path in partial.glob("*.safetensors"):
-            tensors |= load_file(path)
-        fingerprints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+            for name, tensor in load_file(path).items():
+                held.keep(name, tensor)
+        fingerprints = {name: fingerprint(tensor) for name, tensor in held.tensors.items()}
         for entry in patches:
             for name in entry["files"]:
                 try:
-                    _apply(load_file(folder / name), tensors, fingerprints)
-                except (ValueError, SafetensorError) as error:
+                    patch = load_file(folder / name)
+                    if others := [n for n, t in patch.items() if not is_delta(n) and not held.holds(n, t)]:
+                        raise ValueError(
+                            f"{others[0]} is not in the version before, or has another shape or dtype there."
+                        )
+                    for changed, tensor in held.take(patch.items(), fingerprints):
+                        fingerprints[changed] = fingerprint(tensor)
+                except (RuntimeError, ValueError, SafetensorError) as error:
                     raise ValueError(f"{folder / name}: {error}") from error
         if base_digest(fingerprints) != entries[-1]["weights"]:
             raise ValueError(f"{folder}: what is rebuilt of version {entries[-1]['version']} has other weights.")
         for path in partial.glob("*.safetensors"):
-            _write_into(path, tensors)
+            _write_into(path, held.tensors)
     return entries[-1]["version"]
 
 
@@ -267,20 +276,6 @@ def _entries_until(folder: Path, version: int | None) -> list[dict[str, Any]]:
     if not entries or (version is not None and version not in numbers):
         raise ValueError(f"{folder} has no version {version}; it has {numbers}.")
     return entries if version is None else entries[: numbers.index(version) + 1]
-
-
-def _apply(patch: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor], fingerprints: dict[str, str]) -> None:
-    """Turn tensors into those of the next version, in place, and their fingerprints too."""
-    for name, tensor in patch.items():
-        if is_delta(name):
-            held = {name: elements(tensor) for name, tensor in tensors.items()}
-            changed = apply_delta(tensor.numpy().tobytes(), held, fingerprints)
-        elif _layout({name: tensor}).items() <= _layout(tensors).items():
-            tensors[name], changed = tensor, [name]
-        else:
-            raise ValueError(f"{name} is not in the version before, or has another shape or dtype there.")
-        for changed_name in changed:
-            fingerprints[changed_name] = fingerprint(tensors[changed_name])
 
 
 def _write_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -313,10 +308,6 @@ def _base_folder(entry: Mapping[str, Any]) -> str:
     """The folder of a version that is whole; the empty string for a patch."""
     name = f"base-{entry['version']}"
     return name if all(Path(file).parts[0] == name for file in entry["files"]) else ""
-
-
-def _layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _name_of_run(output_dir: Path) -> str:

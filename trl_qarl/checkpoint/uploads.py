@@ -50,7 +50,15 @@ logger = logging.getLogger(__name__)
 HUB_EXPORTS = ("low-bit", "master", "both", "adapter")
 
 _CHECKPOINT_STATE = (
-    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_state_*", "trainer_state.json"),
+    *(
+        "optimizer*",
+        "scheduler.pt",
+        "scaler.pt",
+        "rng_state*",
+        "rollout_*.pt",
+        "objective_state.pt",
+        "trainer_state.json",
+    ),
     COMPLETE_FILE,
 )
 # `training_args.bin` holds a token that was given as an option; completions and logs stay on the machine of the training.

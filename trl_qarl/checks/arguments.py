@@ -14,7 +14,7 @@ from ..checkpoint.uploads import exports_policy
 from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
 from ..quantization.names import is_adapted, is_peft_model
-from ..quantization.partitioned import shape_of
+from ..quantization.parameters import num_elements
 from ..rollout.pictures import problem_of_class
 from .adapter import (
     is_nf4,
@@ -115,9 +115,7 @@ def problems_of_experts(model: nn.Module, args: Any, skipped: Mapping[str, str])
             "export. Use hub_export='master'."
         )
     if args.use_vllm or not args.allow_high_precision_experts:
-        share = sum(shape_of(p).numel() for p in experts.values()) / sum(
-            shape_of(p).numel() for p in model.parameters()
-        )
+        share = num_elements(experts.values()) / num_elements(model.parameters())
         yield (
             f"{type(model).__name__} is a mixture of experts, and experts with {share:.0%} of the weights stay in high precision under "
             f"scheme={args.scheme!r} ({reason}). There is no low-bit export of it, which vLLM would need. Use scheme='bf16'; without "

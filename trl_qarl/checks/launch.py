@@ -11,27 +11,21 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.uploads import exports_policy
-from ..numerics.attach import keep_no_products
-from ..quantization.inventory import Inventory
-from ..quantization.names import base_model, is_peft_model, layer_of
-from ..quantization.sharded import as_bytes, shard_low_bit
+from ..quantization.names import base_model, is_peft_model
+from ..sharding.zero3 import keep_float32_masters
 from .options import name_of_optimizer, raise_problems
-from .zero import given_configuration, keep_float32_masters, problems_of_zero
+from .zero import given_configuration, problems_of_zero
 
 
 __all__ = [
     "check_agreement",
     "check_launch",
     "check_resumed_launch",
-    "check_units",
-    "shard_when_prepared",
-    "shards_masters",
 ]
 
 logger = logging.getLogger(__name__)
@@ -90,7 +84,7 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     if deepspeed is not None:
         config, kind = deepspeed.deepspeed_config, _kind_of_optimizer(args)
         problems = [*problems_of_zero(config, given_configuration(), args, is_peft_model(model), kind)]
-        if shards_masters(accelerator):
+        if deepspeed.zero_stage == 3:
             problems += _problem_of_pushes(args, "zero_stage=3")
         raise_problems(problems)
         keep_float32_masters(config)
@@ -99,13 +93,10 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
             f"rollout_ahead={args.rollout_ahead} with {'FSDP2' if plugin is not None else 'DeepSpeed'} is not supported in this release: "
             "the weights that draw a batch are kept whole. Launch with DDP (`accelerate launch --multi_gpu`), or leave it out."
         )
-
-
-def shards_masters(accelerator: Accelerator) -> bool:
-    """Return whether a process will hold only a part of the masters: with FSDP2 and ZeRO-3."""
-    state = accelerator.state
-    plugin = getattr(state, "deepspeed_plugin", None)
-    return getattr(state, "fsdp_plugin", None) is not None or (plugin is not None and plugin.zero_stage == 3)
+    if args.in_flight_updates and state.num_processes > 1:
+        raise NotImplementedError(
+            f"in_flight_updates=True is untested with several processes, and there are {state.num_processes}. Leave it out."
+        )
 
 
 def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
@@ -246,49 +237,3 @@ def check_agreement(accelerator: Accelerator, record: Mapping[str, Any]) -> None
                 f"The processes were configured differently: {names[0]}={records[0].get(names[0])!r} on process 0, "
                 f"{other.get(names[0])!r} on process {rank}. Give all of them the same options and files."
             )
-
-
-def check_units(model: nn.Module) -> None:
-    """
-    Check that each unit that FSDP2 gathers at once has whole decoder layers.
-
-    Raises:
-        ValueError: naming a unit that is a part of one.
-    """
-    inventory = Inventory.of(model)
-    layers = {layer_of(name) for name in inventory.layers}
-    for name, module in inventory.modules.items():
-        layer = layer_of(f"{name}.weight")
-        if isinstance(module, FSDPModule) and layer in layers and layer != name:
-            raise ValueError(
-                f"FSDP2 was told to wrap {type(module).__name__}, so {name!r} is gathered apart from the rest of its layer. Use "
-                "`fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` and leave out `fsdp_transformer_layer_cls_to_wrap`, or name the "
-                "class of whole layers."
-            )
-
-
-def shard_when_prepared(accelerator: Accelerator) -> None:
-    """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights."""
-    # Patched on the instance: accelerate has no hook after a model is sharded.
-    accelerator.prepare = _Sharding(accelerator)  # pyrefly: ignore[bad-assignment]
-
-
-class _Sharding:
-    def __init__(self, accelerator: Accelerator):
-        self.prepare = accelerator.prepare
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for model in args:
-            if isinstance(model, nn.Module):
-                as_bytes(model)
-        prepared = self.prepare(*args, **kwargs)
-        for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
-            if isinstance(each, FSDPModule):
-                check_units(each)
-                count = shard_low_bit(each)
-                keep_no_products(each)
-                logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
-            elif type(optimizer := getattr(each, "optimizer", None)).__name__ == "AdamW4bit":
-                # Compiled, it fails on shards of any model (torch 2.13, torchao 0.18).
-                optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
-        return prepared

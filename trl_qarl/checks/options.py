@@ -228,6 +228,8 @@ def check_ahead(config) -> Iterator[str]:
                 f"old_logps={config.old_logps!r} is for rollouts that are drawn ahead, but rollout_ahead=0: the learner has the weights "
                 "that drew the batch. Remove it; objective='bypass' takes the sampler's log-probs."
             )
+        if config.in_flight_updates:
+            yield "in_flight_updates=True is for rollouts that are drawn ahead, but rollout_ahead=0. Set rollout_ahead=2, or remove it."
         return
     said = f"rollout_ahead={config.rollout_ahead}"
     if not config.use_vllm or config.vllm_mode != "server":
@@ -249,6 +251,22 @@ def check_ahead(config) -> Iterator[str]:
             f"{said} with quantize_learner=False has no old_logps='version': low-bit weights are kept, and this learner computes with "
             "masters. Use old_logps='sampler' or 'learner'."
         )
+    if config.in_flight_updates:
+        yield from _problems_of_updates_in_flight(config)
+
+
+def _problems_of_updates_in_flight(config) -> Iterator[str]:
+    said = "in_flight_updates=True"
+    if config.rollout_ahead < 2:
+        yield f"{said} with rollout_ahead={config.rollout_ahead}: nothing is in flight when weights are published. Use rollout_ahead=2."
+    if config.numerics != "engine" or config.exact == "warn":
+        yield (
+            f"{said} needs numerics='engine', and not exact='warn', but numerics={config.numerics!r}, exact={config.exact!r}: the tokens of "
+            "a completion are of several weights, and those of a token are known only because its log-prob is theirs in every bit. "
+            "Remove it, or ask for these numerics."
+        )
+    if config.old_logps == "learner":
+        yield f"{said} is unsupported with old_logps='learner'. Use 'version'."
 
 
 def check_hub(config) -> Iterator[str]:

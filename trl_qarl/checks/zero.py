@@ -1,22 +1,15 @@
-"""Checks of DeepSpeed's configuration, and float32 masters, which DeepSpeed would round with `bf16`."""
+"""Checks of DeepSpeed's configuration."""
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from torch import nn
 
-from ..quantization.names import base_model
 from .options import name_of_optimizer
 
 
-__all__ = ["compute_in_bfloat16", "given_configuration", "keep_float32_masters", "problems_of_zero"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["given_configuration", "problems_of_zero"]
 
 _ROUNDED = (
     "it rounds the model's weights to 16 bits, and low-bit weights would be made of rounded masters. Leave it out: with bf16=True "
@@ -98,22 +91,3 @@ def _problems_of_slices(zero: Mapping[str, Any], args: Any, has_adapter: bool) -
         yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
     if args.precisions is not None:
         yield f"precisions={args.precisions} with zero_stage=3: {_OTHER_LAUNCHES}"
-
-
-def keep_float32_masters(config: dict[str, Any]) -> None:
-    """
-    Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its configuration, and step with
-    `optim`: with an offloaded state accelerate would substitute DeepSpeed's own Adam.
-    """
-    config.setdefault("zero_force_ds_cpu_optimizer", False)
-    if config.get("bf16", {}).get("enabled"):
-        logger.info("DeepSpeed leaves masters in float32, and the forward computes in bfloat16 under autocast.")
-        config["bf16"] = {"enabled": False}
-
-
-def compute_in_bfloat16(model: nn.Module) -> None:
-    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP; also in PEFT's `generate`."""
-    # PEFT's `generate` bypasses the forward of the adapted model.
-    model = base_model(model)
-    device = next(model.parameters()).device
-    model.forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(model.forward))

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from ..quantization.gemm import low_bit_linear
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model
-from ..quantization.sharded import is_sharded, whole
+from ..quantization.storage import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, low_bit, ops
 from .availability import adapters_beside, check_engine_numerics

@@ -3,7 +3,7 @@ Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_
 [`trl_qarl.numerics.cpu`] is for CPUs.
 
 **None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines. On a CPU the tests check
-what surrounds the kernels: arguments, layouts, and which of them takes part where. On a GPU each process compares the release that
+what surrounds the kernels: arguments and layouts. On a GPU each process compares the release that
 is installed before it uses any of it ([`reason_against`]): in 0.24 and 0.26 norms depend on the number of rows, from 0.32 on a bias
 is added before a product is rounded, and after it until 0.31.
 

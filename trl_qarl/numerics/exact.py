@@ -10,13 +10,20 @@ from torch import nn
 
 from ..forward import Batch
 from ..quantization.names import base_model
-from ..quantization.sharded import is_sharded
+from ..quantization.storage import is_sharded
 from . import cuda, low_bit
 from .modules import Router, operation_of
 from .ops import token_log_probs
 
 
-__all__ = ["Exactness", "check_arithmetic", "describe_difference", "first_difference", "largest_difference"]
+__all__ = [
+    "Exactness",
+    "check_arithmetic",
+    "choose_versions",
+    "describe_difference",
+    "first_difference",
+    "largest_difference",
+]
 
 
 logger = logging.getLogger(__name__)
@@ -132,6 +139,36 @@ def largest_difference(
     difference = difference.masked_fill(~mask.bool(), 0.0)
     index = int(difference.argmax())
     return difference.flatten()[index].item(), *divmod(index, difference.shape[1])
+
+
+def choose_versions(
+    by_version: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Find which weights have drawn each token of completions in which weights changed.
+
+    Args:
+        by_version (`torch.Tensor`):
+            `(V, B, T)`, log-probs of the tokens by each of the weights, in the order in which they were published.
+        sampling_per_token_logps (`torch.Tensor`):
+            `(B, T)`, the sampler's.
+        mask (`torch.Tensor`):
+            `(B, T)`, bool, the tokens that count.
+
+    Returns:
+        The log-probs `(B, T)` by the weights of each token, and their place `(B, T)` in `by_version`. These are the first weights, not
+        before those of the token before, whose log-prob is the sampler's. Where there are none it is the closest, which is not equal.
+    """
+    difference = (by_version - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
+    all_places = torch.arange(len(by_version), device=mask.device)[:, None]
+    current = torch.zeros_like(mask[:, 0], dtype=torch.long)
+    places = []
+    for column in range(mask.shape[1]):
+        closest = difference[:, :, column].masked_fill(all_places < current, torch.inf).argmin(dim=0)
+        current = torch.where(mask[:, column], closest, current)
+        places.append(current)
+    chosen = torch.stack(places, dim=1)
+    return by_version.gather(0, chosen[None])[0], chosen
 
 
 def describe_difference(

@@ -5,7 +5,7 @@ An objective is one file: an object of this class or of a subclass, and whatever
 class itself is a loss of TRL's by its `loss_type` name. Needs no torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -105,6 +105,36 @@ class Objective:
         """The loss of a micro-batch, where it is none of TRL's."""
         raise NotImplementedError(f"objective={self.name!r} is a loss of TRL's.")
 
+    # What a run learns about itself.
+
+    def for_run(self, config: Any) -> "Objective":
+        """Return the objective of one run: itself, unless it keeps something from one update to the next."""
+        return self
+
+    def end_update(self, gather: "Callable[[torch.Tensor], torch.Tensor]", is_on_policy: bool) -> dict[str, float]:
+        """
+        Take note of an update whose losses have been computed, and return what to log of it. Every process calls it.
+
+        Args:
+            gather (`Callable`):
+                Concatenates a tensor over the processes.
+            is_on_policy (`bool`):
+                Whether the learner still had the weights of the old log-probs.
+        """
+        return {}
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a resumed run needs, the same in every process, of numbers, tensors and lists; `None` for nothing."""
+        return None
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Continue from the `state` of a checkpoint. Raises `ValueError` if it is that of another objective or of other settings."""
+        if state is not None:
+            raise ValueError(
+                f"The checkpoint has a state of its objective ({', '.join(state)}), and objective={self.name!r} keeps none. Resume with "
+                "the same settings, or start a new run from its masters by passing it as the model."
+            )
+
     # What the telemetry shows.
 
     def is_corrected(self, config: Any) -> bool:
@@ -180,6 +210,15 @@ class Objective:
         if config.importance_sampling_level not in ("token", "sequence"):
             yield (
                 f"importance_sampling_level={config.importance_sampling_level!r} is unknown. Choose 'token' or 'sequence'."
+            )
+
+    def problems_of_batch(self, config: Any) -> Iterator[str]:
+        """Yield what is wrong with the generation batches, once their size is known."""
+        if self.is_on_policy and config.steps_per_generation != config.gradient_accumulation_steps:
+            yield (
+                f"steps_per_generation={config.steps_per_generation} (generation_batch_size={config.generation_batch_size}) "
+                f"contradicts objective={config.objective!r}, which makes one update per generation batch: it must equal "
+                f"gradient_accumulation_steps={config.gradient_accumulation_steps}. Remove it."
             )
 
 

@@ -10,6 +10,8 @@ __all__ = [
     "OF_ONE_LOSS",
     "OF_TRLS_LOSS",
     "RESHAPES_SAMPLING",
+    "TRUST_BANDS",
+    "TRUST_BAND_SHARE",
     "UNSET",
     "clip_offsets",
     "default",
@@ -25,6 +27,8 @@ UNSET = (
     "vllm_importance_sampling_mode",
 )
 """Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's default."""
+
+TRUST_BANDS, TRUST_BAND_SHARE = ("fixed", "auto"), 0.25
 
 RESHAPES_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -15,11 +15,13 @@ The paper prints Eq. 5 as a clip of `w`; its bounds `[-log c, log c]` are those 
 A ratio outside its band is constant, hence the whole completion gives no gradient: it is *dropped*. The mean runs over
 all sequences and an empty completion contributes 0, like TRL's `loss_type="grpo"`.
 
-Everything here is a function of tensors: no trainer state, no communication, no gradient-accumulation factor.
+The loss is a function of tensors: no trainer state, no communication, no gradient-accumulation factor. Bands that set
+themselves are in `trust_bands.py`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +29,9 @@ from typing_extensions import override
 
 from ..forward import Batch
 from .objective import Bounds, Loss, Objective, both_signs
-from .options import RESHAPES_SAMPLING, UNSET, is_unused, trl_default
+from .options import RESHAPES_SAMPLING, TRUST_BANDS, UNSET, default, is_unused, trl_default
 from .ratios import mismatch_weight, sequence_log_ratio
+from .trust_bands import MAX_LOG_RATIO, MIN_TAIL, Bands, EstimatedBands
 
 
 __all__ = ["REFUSED_BY_TBPO", "TBPO", "TBPOOutput", "tbpo_loss", "tbpo_metrics", "trust_band_clip"]
@@ -61,10 +64,6 @@ REFUSED_BY_TBPO = {
     "use 1.0",
 }
 """Inherited options that TBPO replaces or that have no meaning for one clipped ratio per sequence, and why."""
-
-# Far outside every trust band, far below overflow: exp(89) is inf in float32, and the gradient 0 * inf of a dropped
-# sequence would be NaN.
-MAX_LOG_RATIO = 20.0
 
 
 class TBPOOutput(NamedTuple):
@@ -181,8 +180,11 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
     }
 
 
+@dataclass(frozen=True)
 class _TBPO(Objective):
-    own_options = ("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high", "mismatch_cap")
+    estimate: EstimatedBands | None = None
+
+    own_options = (*Bands._fields, "mismatch_cap", "trust_band", "trust_band_share")
     has_own_loss = True
     takes_options_of_trl = False
     needs_one_policy = True
@@ -197,16 +199,65 @@ class _TBPO(Objective):
             batch.sampling_per_token_logps,
             batch.advantages,
             batch.mask,
-            **{name: getattr(config, name) for name in self.own_options},
+            **self._bands(config)._asdict(),
+            mismatch_cap=config.mismatch_cap,
         )
+        # Not an evaluation's.
+        if self.estimate is not None and now.requires_grad:
+            self.estimate.observe(output.log_ratio, batch.advantages, output.is_empty)
         ratio = sequence_log_ratio(now, old, batch.mask).exp().unsqueeze(1)
         return Loss(value, ratio, tbpo_metrics(output, batch.advantages))
 
+    def _bands(self, config: Any) -> Bands:
+        """Return the bands in force."""
+        if self.estimate is not None:
+            return self.estimate.bands
+        return Bands(*(getattr(config, name) for name in Bands._fields))
+
+    @override
+    def for_run(self, config: Any) -> "Objective":
+        if config.trust_band != "auto":
+            return self
+        share, batch_size = config.trust_band_share, config.generation_batch_size
+        return replace(self, estimate=EstimatedBands(share, batch_size, _updates_per_batch(config)))
+
+    @override
+    def end_update(self, gather: Callable[[torch.Tensor], torch.Tensor], is_on_policy: bool) -> dict[str, float]:
+        if self.estimate is None:
+            return {}
+        in_force = self.estimate.bands
+        self.estimate.end_update(gather, is_on_policy)
+        return {
+            f"tbpo/band/{name.replace('_epsilon', '')}": offset
+            for name, offset in in_force._asdict().items()
+            if math.isfinite(offset)
+        }
+
+    @override
+    def state(self) -> dict[str, Any] | None:
+        return None if self.estimate is None else self.estimate.state()
+
+    @override
+    def load(self, state: dict[str, Any] | None) -> None:
+        theirs, ours = (
+            "trust_band='fixed'" if share is None else f"trust_band='auto' and trust_band_share={share}"
+            for share in (state and state.get("trust_band_share"), self.estimate and self.estimate.share)
+        )
+        if theirs != ours:
+            raise ValueError(
+                f"The checkpoint was trained with {theirs}, this run has {ours}. Resume with the same settings, or start a new run from "
+                "its masters by passing it as the model."
+            )
+        if self.estimate is not None:
+            self.estimate.load(state)
+
     @override
     def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]]:
-        negative = (1 - config.negative_epsilon_low, 1 + config.negative_epsilon_high)
+        high, negative_low, negative_high = self._bands(config)
+        bounds = (1 + high, 1 - negative_low, 1 + negative_high)
+        high, negative_low, negative_high = (bound if math.isfinite(bound) else None for bound in bounds)
         return {
-            "ratio": both_signs((None, 1 + config.positive_epsilon_high), negative),
+            "ratio": both_signs((None, high), (negative_low, negative_high)),
             "mismatch_weight": both_signs((1 / config.mismatch_cap, config.mismatch_cap)),
         }
 
@@ -236,14 +287,54 @@ class _TBPO(Objective):
             ("negative_epsilon_low", 1.0),
         ):
             value = getattr(config, name)
+            if config.trust_band == "auto" and value != default(type(config), name):
+                yield (
+                    f"{name}={value!r} contradicts trust_band='auto', which estimates the bands. Remove it, or `trust_band` to set the "
+                    "bands by hand."
+                )
             if not value >= 0 or (upper is not None and value > upper):
                 bound = "at least 0" if upper is None else f"between 0 and {upper:g}"
                 yield f"{name}={value!r} must be {bound}: it is an offset from a ratio of 1."
+        if config.trust_band not in TRUST_BANDS:
+            yield f"trust_band={config.trust_band!r} is unknown. Choose one of {list(TRUST_BANDS)}."
+        if not 0 < config.trust_band_share < 1:
+            yield (
+                f"trust_band_share={config.trust_band_share!r} must be between 0 and 1, both excluded: it is the share of completions "
+                "to drop."
+            )
+        elif config.trust_band == "fixed" and config.trust_band_share != default(type(config), "trust_band_share"):
+            yield (
+                f"trust_band_share={config.trust_band_share!r} belongs to trust_band='auto', but trust_band='fixed': what is dropped "
+                "follows from the bands. Set trust_band='auto', or remove it."
+            )
         if not config.mismatch_cap > 1:
             yield (
                 f"mismatch_cap={config.mismatch_cap!r} must be greater than 1: the weight is bounded to [1/c, c]. The "
                 "paper uses 2."
             )
+
+    @override
+    def problems_of_batch(self, config: Any) -> Iterator[str]:
+        if config.trust_band != "auto":
+            return
+        share, batch_size = config.trust_band_share, config.generation_batch_size
+        # About half of the completions have either sign.
+        least = math.ceil(2 * MIN_TAIL / min(share, 1 - share))
+        if batch_size < least:
+            yield (
+                f"generation_batch_size={batch_size} is too small for trust_band='auto' with trust_band_share={share}: no such share "
+                f"can be estimated from fewer than {least} completions. Raise `steps_per_generation` or `per_device_train_batch_size`, or "
+                "take trust_band='fixed'."
+            )
+        if _updates_per_batch(config) == 1 and not config.rollout_ahead:
+            yield (
+                f"trust_band='auto' has nothing to estimate from: steps_per_generation={config.steps_per_generation} makes one update per "
+                "generation batch, in which every ratio is 1 and nothing is dropped. Raise `steps_per_generation`, or remove `trust_band`."
+            )
+
+
+def _updates_per_batch(config: Any) -> int:
+    return max(config.steps_per_generation * config.num_iterations // config.gradient_accumulation_steps, 1)
 
 
 # TBPO has a mismatch weight of its own; TRL would compute one that nothing uses, and log it.

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from .experts import DOWN, GATE_UP, QuantizedExperts, problem_of_experts
 from .names import base_state_dict
-from .partitioned import shape_of
+from .parameters import shapes_of
 
 
 __all__ = ["CheckpointNames", "find_checkpoint_names"]
@@ -62,13 +62,14 @@ def find_checkpoint_names(
     if (is_mixture and not stacked) or not isinstance(model, PreTrainedModel):
         return CheckpointNames()
     found = CheckpointNames()
+    shapes = {f"{name}.{leaf}": shape for name, m in modules.items() for leaf, shape in shapes_of(m).items()}
     for name, tensor in base_state_dict(model).items():
         if name in stacked:
             num_experts, blocks = stacked[name]
             # One row stands for all rows of a matrix, its number for its place among them.
             mark = torch.arange(num_experts * blocks).view(num_experts, blocks, 1)
         else:
-            mark = torch.empty(shape_of(tensor), device="meta")
+            mark = torch.empty(shapes.get(name, tensor.shape), device="meta")
         reverted = revert_weight_conversion(model, {name: mark})
         if len(reverted) != (mark.numel() if name in stacked else 1):
             return CheckpointNames()

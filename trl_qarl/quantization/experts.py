@@ -18,7 +18,7 @@ from .experts_product import experts_product
 from .formats.registry import format_of
 from .gemm import GROUPED, expanded_name, low_bit_linear
 from .grouped import grouped_experts, reason_against_grouping
-from .partitioned import shape_of
+from .parameters import shapes_of
 from .schemes import QuantScheme, get_scheme
 from .tensors import LowBitTensor, straight_through_linear
 from .weight import QuantizedLayer, QuantizedWeight, check_can_be_quantized, sharing_state
@@ -177,7 +177,7 @@ _OWN_ATTRIBUTES = frozenset(["quantized_weights", "product", "use_quantized_forw
 def has_stacked_matrices(name: str, module: nn.Module) -> bool:
     """Return whether a module, of that name in the model, keeps the matrices of several experts in one parameter."""
     is_experts = "experts" in name.split(".") or hasattr(module, "num_experts")
-    return is_experts and any(len(shape_of(p)) == 3 for p in module.parameters(recurse=False))
+    return is_experts and any(len(shape) == 3 for shape in shapes_of(module).values())
 
 
 def problem_of_experts(module: nn.Module) -> str | None:
@@ -194,7 +194,7 @@ def problem_of_experts(module: nn.Module) -> str | None:
         return "experts have no gate"
     if getattr(type(module)._apply_gate, "__name__", "") != "_default_apply_gate":
         return "its class has an activation of its own (`_apply_gate`)"
-    shapes = {name: tuple(shape_of(parameter)) for name, parameter in module.named_parameters(recurse=False)}
+    shapes = {name: tuple(shape) for name, shape in shapes_of(module).items()}
     if shapes.keys() != {GATE_UP, DOWN} or any(len(shape) != 3 for shape in shapes.values()):
         return f"its parameters are {shapes}, not {GATE_UP} (E, 2 I, H) and {DOWN} (E, H, I)"
     (experts, rows, hidden), down = shapes[GATE_UP], shapes[DOWN]
@@ -215,7 +215,8 @@ def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme,
             f"scheme {scheme.name!r} of experts: {refusal}. Use another scheme for them, such as "
             "'w4a16' ('re:.*experts'), or leave them out with `exclude_modules`."
         )
-    hidden, intermediate = shape_of(module.gate_up_proj)[-1], shape_of(module.down_proj)[-1]
+    shapes = shapes_of(module)
+    hidden, intermediate = shapes[GATE_UP][-1], shapes[DOWN][-1]
     try:
         sizes = {scheme.group_size_for(size) for size in (hidden, intermediate)}
     except ValueError as error:

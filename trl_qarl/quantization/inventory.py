@@ -16,7 +16,7 @@ from .checkpoint_names import CheckpointNames, find_checkpoint_names
 from .experts import QuantizedExperts, has_stacked_matrices
 from .linear import QuantizedLinear
 from .names import base_model, base_modules, base_state_dict, layer_of
-from .partitioned import shape_of
+from .parameters import shapes_of
 from .schemes import QuantScheme
 from .tensors import LowBitTensor
 from .weight import QuantizedLayer, QuantizedWeight
@@ -140,11 +140,11 @@ class Inventory:
     def stacked_experts(self) -> dict[str, nn.Parameter]:
         """Parameters in which a mixture keeps the matrices of all experts in high precision, as transformers 5 does."""
         return {
-            f"{name}.{leaf}": parameter
+            f"{name}.{leaf}": getattr(module, leaf)
             for name, module in self.quantizable.items()
             if not isinstance(module, nn.Linear)
-            for leaf, parameter in module.named_parameters(recurse=False)
-            if len(shape_of(parameter)) == 3
+            for leaf, shape in shapes_of(module).items()
+            if len(shape) == 3
         }
 
     @property
@@ -165,8 +165,8 @@ class Inventory:
         """
         Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`.
 
-        Where FSDP2 has sharded the masters, these are the parts that this process holds. [`~trl_qarl.quantization.sharded.whole`]
-        gathers one tensor at a time, so that no more than one is held whole in high precision.
+        Where masters are sharded, these are the parts that this process holds. [`~trl_qarl.quantization.storage.whole`] gathers one
+        tensor at a time, so that no more than one is held whole in high precision.
         """
         for layer, members in groupby(self.tensors().items(), key=lambda item: layer_of(item[0])):
             tensors = dict(members)

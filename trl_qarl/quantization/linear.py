@@ -17,6 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from .gemm import low_bit_linear
+from .parameters import weight_version
 from .schemes import QuantScheme
 from .tensors import LowBitTensor, straight_through_linear
 from .weight import (
@@ -26,7 +27,6 @@ from .weight import (
     QuantizedWeight,
     check_can_be_quantized,
     sharing_state,
-    weight_version,
 )
 
 

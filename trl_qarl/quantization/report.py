@@ -9,7 +9,6 @@ import torch
 
 from .experts import QuantizedExperts
 from .formats.registry import format_of
-from .partitioned import shape_of
 from .plan import QuantPlan
 from .schemes import QuantScheme
 from .weight import QuantizedLayer, QuantizedWeight
@@ -101,8 +100,8 @@ def report_layers(
         plan=plan,
         converted={name: layer.group_size for name, layer in layers.items()},
         skipped=dict(skipped),
-        master_bytes=sum(w.parameter.itemsize * shape_of(w.parameter).numel() for w in weights) if has_masters else 0,
-        bf16_bytes=sum(2 * shape_of(weight.parameter).numel() for weight in weights),
+        master_bytes=sum(w.parameter.itemsize * w.shape.numel() for w in weights) if has_masters else 0,
+        bf16_bytes=sum(2 * weight.shape.numel() for weight in weights),
         low_bit_bytes=sum(map(low_bit_bytes, weights)),
         schemes={name: layer.scheme for name, layer in layers.items()},
         num_experts={name: layer.num_experts for name, layer in layers.items() if isinstance(layer, QuantizedExperts)},
@@ -111,8 +110,7 @@ def report_layers(
 
 def low_bit_bytes(weight: QuantizedWeight) -> int:
     """Return the bytes of all tensors of a low-bit weight, which need not be computed for it."""
-    shape = shape_of(weight.parameter)
-    *rows, columns = shape
+    *rows, columns = weight.shape
     num_rows = math.prod(rows)
     num_scales = columns // (weight.group_size or columns) * num_rows
     scale_dtype = (
@@ -121,4 +119,4 @@ def low_bit_bytes(weight: QuantizedWeight) -> int:
     container = weight.scheme.container
     operands = format_of(container).operands
     of_operands = sum(o.dtype.itemsize * (num_scales if o.per_group else num_rows) for o in operands)
-    return shape.numel() * container.num_bits // 8 + num_scales * scale_dtype.itemsize + of_operands
+    return weight.shape.numel() * container.num_bits // 8 + num_scales * scale_dtype.itemsize + of_operands

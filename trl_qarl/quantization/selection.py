@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from .experts import DOWN, GATE_UP, QuantizedExperts, experts_format, problem_of_experts
 from .inventory import Inventory
-from .partitioned import shape_of
+from .parameters import shapes_of
 from .patterns import covers
 from .schemes import QuantScheme
 
@@ -97,7 +97,7 @@ def reasons_to_skip(inventory: Inventory, exclude_modules: str | Sequence[str] |
             reasons[name] = "exclude_modules"
         elif type(module) is not nn.Linear:
             reasons[name] = f"{type(module).__name__} has a forward of its own"
-        elif shape_of(module.weight).numel() == 0:
+        elif shapes_of(module).get("weight", module.weight.shape).numel() == 0:
             reasons[name] = "no weights"
     return reasons
 

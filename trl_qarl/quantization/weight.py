@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
 from .formats.registry import format_of
-from .partitioned import gathered, held_part, shape_of
+from .parameters import MADE_IN_INFERENCE_MODE, num_elements, weight_version
 from .schemes import QuantScheme
+from .storage import storage_of
 from .tensors import LowBitTensor
 
 
-__all__ = ["MasterSource", "Product", "QuantizedLayer", "QuantizedWeight", "weight_version"]
+__all__ = ["MasterSource", "Product", "QuantizedLayer", "QuantizedWeight"]
 
 Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torch.Tensor, tuple[Any, ...], str]]
 """Takes rows `(M, K)`, weight and bias and returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does."""
@@ -30,8 +28,8 @@ Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torc
 
 class MasterSource:
     """
-    The weight that is quantized: the layer's own, which DeepSpeed may have cut ([`gathered`]). Other sources build it from that one
-    and from more.
+    The weight that is quantized: the layer's own, of which this process may hold a part ([`storage_of`]). Other sources build it from
+    that one and from more.
 
     Each method is given the layer's parameter, which is read once per use: a parametrization computes a new tensor each time.
     """
@@ -55,16 +53,16 @@ class MasterSource:
         return weight_version(weight)
 
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the high-precision weight that is quantized, with gradients."""
-        return gathered(weight)
+        """Return the high-precision weight that is quantized, with gradients; of a sharded one what this process quantizes."""
+        return storage_of(weight).value(weight)
 
     def shape(self, weight: torch.Tensor) -> torch.Size:
         """Return the shape of all of the weight."""
-        return shape_of(weight)
+        return storage_of(weight).shape(weight)
 
     def rows(self, weight: torch.Tensor) -> range:
         """Return which rows of all of the weight the value has."""
-        return range(shape_of(weight)[:-1].numel())
+        return storage_of(weight).rows(weight)
 
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor to which the gradient of the value can be given in its place; `None` if nothing takes one."""
@@ -118,6 +116,11 @@ class QuantizedWeight:
         return getattr(self.layer, self.name)
 
     @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter: of a sharded one that of all of it."""
+        return storage_of(self.parameter).shape(self.parameter)
+
+    @property
     def is_frozen(self) -> bool:
         """True if the master is gone."""
         parameter = self.parameter
@@ -161,6 +164,11 @@ class QuantizedWeight:
                     low_bit = kept
         self._kept[active] = low_bit, version
         return low_bit
+
+    @torch.no_grad()
+    def whole_low_bit(self) -> LowBitTensor:
+        """Return all of the low-bit weight, where it is sharded gathered from the processes, which all have to call."""
+        return storage_of(self.parameter).whole_low_bit(self)
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
         """Return the low-bit form that this layer gives to a `weight` of its shape; nothing is kept."""
@@ -330,50 +338,7 @@ def check_can_be_quantized(module: nn.Module, weights: list[torch.Tensor], schem
     if not scheme.is_quantized:
         raise ValueError(f"Scheme {scheme.name!r} leaves weights in high precision; there is nothing to convert.")
     for weight in weights:
-        if shape_of(weight).numel() == 0:
+        if num_elements([weight]) == 0:
             raise ValueError(f"The layer has no weights to quantize: shape {tuple(weight.shape)}.")
         if weight.is_inference():
             raise ValueError(MADE_IN_INFERENCE_MODE)
-
-
-MADE_IN_INFERENCE_MODE = (
-    "The weight was made inside `torch.inference_mode()`, where PyTorch does not count updates, so a changed weight could "
-    "not be told from the one that was quantized. Make or load the model outside of it; `torch.no_grad()` does as well."
-)
-
-# Fused and 8-bit optimizers write to parameters without raising their version, so each step of any optimizer counts.
-_num_optimizer_steps = 0
-
-
-# A tracer cannot follow weak references.
-@torch.compiler.disable
-def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
-    """
-    Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not kept.
-
-    Addresses are no identity: a new tensor may lie where an old one was. As long as a weak reference to a storage exists, no
-    other storage compares equal to it.
-    """
-    if weight.is_inference():
-        if isinstance(weight, nn.Parameter):
-            raise ValueError(MADE_IN_INFERENCE_MODE)
-        return None
-    held = held_part(weight)
-    return (
-        WeakIdRef(weight),
-        StorageWeakRef(held.untyped_storage()),
-        held.storage_offset(),
-        held.stride(),
-        held._version,
-        weight._version,
-        weight.dtype,
-        _num_optimizer_steps,
-    )
-
-
-def _count_optimizer_step(*args, **kwargs):
-    global _num_optimizer_steps
-    _num_optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_optimizer_step)

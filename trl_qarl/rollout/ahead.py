@@ -9,6 +9,9 @@ Rollouts that a server draws while the learner trains on the ones before.
 
 Between two generation batches nothing is in flight: the learner waits for what the engine draws, publishes, and has a thread ask for
 more. The lag is fixed, so the weights that draw a batch depend on its number and never on who is faster: runs repeat and resume.
+
+With `in_flight_updates` the learner waits for its next batch alone, and what else is in flight goes on with the weights that it publishes:
+tokens are of the weights of several updates, and which these are depends on who is faster.
 """
 
 import logging
@@ -18,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -58,6 +62,11 @@ class InFlight:
         """True in the main process, once it was asked for."""
         return self._thread is not None
 
+    @property
+    def is_running(self) -> bool:
+        """True in the main process, until there is an answer or an error."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self, request: Callable[[], Any]) -> None:
         """Have a thread make the `request`."""
         # `concurrent.futures` would be joined when the interpreter ends, and a trainer that dies would wait for its server.
@@ -93,10 +102,8 @@ class Pending:
     Args:
         prompt_ids (`list[list[int]]`):
             Token ids of the prompts, each as often as it is completed.
-        version (`int`):
-            The update whose weights draw it.
-        kept (`KeptVersion`):
-            These weights.
+        versions (`list[tuple[int, KeptVersion]]`):
+            The update whose weights draw it, and these weights; further ones that were published while it was drawn, in their order.
         completion_ids (`list[list[int]]`, *optional*), logps (`list[list[float]]`, *optional*):
             Completions and the log-probs of their tokens, once they are there.
         seconds (`float`, *optional*):
@@ -106,12 +113,21 @@ class Pending:
     """
 
     prompt_ids: list[list[int]]
-    version: int
-    kept: KeptVersion
+    versions: list[tuple[int, KeptVersion]]
     completion_ids: list[list[int]] | None = None
     logps: list[list[float | None]] | None = None
     seconds: float = 0.0
     in_flight: InFlight | None = None
+
+    @property
+    def version(self) -> int:
+        """The update whose weights began to draw it."""
+        return self.versions[0][0]
+
+    @property
+    def is_lost(self) -> bool:
+        """True if it was not drawn, and is not in flight."""
+        return self.completion_ids is None and self.in_flight is None
 
     def keep(self, output: tuple) -> None:
         """Keep what [`~trl_qarl.rollout.generation.QaRLVLLMGeneration.generate`] has returned."""
@@ -204,10 +220,13 @@ class Ahead:
         processes = accelerator.num_processes, accelerator.process_index
         self._coming = NextPrompts(sampler, dataset, num_repeats, args.gradient_accumulation_steps, *processes)
 
-    def wait(self) -> None:
-        """Wait for what is in flight. What has failed stays pending, to be drawn again by [`~Ahead.collect`]."""
+    def wait(self, number: int | None = None) -> None:
+        """
+        Wait for what is in flight, of the next `number` batches if it is given. What has failed stays pending, to be drawn again by
+        [`~Ahead.collect`].
+        """
         start = time.perf_counter()
-        for batch in self.pending:
+        for batch in islice(self.pending, number):
             if batch.in_flight is None:
                 continue
             in_flight = batch.in_flight
@@ -219,19 +238,23 @@ class Ahead:
             batch.seconds = in_flight.seconds
         self._wait_seconds += time.perf_counter() - start
 
-    def collect(self) -> bool:
+    def collect(self, is_training: bool) -> bool:
         """
-        Wait for what is in flight, and draw what was lost with the weights that were to draw it, which are published again. Returns
-        whether they were: then the engine no longer has the learner's.
+        Wait for what is in flight, for training with `in_flight_updates` only for the next batch, and draw what was lost with the weights
+        that were to draw it, which are published again. Returns whether they were: then the engine no longer has the learner's.
 
         Raises:
             EngineLost: on every process, if the engine cannot be brought back. What is lost stays pending.
         """
-        self.wait()
-        lost = [batch for batch in self.pending if batch.completion_ids is None]
+        self.wait(1 if is_training and self.args.in_flight_updates else None)
+        if any(batch.is_lost for batch in self.pending):
+            # What is in flight must not go on with earlier weights.
+            self.wait()
+        lost = [batch for batch in self.pending if batch.is_lost]
         for batch in lost:
             start = time.perf_counter()
-            with at_version(self.generation.model, batch.kept):
+            del batch.versions[:-1]
+            with at_version(self.generation.model, batch.versions[0][1]):
                 self.generation.sync_weights()
                 batch.keep(self.generation.generate(batch.prompt_ids, None, self.args.num_generations))
             batch.seconds = time.perf_counter() - start
@@ -286,14 +309,18 @@ class Ahead:
                             f"rollout_ahead={self.args.rollout_ahead} is unsupported with pictures. Leave it out."
                         )
                     prompts.append(prompt_ids)
-        kept = kept_version(self.generation.model) if prompts else None
+        in_flight = [batch for batch in self.pending if batch.in_flight is not None]
+        if prompts or in_flight:
+            version = state.global_step, kept_version(self.generation.model)
+        for batch in in_flight:
+            batch.versions.append(version)
         for prompt_ids in prompts:
-            in_flight = self.generation.launch(prompt_ids, self.args.num_generations)
-            self.pending.append(Pending(prompt_ids, state.global_step, kept, in_flight=in_flight))
+            launched = self.generation.launch(prompt_ids, self.args.num_generations)
+            self.pending.append(Pending(prompt_ids, [version], in_flight=launched))
 
     def at_drawn(self) -> AbstractContextManager:
-        """Return a context in which the learner has the weights that have drawn the batch in progress."""
-        return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.kept)
+        """Return a context in which the learner has the weights that have drawn, or begun to draw, the batch in progress."""
+        return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.versions[0][1])
 
     def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
         """
@@ -301,20 +328,36 @@ class Ahead:
         which all processes have alike.
         """
         self.wait()
-        kept = {id(batch.kept): batch.kept for batch in self.pending}
+        kept = {id(version): version for batch in self.pending for _, version in batch.versions}
         places = list(kept)
         batches = [
-            (b.prompt_ids, b.version, places.index(id(b.kept)), b.completion_ids, b.logps, b.seconds)
+            (
+                b.prompt_ids,
+                [(update, places.index(id(version))) for update, version in b.versions],
+                b.completion_ids,
+                b.logps,
+                b.seconds,
+            )
             for b in self.pending
         ]
         return batches, [version.state() for version in kept.values()]
 
     def load(self, batches: list[tuple], versions: list[dict[str, Any]]) -> None:
-        """Go on from [`~Ahead.state`]."""
+        """
+        Go on from [`~Ahead.state`].
+
+        Raises:
+            ValueError: if a batch is of the weights of several updates, and this run looks for those of one.
+        """
+        if not self.args.in_flight_updates and any(len(drawn_by) > 1 for _, drawn_by, *_ in batches):
+            raise ValueError(
+                "The checkpoint has completions that were drawn with in_flight_updates=True, by the weights of several updates. Resume "
+                "with it."
+            )
         self.forget()
         kept = [KeptVersion.of_state(state, self.generation.model) for state in versions]
-        for prompt_ids, version, index, *drawn in batches:
-            self.pending.append(Pending(prompt_ids, version, kept[index], *drawn))
+        for prompt_ids, drawn_by, *drawn in batches:
+            self.pending.append(Pending(prompt_ids, [(update, kept[index]) for update, index in drawn_by], *drawn))
 
     def forget(self) -> None:
         """Drop what is pending: it is of another training, or of prompts that do not come."""

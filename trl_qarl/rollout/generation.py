@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from typing_extensions import override
 
-from ..quantization.sharded import is_sharded, writes_to
+from ..quantization.parameters import writes_to
 from .ahead import InFlight
 from .answers import BadAnswer, check_answer, vocabulary_size
 from .client import QaRLClient
@@ -62,6 +62,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             File with the secret of a server that was started otherwise.
         start_command (`str`, *optional*):
             What starts a server, for the error where none answers.
+        in_flight_updates (`bool`, *optional*, defaults to `False`):
+            Whether what is launched goes on with weights that are published meanwhile, in place of being waited for.
 
     All other arguments are those of the parent class.
 
@@ -88,6 +90,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         ca_certs: str | None = None,
         delta_sync: bool | None = None,
         start_command: str = "trl-qarl vllm-serve",
+        in_flight_updates: bool = False,
         **kwargs,
     ):
         self.dtype = dtype
@@ -98,7 +101,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.token_file = token_file
         self.transport, self.allow_plain_http, self.ca_certs = transport, allow_plain_http, ca_certs
         self.delta_sync = delta_sync
-        self.start_command = start_command
+        self.start_command, self.in_flight_updates = start_command, in_flight_updates
         self.publication: dict[str, float] = {}
         self.published_version: str | None = None
         self.engine: dict[str, Any] = {}
@@ -139,6 +142,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.vllm_client.placeholders = placeholders_of(self.processing_class)
         transport, reason = choose_transport(self.vllm_client, self.transport, self.allow_plain_http)
         logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
+        transport.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
         self.delta_sync = sends_changes(transport, self.delta_sync)
         if isinstance(transport, NCCLTransport):
             self.vllm_client.form_communicator(self.accelerator.device)
@@ -192,10 +196,10 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors, with nothing in flight, which vLLM would cut short and call a success. What fails is
-        [`EngineLost`]: from a server on every process, from an engine in this process on this one.
+        Publishes the learner's low-bit tensors, with nothing in flight, which vLLM would cut short and call a success, but with
+        `in_flight_updates`. What fails is [`EngineLost`]: from a server on every process, from an engine in this process on this one.
         """
-        while self._launched:
+        while self._launched and not self.in_flight_updates:
             self._launched.pop().wait()
         if self.mode == "colocate":
             self._publish_directly()
@@ -256,6 +260,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     def _generate_once(self, prompts, images, num_generations, profiler=None):
         self._is_generating = True
+        # TRL takes a list for pictures, also an empty one.
+        images = images and [pictures or None for pictures in images]
         try:
             output = super().generate(prompts, images, num_generations, profiler)
             if self.mode == "colocate":
@@ -306,7 +312,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
     def _publish(self) -> dict[str, float]:
         # The step alone does not tell: training can begin again at 0, and another trainer has steps of the same number.
         version = f"{self.weight_version()}-{secrets.token_hex(4)}"
-        if self.mode == "server" and is_sharded(self.model):
+        if self.mode == "server" and self.publisher.takes_all_processes:
             # The others are where it ends.
             broadcast_object_list([_GATHERS], from_process=0)
         publication = self.publisher.publish(version)
@@ -327,14 +333,16 @@ class QaRLVLLMGeneration(VLLMGeneration):
             raise as_lost(error, "Publishing to vLLM failed") from error
 
     def _publish_alone(self, attempt: int = 0) -> None:
-        if attempt and is_sharded(self.model):
+        if attempt and self.publisher.takes_all_processes:
             raise EngineLost("A `rollout_func` has lost the server, which takes all processes to fill.")
         self.publication = persistently("Publishing to vLLM", self._publish, self._recover)
 
     def _completions(self, generate: Callable[[], dict[str, Any]], asked: dict[str, Any]) -> dict[str, Any]:
         """What fails is in the place of the completions, so that every process raises it. What is launched has none yet."""
         is_own, in_flight = self._is_generating, self._in_flight
-        request = partial(self._generate_and_check, generate, asked if is_own else None)
+        # Not by a thread that does not know what is published meanwhile.
+        checks_version = in_flight is None or not self.in_flight_updates
+        request = partial(self._generate_and_check, generate, asked if is_own else None, checks_version)
         try:
             if not is_own:
                 # A `rollout_func` asks, on this process alone.
@@ -342,15 +350,18 @@ class QaRLVLLMGeneration(VLLMGeneration):
             if in_flight is None:
                 return request()
             if in_flight.is_started:
-                return in_flight.answer()
+                completions = in_flight.answer()
+                if self.in_flight_updates:
+                    self._check_weight_version(self.vllm_client.weight_version())
+                return completions
             in_flight.start(request)
-            self._launched.append(in_flight)
+            self._launched = [*(other for other in self._launched if other.is_running), in_flight]
             return dict.fromkeys(_ANSWER, ())
         except Exception as error:
             return dict.fromkeys(_ANSWER, as_lost(error, f"{_GENERATING} failed"))
 
     def _generate_and_check(
-        self, generate: Callable[[], dict[str, Any]], asked: dict[str, Any] | None
+        self, generate: Callable[[], dict[str, Any]], asked: dict[str, Any] | None, checks_version: bool
     ) -> dict[str, Any]:
         try:
             completions = generate()
@@ -362,7 +373,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             # TRL's client takes the answer apart without a look at it.
             raise ServerLost(f"The completions cannot be read: {type(error).__name__}: {error}") from error
         # Now and not when they have been rewarded: nothing is asked of the server until the next completions.
-        self._check_weight_version(self.vllm_client.weight_version())
+        if checks_version:
+            self._check_weight_version(self.vllm_client.weight_version())
         return completions
 
     def _recover(self, attempt: int) -> None:

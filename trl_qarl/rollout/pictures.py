@@ -108,20 +108,28 @@ def sent_ids(prompt: list[int]) -> list[int]:
     return getattr(prompt, "sent", prompt)
 
 
-def check_rows(prompts: Sequence[Any]) -> None:
+def check_rows(prompts: Sequence[Any], processing_class: Any, num_processes: int) -> None:
     """
-    Raise a `ValueError` for conversations of which some have pictures and others none: TRL 1.16 calls the processor
-    with `None` for these.
+    Raise a `ValueError` for conversations of which some have pictures and others none, where these cannot be told apart
+    afterwards: one process has to keep grids of patches, as it does for Qwen's models.
     """
     if not isinstance(prompts[0], list):
         return
     parts = [[part for message in prompt for part in message["content"] or ()] for prompt in prompts]
     counts = [sum(isinstance(part, dict) and part.get("type") == "image" for part in row) for row in parts]
-    if 0 in counts and any(counts):
-        raise ValueError(
-            f"prompt {counts.index(0)} of {len(counts)} has no picture, and others have, which TRL does not take in one generation batch. Give "
-            "every row a picture, or train on one kind of rows after the other."
-        )
+    if 0 not in counts or not any(counts):
+        return
+    image_processor = getattr(processing_class, "image_processor", None)
+    if "image_grid_thw" not in getattr(image_processor, "model_input_names", ()):
+        reason = f"{type(processing_class).__name__} pads rows, and TRL 1.16 splits them by their numbers of pictures"
+    elif num_processes > 1:
+        reason = f"a process without pictures would not compute the vision tower, and the other {num_processes - 1} wait for it"
+    else:
+        return
+    raise ValueError(
+        f"prompt {counts.index(0)} of {len(counts)} has no picture, and others in its generation batch have: {reason}. Give every row a "
+        "picture, or train on one kind of rows after the other."
+    )
 
 
 def expanded_prompts(

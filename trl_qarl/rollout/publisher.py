@@ -20,7 +20,8 @@ from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture, quan
 from ..quantization.experts import QuantizedExperts
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
-from ..quantization.sharded import is_sharded
+from ..quantization.storage import is_sharded
+from ..wire.delta import DELTA_PREFIX, base_digest
 from ..wire.describe import (
     PICTURE_OPTIONS,
     config_differences,
@@ -30,9 +31,9 @@ from ..wire.describe import (
     model_differences,
 )
 from ..wire.fingerprint import fingerprints as fingerprints_of
+from ..wire.patches import PatchBook
 from ..wire.protocol import is_adapter_tensor, load_order
 from .canary import Canary
-from .deltas import Deltas
 from .gpu_kernels import Gpu, reason_against, unexpected_kernels
 from .transports import Tensors, Transport, num_bytes_of
 
@@ -59,7 +60,7 @@ class Publisher:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             The learner's. With it the engine's tokenizer is compared, and log-probs of a fixed text after each publication.
         delta (`bool`, *optional*, defaults to `False`):
-            Whether to send only what changed within a layer ([`Deltas`]).
+            Whether to send only what changed within a layer ([`~trl_qarl.wire.patches.PatchBook`]).
 
     Raises:
         NotImplementedError: from [`~trl_qarl.checkpoint.layout.problem_of_mixture`].
@@ -77,7 +78,12 @@ class Publisher:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.canary = Canary(model, dtype, tokenizer)
         self._published: dict[str, str] = {}
-        self._deltas = Deltas(transport) if delta else None
+        self._patches = PatchBook() if delta else None
+
+    @property
+    def takes_all_processes(self) -> bool:
+        """Whether the others have to [`~Publisher.join`] a publication."""
+        return is_sharded(self.model)
 
     def forget(self) -> None:
         """Send everything with the next publication, because the engine is new or its state is unknown."""
@@ -154,7 +160,7 @@ class Publisher:
             num_bytes, num_tensors = self._send(layers, fingerprints, weight_version)
         finally:
             # Finish the collectives: the other ranks do not know of the failure.
-            for _ in layers if is_sharded(self.model) else ():
+            for _ in layers if self.takes_all_processes else ():
                 pass
         canary = self.canary.compare(learner, self.transport)
         self._published = fingerprints
@@ -164,7 +170,7 @@ class Publisher:
             "publish/megabytes": num_bytes / 2**20,
             "publish/tensors": num_tensors,
             "publish/unchanged_tensors": len(fingerprints) - num_tensors,
-            **({} if self._deltas is None else {"publish/delta_seconds": self._delta_seconds}),
+            **({} if self._patches is None else {"publish/delta_seconds": self._delta_seconds}),
             **canary,
         }
 
@@ -179,8 +185,8 @@ class Publisher:
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
         lost = self.transport.begin() or []
-        if self._deltas is not None:
-            published = self._deltas.begin(published)
+        if self._patches is not None:
+            published = self._begin_patches(published)
         changed = [name for name in lost if published.pop(name, None) is not None]
         if changed:
             logger.warning(
@@ -203,12 +209,26 @@ class Publisher:
         self.transport.finish(fingerprints, weight_version)
         return num_bytes, num_tensors
 
+    def _begin_patches(self, published: dict[str, str]) -> dict[str, str]:
+        """Return nothing where the engine does not hold exactly what it has confirmed, as one that was started again: all is sent."""
+        if self.transport.keep_copy() != base_digest(published):
+            published = {}
+        self._patches.confirm(published)
+        return published
+
     def _pack(self, layer: Tensors) -> Tensors:
         """Return what is sent of a layer."""
-        if self._deltas is None:
+        if self._patches is None:
             return layer
         start = time.perf_counter()
-        packed = self._deltas.pack(layer)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in layer}
+        block, whole = self._patches.make(tensors)
+        for name, tensor in tensors.items():
+            self._patches.keep(name, tensor)
+        packed = [(name, tensor) for name, tensor in layer if name in whole]
+        if block is not None:
+            first = layer[0][0]
+            packed.append((DELTA_PREFIX + ("adapter" if is_adapter_tensor(first) else layer_of(first)), block))
         self._delta_seconds += time.perf_counter() - start
         return packed
 

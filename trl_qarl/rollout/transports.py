@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -168,10 +168,14 @@ class DirectTransport:
 
 
 class ServerTransport:
-    """Requests common to every transport to a server; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]."""
+    """
+    Requests common to every transport to a server; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]. `is_drawing` tells whether
+    completions of this trainer are in flight that are to go on with what is published.
+    """
 
     def __init__(self, client):
         self.client = client
+        self.is_drawing: Callable[[], bool] = lambda: False
         self._replicas = 1
 
     def describe(self) -> dict[str, Any]:
@@ -186,8 +190,9 @@ class ServerTransport:
         return {**first, "replicas": self._replicas}
 
     def begin(self) -> list[str]:
-        # Abort other clients' requests: they must not finish with other weights than they began with.
-        self.client.control("/pause?mode=abort")
+        # Abort other clients' requests: they must not finish with other weights than they began with. Of kept ones vLLM drops keys and
+        # values, and computes them again with the new weights.
+        self.client.control(f"/pause?mode={'keep' if self.is_drawing() else 'abort'}")
         # Union of the names that each rank has lost.
         changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
         self.client.control("/start_weight_update")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..objectives.options import TRUST_BAND_SHARE
 from ..quantization.plan import get_plan
 from ..quantization.schemes import QuantScheme
 
@@ -205,6 +206,9 @@ def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     if len(values) < 4 or (ratios and max(abs(ratio - 1) for ratio in ratios) < 1e-6):
         return None
     share, (low, high) = statistics.fmean(values), DROPPED_AIM
+    if settings.get("trust_band") == "auto":
+        aim = f"aim {settings.get('trust_band_share', TRUST_BAND_SHARE):.0%} of all but the first updates of a batch, by bands that set themselves"
+        return Finding("dropped", "Updating", "fine", f"dropped {share:.0%}", aim)
     # The first batches, under a warm-up, say little of what comes.
     if share < low and len(_values(rows, "tbpo/dropped/total")) < MIN_UPDATES_OF_LOW_SHARE:
         return None
@@ -269,9 +273,10 @@ def _entropy(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
         )
         return Finding("entropy", "Entropy", level, value, threshold, advice)
     if last < ENTROPY_LEFT * first:
+        wider = "lower `trust_band_share`" if settings.get("trust_band") == "auto" else "raise `positive_epsilon_high`"
         advice = (
             "Completions become copies of each other. If the reward has stopped below what is possible, raise `temperature` or "
-            "`positive_epsilon_high`."
+            f"{wider}."
         )
         return Finding("entropy", "Entropy", "watch", value, threshold, advice)
     return Finding("entropy", "Entropy", "fine", value, threshold)

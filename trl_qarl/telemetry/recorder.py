@@ -14,11 +14,10 @@ from transformers import TrainerCallback
 from typing_extensions import override
 
 from ..forward import FORWARD_KEYS, Batch, learner_log_probs
-from ..objectives.objective import reduce_metrics
+from ..objectives.objective import Objective, reduce_metrics
 from ..objectives.ratios import mismatch_weight, sequence_log_ratio
-from ..objectives.registry import get_objective
 from ..quantization.inventory import Inventory
-from ..quantization.sharded import is_sharded
+from ..quantization.storage import is_sharded
 from ..quantization.swap import quantized_forward
 from ..quantization.weight import QuantizedWeight
 from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
@@ -56,6 +55,8 @@ class Recorder(TrainerCallback):
             Values by name, for `"train"` and for `"eval"`.
         decode (`Callable`):
             From token ids to text.
+        objective ([`~trl_qarl.objectives.objective.Objective`]):
+            That of the run.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class Recorder(TrainerCallback):
         model: nn.Module,
         metrics: Mapping[str, dict[str, list[float]]],
         decode: Callable[[Sequence[int]], str],
+        objective: Objective,
     ):
         self.args, self.accelerator, self.model = args, accelerator, model
         self._metrics, self._decode = metrics, decode
-        self._objective = get_objective(args)
-        self._bounds = self._objective.histogram_bounds(args)
-        self._counts_sequences = self._objective.sequence_bounds(args) is not None
+        self._objective, self._bounds = objective, objective.histogram_bounds(args)
+        self._counts_sequences = objective.sequence_bounds(args) is not None
         self._histograms: torch.Tensor | None = None
         self._worst: list[dict[str, Any]] = []
         self._batches: list[dict[str, float]] = []
@@ -319,6 +320,8 @@ class Recorder(TrainerCallback):
         """Count the ratios of a micro-batch, of which the learner's log-probs now are known."""
         if not self.model.training:
             return
+        # Those of this update, as bands may set themselves.
+        self._bounds = self._objective.histogram_bounds(self.args)
         old, sampling, advantages, mask, per_token_logps = batch
         tokens = torch.stack([per_token_logps - old, old - sampling]).flatten(1)
         advantages_of_tokens = advantages.unsqueeze(1).expand_as(old).flatten()

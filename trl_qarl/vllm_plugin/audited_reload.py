@@ -39,10 +39,10 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..numerics import cuda
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
+from ..wire.patches import PatchBook
 from ..wire.protocol import is_adapter_tensor
 from .adapters import PublishedAdapter, on_bare_model
 from .addresses import Addresses
-from .checkpoint_copy import CheckpointCopy
 from .engine_tensors import (
     dtype_and_shape,
     engine_name,
@@ -81,7 +81,7 @@ class AuditedReload:
         # A shard of a tensor has no fingerprint of its own.
         self._is_whole = self.parallel_config.tensor_parallel_size == 1
         self.adapter = PublishedAdapter(self.model, self._engine_name, self._is_whole)
-        self.copy = CheckpointCopy(self.device)
+        self.copy = PatchBook(is_kept=False)
         self.has_graphs = self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         self._addresses: Addresses | None = None
         self._noisy: list[str] = []
@@ -292,7 +292,8 @@ class AuditedReload:
         load_weights = self.model.load_weights
 
         def load_and_watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            weights = self.adapter.take(self.copy.take(tensors, self.published, self._arrived), self._arrived)
+            patched = self.copy.take(tensors, self.published, self._arrived)
+            weights = self.adapter.take(((name, t.to(self.device)) for name, t in patched), self._arrived)
             first = next(weights, None)
             if first is None:
                 return set()

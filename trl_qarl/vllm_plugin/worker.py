@@ -98,9 +98,9 @@ class WorkerExtension:
         return self.weight_transfer_engine.changed()
 
     def qarl_keep_copy(self) -> str:
-        """Keep published tensors from now on, for [`CheckpointCopy`], and return the digest of those that are here already."""
+        """Keep published tensors from now on, in a [`PatchBook`], and return the digest of those that are here already."""
         engine = self.weight_transfer_engine
-        return engine.copy.keep(engine.published)
+        return engine.copy.confirm(engine.published)
 
     def qarl_clear_cache(self) -> None:
         """Set keys and values to 0. Attention on a CPU multiplies those of unused slots by 0, which leaves NaN what it is."""

@@ -1,4 +1,4 @@
-"""What every container does alike."""
+"""Behaviour that all containers share."""
 
 import pytest
 import torch

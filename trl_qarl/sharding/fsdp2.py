@@ -8,8 +8,7 @@ in 16 bits.
 A low-bit weight without a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and gathered likewise.
 
 Outside a forward a sharded layer's weight is a `DTensor`; what the layer calls its master and its low-bit weight are the rows that
-this process holds ([`ShardedSource`]), and [`whole_low_bit`] and [`whole`] gather: every process has to call them. In a forward
-the weight is the gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the masters.
+this process holds ([`ShardedSource`]), and [`Rows`] gathers, which every process has to call. In a forward the weight is the gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the masters.
 
 FSDP2's extension point is `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a *local* tensor
 (https://github.com/pytorch/pytorch/pull/122908). [`MasterShard`] has these two and is an ordinary tensor otherwise, so optimizers,
@@ -26,24 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from .partitioned import gathered, held_part, is_partitioned
-from .tensors import LowBitTensor
-from .weight import MasterSource, QuantizedLayer, QuantizedWeight, weight_version
+from ..quantization.storage import BACKENDS, Storage
+from ..quantization.tensors import LowBitTensor
+from ..quantization.weight import MasterSource, QuantizedLayer, QuantizedWeight
 
 
-__all__ = [
-    "FrozenRows",
-    "MasterShard",
-    "ShardedSource",
-    "as_bytes",
-    "held_rows",
-    "is_sharded",
-    "reshard",
-    "shard_low_bit",
-    "whole",
-    "whole_low_bit",
-    "writes_to",
-]
+__all__ = ["FrozenRows", "MasterShard", "Rows", "ShardedSource", "as_bytes", "shard_low_bit"]
 
 _ALIGNMENT = 64
 # Its new name, since torch 2.13.
@@ -118,23 +105,72 @@ class _OnDevice:
         return tuple(part.to(self.device, non_blocking=True) for part in parts), metadata
 
 
+class Rows(Storage):
+    """A parameter of which this process holds rows: FSDP2 gives every process as many, up to the last that get any."""
+
+    is_whole = False
+
+    @override
+    def has(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, DTensor)
+
+    @override
+    def is_of(self, model: nn.Module) -> bool:
+        return any(isinstance(module, FSDPModule) for module in model.modules())
+
+    @override
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor._local_tensor
+
+    @override
+    def rows(self, tensor: torch.Tensor) -> range:
+        mesh, num_rows = tensor.device_mesh, tensor.shape[1:-1].numel()
+        start = mesh.get_local_rank() * -(-len(tensor) // mesh.size())
+        return range(start * num_rows, (start + len(tensor._local_tensor)) * num_rows)
+
+    @override
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local()
+
+    @override
+    def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        # In `dtype` first, where 16 bits can be gathered.
+        return (tensor if dtype is None else tensor.to(dtype)).full_tensor()
+
+    @override
+    def whole_low_bit(self, weight: QuantizedWeight) -> LowBitTensor:
+        shard, mesh = _shard(weight.parameter), weight.parameter.device_mesh
+        parts, metadata = shard.fsdp_pre_all_gather(mesh)
+        outputs = []
+        for part in parts:
+            raw = part.contiguous().view(torch.uint8)
+            gathered = raw.new_empty((mesh.size() * len(raw), *raw.shape[1:]))
+            _all_gather(gathered, raw, group=mesh.get_group())
+            outputs.append(gathered.view(part.dtype))
+        return shard.fsdp_post_all_gather(outputs, metadata, weight.parameter.dtype)[0]
+
+    @override
+    def refresh(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+BACKENDS.append(Rows())
+
+
 class ShardedSource(MasterSource):
     """The rows of a sharded master that this process holds."""
 
     @override
     def version(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
-        version = weight_version(_shard(weight))
-        return None if version is None else (*version, *writes_to(weight))
+        _shard(weight)
+        return super().version(weight)
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
         _shard(weight)
-        return weight.to_local()
-
-    @override
-    def rows(self, weight: torch.Tensor) -> range:
-        held, num_rows = held_rows(weight), weight.shape[1:-1].numel()
-        return range(held.start * num_rows, held.stop * num_rows)
+        return super().value(weight)
 
 
 class FrozenRows(MasterSource):
@@ -215,63 +251,6 @@ def shard_low_bit(model: nn.Module) -> int:
             f"FSDP2 does not manage {len(weights)} of the {num_weights} quantized weights of {type(model).__name__}."
         )
     return num_weights
-
-
-def reshard(model: nn.Module) -> None:
-    """Have FSDP2 gather anew, where `model` is sharded, what its next forward uses: it may keep what it gathered for the last one."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def is_sharded(weights: torch.Tensor | nn.Module) -> bool:
-    """Return whether this process holds only a part of a tensor, or, but for what is gathered now, of a model."""
-    if isinstance(weights, nn.Module):
-        modules, parameters = weights.modules(), weights.parameters()
-        return any(isinstance(module, FSDPModule) for module in modules) or any(map(is_partitioned, parameters))
-    return isinstance(weights, DTensor) or is_partitioned(weights)
-
-
-def held_rows(parameter: torch.Tensor) -> range:
-    """Return the rows of `parameter` that this process holds: FSDP2 gives every process as many, up to the last that get any."""
-    if not isinstance(parameter, DTensor):
-        return range(len(parameter))
-    mesh = parameter.device_mesh
-    start = mesh.get_local_rank() * -(-len(parameter) // mesh.size())
-    return range(start, start + len(parameter._local_tensor))
-
-
-def writes_to(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return numbers of which one changes when the parameter, or this process' part of it, is written to or replaced."""
-    # An operation on a `DTensor` raises its own version alone, one on its local tensor that tensor's alone.
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else held_part(parameter)
-    return parameter._version, local._version, local.data_ptr()
-
-
-def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return all of a tensor, in `dtype` if given, where it is sharded gathered from the processes, which all have to call."""
-    tensor = gathered(tensor)
-    if dtype is not None:
-        # First, where 16 bits can be gathered.
-        tensor = tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def whole_low_bit(weight: QuantizedWeight) -> LowBitTensor:
-    """Return all of a low-bit weight, where it is sharded gathered from the processes, which all have to call."""
-    parameter = weight.parameter
-    if not isinstance(parameter, DTensor):
-        return weight.low_bit_weight()
-    shard, mesh = _shard(parameter), parameter.device_mesh
-    parts, metadata = shard.fsdp_pre_all_gather(mesh)
-    outputs = []
-    for part in parts:
-        raw = part.contiguous().view(torch.uint8)
-        gathered = raw.new_empty((mesh.size() * len(raw), *raw.shape[1:]))
-        _all_gather(gathered, raw, group=mesh.get_group())
-        outputs.append(gathered.view(part.dtype))
-    return shard.fsdp_post_all_gather(outputs, metadata, parameter.dtype)[0]
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 
@@ -38,9 +39,11 @@ class WarmServers:
     """The process that servers are forked from."""
 
     def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        tests = str(Path(__file__).parents[1])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-m", "testing_utils.warm_servers"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
         assert self.process.stdout.readline() == "ready\n"
 
     def ask(self, *request):
@@ -65,7 +68,7 @@ class WarmServers:
 
 
 class WarmServer:
-    """What [`~trl_qarl.rollout.server_process.ServerProcess`] uses of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that [`~trl_qarl.rollout.server_process.ServerProcess`] uses."""
 
     def __init__(self, servers: WarmServers, pid: int):
         self.servers, self.pid, self.returncode = servers, pid, None

@@ -34,7 +34,7 @@ class FaultyReplica(WorkerExtension):
     def qarl_keep_copy(self):
         if self._meets("no copy"):
             copy = self.weight_transfer_engine.copy
-            copy._tensors.clear(), copy._elements.clear()
+            copy.tensors.clear(), copy._elements.clear()
         return super().qarl_keep_copy()
 
     def qarl_clear_cache(self):

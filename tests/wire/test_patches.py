@@ -4,10 +4,10 @@ import torch
 from testing_utils import make_mixture
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
 from trl_qarl.quantization.swap import prepare_model
-from trl_qarl.rollout.deltas import Deltas
-from trl_qarl.vllm_plugin.checkpoint_copy import CheckpointCopy
+from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.wire.delta import is_delta
 from trl_qarl.wire.fingerprint import differing_entries, fingerprint
+from trl_qarl.wire.patches import PatchBook
 
 
 LAYER = {
@@ -30,10 +30,10 @@ class Engine:
     """A copy of what was published, which a learner that sends changes asks about."""
 
     def __init__(self):
-        self.copy, self.published = CheckpointCopy(torch.device("cpu")), {}
+        self.copy, self.published = PatchBook(is_kept=False), {}
 
     def keep_copy(self):
-        return self.copy.keep(self.published)
+        return self.copy.confirm(self.published)
 
     def receive(self, tensors, layer):
         """Take a publication of `layer`; an error, or a difference, leaves nothing published."""
@@ -45,31 +45,44 @@ class Engine:
         return bool(self.published)
 
 
-def publish(deltas, engine, layer, published):
-    """What is sent of `layer` to an engine of which the learner believes that it has `published`."""
-    deltas.begin(published)
-    return deltas.pack(list(layer.items()))
+class Learner(Publisher):
+    """A publisher of layers that are no model's."""
+
+    def __init__(self, engine):
+        self.transport, self._patches, self._delta_seconds = engine, PatchBook(), 0.0
+
+    def begin(self, published):
+        self._begin_patches(published)
+
+    def pack(self, layer):
+        return self._pack(layer)
+
+
+def publish(learner, engine, layer, published):
+    """Tensors sent for `layer` to an engine that, as the learner believes, holds `published`."""
+    learner.begin(published)
+    return learner.pack(list(layer.items()))
 
 
 def test_only_changes_of_what_the_engine_has_confirmed_are_sent():
     engine = Engine()
-    deltas = Deltas(engine)
+    learner = Learner(engine)
     layers = [LAYER]
-    sent = publish(deltas, engine, LAYER, {})
+    sent = publish(learner, engine, LAYER, {})
     assert [name for name, _ in sent] == list(LAYER) and engine.receive(sent, LAYER)
     for seed in range(3):
         layers.append(flip(layers[-1], seed))
-        sent = publish(deltas, engine, layers[-1], engine.published)
+        sent = publish(learner, engine, layers[-1], engine.published)
         assert [name for name, _ in sent] == ["qarl.delta.layers.0"] and sent[0][1].nbytes < 1500
         assert engine.receive(sent, layers[-1])
     # Nothing changed: the block says so in a few bytes.
-    assert publish(deltas, engine, layers[-1], engine.published)[0][1].nbytes < 400
+    assert publish(learner, engine, layers[-1], engine.published)[0][1].nbytes < 400
     # An engine that was started again, one that has lost a publication, and one that took somebody else's get everything.
     for stranger in (Engine(), engine):
         stranger.published = {}
-        deltas._transport = stranger
-        assert not any(is_delta(name) for name, _ in publish(deltas, stranger, LAYER, {"a": "b"}))
-    assert not any(is_delta(name) for name, _ in publish(deltas, engine, LAYER, {}))
+        learner.transport = stranger
+        assert not any(is_delta(name) for name, _ in publish(learner, stranger, LAYER, {"a": "b"}))
+    assert not any(is_delta(name) for name, _ in publish(learner, engine, LAYER, {}))
 
 
 @pytest.mark.parametrize(("arch", "block"), [("qwen3_moe", "mlp"), ("mixtral", "block_sparse_moe")])
@@ -82,14 +95,14 @@ def test_one_expert_that_changed_is_sent_as_changes_of_its_layers_stacks(arch, b
         return next(layer for layer in layers if "model.layers.1.input_layernorm.weight" in layer)
 
     layer, engine = last_layer(), Engine()
-    deltas = Deltas(engine)
+    learner = Learner(engine)
     assert sum(f".{block}.experts." in name for name in layer) == 6
-    assert engine.receive(publish(deltas, engine, layer, {}), layer)
+    assert engine.receive(publish(learner, engine, layer, {}), layer)
     before = dict(engine.published)
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[5, :4] += 0.01
     layer = last_layer()
-    [(name, changes)] = publish(deltas, engine, layer, before)
+    [(name, changes)] = publish(learner, engine, layer, before)
     assert is_delta(name) and changes.nbytes < 1500 and engine.receive([(name, changes)], layer)
     differing = [
         entry for name, value in before.items() for entry, *_ in differing_entries(name, value, engine.published[name])
@@ -100,37 +113,42 @@ def test_one_expert_that_changed_is_sent_as_changes_of_its_layers_stacks(arch, b
 
 def test_a_matrix_of_another_shape_or_dtype_is_sent_whole():
     engine = Engine()
-    deltas = Deltas(engine)
-    engine.receive(publish(deltas, engine, LAYER, {}), LAYER)
+    learner = Learner(engine)
+    engine.receive(publish(learner, engine, LAYER, {}), LAYER)
     wider = LAYER | {"layers.0.norm.bias": torch.ones(61), "layers.0.q.weight_scale": torch.ones(60, 10)}
-    sent = publish(deltas, engine, wider, engine.published)
+    sent = publish(learner, engine, wider, engine.published)
     assert [name for name, _ in sent] == ["layers.0.q.weight_scale", "layers.0.norm.bias", "qarl.delta.layers.0"]
     assert engine.receive(sent, wider)
 
 
 def test_a_layer_of_another_plan_is_sent_whole_and_nothing_is_kept_of_the_old_one():
     engine = Engine()
-    deltas = Deltas(engine)
-    assert engine.receive(publish(deltas, engine, LAYER, {}), LAYER)
+    learner = Learner(engine)
+    assert engine.receive(publish(learner, engine, LAYER, {}), LAYER)
     unquantized = {"layers.0.q.weight": torch.ones(60, 800), "layers.0.norm.bias": LAYER["layers.0.norm.bias"]}
     for layer, whole in ((unquantized, ["layers.0.q.weight"]), (LAYER, [*LAYER][:2])):
-        sent = publish(deltas, engine, layer, engine.published)
+        sent = publish(learner, engine, layer, engine.published)
         assert [name for name, _ in sent] == [*whole, "qarl.delta.layers.0"] and engine.receive(sent, layer)
-        deltas.begin(engine.published)
-        assert layer.keys() == engine.copy._tensors.keys() == engine.copy._elements.keys() == deltas._copy.keys()
+        learner.begin(engine.published)
+        assert (
+            layer.keys()
+            == engine.copy.tensors.keys()
+            == engine.copy._elements.keys()
+            == learner._patches.tensors.keys()
+        )
 
 
 def test_an_adapter_has_changes_beside_those_of_the_layer_it_is_named_after():
     engine = Engine()
-    deltas = Deltas(engine)
+    learner = Learner(engine)
     adapter = {"layers.0.q.lora_A.weight": torch.ones(40, 40)}
     everything = LAYER | adapter
-    deltas.begin({})
-    assert engine.receive([*deltas.pack(list(LAYER.items())), *deltas.pack(list(adapter.items()))], everything)
+    learner.begin({})
+    assert engine.receive([*learner.pack(list(LAYER.items())), *learner.pack(list(adapter.items()))], everything)
     after = flip(LAYER, 0) | {"layers.0.q.lora_A.weight": torch.ones(40, 40).fill_diagonal_(0.5)}
-    deltas.begin(engine.published)
+    learner.begin(engine.published)
     sent = [
-        block for part in (LAYER, adapter) for block in deltas.pack([(n, t) for n, t in after.items() if n in part])
+        block for part in (LAYER, adapter) for block in learner.pack([(n, t) for n, t in after.items() if n in part])
     ]
     assert [name for name, _ in sent] == ["qarl.delta.layers.0", "qarl.delta.adapter"] and engine.receive(sent, after)
 
@@ -138,26 +156,26 @@ def test_an_adapter_has_changes_beside_those_of_the_layer_it_is_named_after():
 def make_update():
     """An engine that holds a layer, the block for the next one, and the next one."""
     engine = Engine()
-    deltas = Deltas(engine)
-    engine.receive(publish(deltas, engine, LAYER, {}), LAYER)
+    learner = Learner(engine)
+    engine.receive(publish(learner, engine, LAYER, {}), LAYER)
     after = flip(LAYER, 0)
-    return engine, deltas, publish(deltas, engine, after, engine.published), after
+    return engine, learner, publish(learner, engine, after, engine.published), after
 
 
 def test_changes_that_come_twice_or_out_of_order_are_refused():
-    engine, deltas, sent, after = make_update()
+    engine, learner, sent, after = make_update()
     with pytest.raises(RuntimeError, match="changes are for .*, but nothing was confirmed last"):
         engine.receive(sent * 2, after)
-    engine, deltas, sent, after = make_update()
+    engine, learner, sent, after = make_update()
     assert engine.receive(sent, after)
     with pytest.raises(
         RuntimeError, match=r"qarl.delta.layers.0: layers.0.q.weight_packed: the changes are for int32"
     ):
         engine.receive(sent, after)
     # The second of two updates without the first.
-    engine, deltas, sent, after = make_update()
-    deltas._confirmed = {name: fingerprint(tensor) for name, tensor in after.items()}
-    later = deltas.pack(list(flip(after, 1).items()))
+    engine, learner, sent, after = make_update()
+    learner._patches.fingerprints = {name: fingerprint(tensor) for name, tensor in after.items()}
+    later = learner.pack(list(flip(after, 1).items()))
     with pytest.raises(RuntimeError, match=r"the changes are for int32"):
         engine.receive(later, flip(after, 1))
 
@@ -165,7 +183,7 @@ def test_changes_that_come_twice_or_out_of_order_are_refused():
 def test_the_changes_of_another_session_are_refused_and_each_trainer_begins_with_everything():
     """Two trainers have the engine in turn, from the same start; one of them comes back, and a block of it comes late."""
     engine = Engine()
-    ours, theirs = Deltas(engine), Deltas(engine)
+    ours, theirs = Learner(engine), Learner(engine)
     engine.receive(publish(ours, engine, LAYER, {}), LAYER)
     confirmed, after = dict(engine.published), flip(LAYER, 0)
     late = publish(ours, engine, after, confirmed)
@@ -180,22 +198,16 @@ def test_the_changes_of_another_session_are_refused_and_each_trainer_begins_with
     assert engine.receive(sent, after)
 
 
-def test_changes_for_an_engine_that_keeps_nothing_are_refused():
-    _, _, sent, after = make_update()
-    with pytest.raises(RuntimeError, match="nothing was confirmed last"):
-        Engine().receive(sent, after)
-
-
 def test_nothing_is_kept_for_trainers_that_do_not_ask():
-    copy = CheckpointCopy(torch.device("cpu"))
+    copy = PatchBook(is_kept=False)
     list(copy.take(LAYER.items(), {}, {}))
-    assert not copy._tensors
-    assert copy.keep({name: fingerprint(tensor) for name, tensor in LAYER.items()}) == ""
+    assert not copy.tensors
+    assert copy.confirm({name: fingerprint(tensor) for name, tensor in LAYER.items()}) == ""
     list(copy.take(LAYER.items(), {}, {}))
-    size = sum(tensor.nbytes for tensor in copy._tensors.values())
+    size = sum(tensor.nbytes for tensor in copy.tensors.values())
     assert size == sum(tensor.nbytes for tensor in LAYER.values())
     # The copy is its own memory, and that of tensors which came before is used again.
-    pointers = {name: tensor.data_ptr() for name, tensor in copy._tensors.items()}
+    pointers = {name: tensor.data_ptr() for name, tensor in copy.tensors.items()}
     assert not set(pointers.values()) & {tensor.data_ptr() for tensor in LAYER.values()}
     list(copy.take(flip(LAYER, 0).items(), {}, {}))
-    assert pointers == {name: tensor.data_ptr() for name, tensor in copy._tensors.items()}
+    assert pointers == {name: tensor.data_ptr() for name, tensor in copy.tensors.items()}

@@ -111,7 +111,7 @@ class Server:
 
 
 def play_servers(folder, monkeypatch):
-    """What makes a trainer, below `folder`, and the server that it works with, until the monkeypatch is undone."""
+    """A function that makes a trainer below `folder` and its server, until the monkeypatch is undone."""
     monkeypatch.setattr(generation, "BACKOFF_SECONDS", 0.0)
 
     class Generation(QaRLVLLMGeneration):

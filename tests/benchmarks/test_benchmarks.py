@@ -1,0 +1,166 @@
+"""The developers' scripts in `benchmarks/` run, and their tables are those of the code."""
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from bench.command import make_parser, run
+from testing_utils import start_engines_quickly
+from trl_qarl.quantization import schemes
+from trl_qarl.quantization.tensors import LowBitTensor
+
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+pieces = runpy.run_path(str(BENCHMARKS / "gpu.py"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "learner --tokens 8",
+        "decode --tokens 8",
+        "numerics --rollout transformers --new_tokens 4 --sequence_length 100",
+    ],
+)
+def test_bench_writes_rows_for_each_scheme(command, tiny_model, tmp_path):
+    mode, *options = command.split()
+    path = tmp_path / "bench.json"
+    options += ["--model_name_or_path", tiny_model, "--repeats", "1", "--schemes", "w4a16", "--json", str(path)]
+    if mode == "numerics" and (reason := pytest.importorskip("trl_qarl.numerics.cpu").reason_against()):
+        pytest.skip(reason)
+    run(make_parser().parse_args([mode, *options]))
+    result = json.loads(path.read_text())
+    assert result["machine"]["torch"] and result["rows"]
+    assert mode == "numerics" or [row["scheme"] for row in result["rows"]] == [None, "w4a16"]
+
+
+@pytest.mark.parametrize("argv", ["learner --group_size 48", "publish --in_process --megabits 20"])
+def test_a_wrong_option_of_bench_is_named_in_one_line(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(make_parser().parse_args(argv.split()))
+    assert capsys.readouterr().err.startswith("trl-qarl: error: ")
+
+
+def test_every_piece_of_the_gpu_day_is_understood_and_names_tests_that_exist():
+    parser = make_parser()
+    for command, *arguments in (*pieces["gpu_pieces"]().values(), *pieces["dry_pieces"]().values()):
+        if command == "bench":
+            parser.parse_args(arguments)
+        for argument in arguments:
+            path, _, name = argument.partition("::")
+            if path.startswith("tests/"):
+                assert f"def {name}" in (ROOT / path).read_text() and "mark.gpu" in (ROOT / path).read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_the_gpu_day_runs_dry_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    envs = pytest.importorskip("vllm.envs")
+    kinds = ("env", "learner", "decode", "alignment", "rollout")
+    names = [name for name in pieces["dry_pieces"]() if name.partition("-")[0] in kinds]
+    start_engines_quickly(monkeypatch)
+    # vLLM keeps there what it knows of the classes of models.
+    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir()
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry_run", "--out", str(work), *names])
+    pieces["main"]()
+    rows = [json.loads(line) for line in (work / "rows.jsonl").read_text().splitlines()]
+    assert {row["piece"] for row in rows} == {*names} - {"env"}
+    subprocess.run(["tar", "-czf", out / "results.tar.gz", "-C", work, "."], check=True)
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(out)}
+    command = ["bash", str(BENCHMARKS / "gpu.sh"), "--dry_run", *names]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.stdout.split("\n")[:-1] == [f"{name}: done" for name in names]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_contenders_against_trl_take_turns_on_the_same_tokens(tmp_path):
+    main = runpy.run_path(str(BENCHMARKS / "versus_trl.py"))["main"]
+    sizes = ["--sequences", "4", "--prompts", "2", "--new_tokens", "6", "--batches", "2"]
+    files = ["--output", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "rows.png")]
+    rows = main(["--contenders", "TRL", "w8a8", "--shapes", "tiny", "--without_vllm", *sizes, *files])
+    assert [row["name"] for row in rows] == ["TRL", "w8a8"]
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+
+
+@pytest.mark.parametrize(("name", "make"), [("grids", "table"), ("choose", "choices")])
+def test_the_table_of_schemes_is_what_the_command_writes(name, make):
+    grids = runpy.run_path(str(BENCHMARKS / "grids.py"))
+    page = grids["PAGE"].read_text()
+    assert grids["fill"](page, name, grids[make]()) == page, f"run `python benchmarks/grids.py {name}`"
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """Imports a script of `benchmarks/study/` by its name; what `decoding.py` replaces is put back."""
+    monkeypatch.setattr(DynamicLayer, "update", DynamicLayer.update)
+    monkeypatch.setattr(LowBitTensor, "dequantize", LowBitTensor.dequantize)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / "study" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+@pytest.mark.parametrize("task", ["addition", "counting"])
+def test_held_out_problems_are_not_trained_on_and_only_the_answer_earns_the_full_reward(study, task):
+    task = study("study").TASKS[task]
+    train, held_out = task.make_problems(40, "<eos>")
+    questions = [problem["prompt"].splitlines()[-1] for problem in (*train, *held_out)]
+    assert len(held_out) == 40 and len(set(questions)) == len(questions)
+    answer = train[0]["answer"]
+    right, *wrong = task.reward(
+        [f" {answer}", f" {answer} 7", f" {answer}\nList", " 1", "", answer[:-1]], [answer] * 6
+    )
+    assert right == 1 and all(0 <= reward < 1 for reward in wrong)
+
+
+def test_chain_sums_are_right_in_every_step_and_rewarded_by_the_last(study):
+    chain_sums = study("chain_sums")
+    train, held_out = chain_sums.make_problems()
+    starts = [{problem["prompt"].split(":")[1] for problem in problems} for problems in (train, held_out)]
+    assert len(starts[0]) == 7700 and len(starts[1]) == 400 and not starts[0] & starts[1]
+    for problem in (*train[:50], *held_out[:50]):
+        text = problem["prompt"] + problem["answer"]
+        steps = [[int(number) for number in re.findall(r"\d\d", step)] for step in text.rstrip(".").split(";")]
+        assert all(total == (first + second) % 100 for _, first, second, total in steps)
+        assert all(after[1:3] == before[2:] for before, after in itertools.pairwise(steps))
+    answer = chain_sums.make_problem(38, 47, 3)["answer"]
+    completions = ["85;02:47+85=32;01:85+32=17.", "85;02:47+85=32;01:85+32=17", "85;02:47+85=32;01:85+32=27.", "17."]
+    assert chain_sums.right_sum(completions, [answer] * 4) == [1, 0, 0, 0]
+
+
+def test_a_cell_of_the_long_study_runs(study, tmp_path, monkeypatch):
+    chain_sums, long_study = study("chain_sums"), study("long_study")
+    chain_sums.make_model().save_pretrained(tmp_path)
+    chain_sums.make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(chain_sums, "num_new_tokens", lambda steps: 12)
+    monkeypatch.setattr(schemes, "SCHEMES", dict(schemes.SCHEMES))
+    options = "--max_steps 2 --num_scored 4 --num_prompts 2 --error_share 1 --objective tbpo --quantize_learner false"
+    folders = ["--model", str(tmp_path), "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["long_study.py", *options.split(), "--float32", "--places", *folders])
+    long_study.main()
+    scores = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert set(scores) == {"greedy", "sampled", "unquantized greedy"}

@@ -1,0 +1,32 @@
+"""What is asked of slices, and DeepSpeed's settings; two processes train with it in distributed/zero.py."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from trl_qarl.quantization.parameters import num_elements, shapes_of
+from trl_qarl.quantization.storage import is_sharded, storage_of
+from trl_qarl.sharding.zero3 import Slices, compute_in_bfloat16
+
+
+def test_a_parameter_in_slices_has_its_shape_and_counts_as_sharded():
+    layer = nn.Linear(4, 2)
+    assert not is_sharded(layer)
+    parameter = layer.weight
+    parameter.ds_tensor, parameter.ds_shape = torch.arange(4.0), torch.Size((2, 4))
+    parameter.ds_status = SimpleNamespace(name="AVAILABLE")
+    parameter.data = torch.empty(0)
+    assert is_sharded(layer) and isinstance(storage_of(parameter), Slices) and storage_of(layer.bias).is_whole
+    assert shapes_of(layer) == {"weight": (2, 4), "bias": (2,)} and num_elements(layer.parameters()) == 10
+    assert storage_of(parameter).local(parameter) is parameter.ds_tensor
+    assert storage_of(parameter).value(parameter) is parameter and storage_of(parameter).rows(parameter) == range(2)
+
+
+def test_the_forward_computes_in_bfloat16_and_returns_float32():
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    compute_in_bfloat16(model)
+    assert expected.dtype is torch.bfloat16 and model.weight.dtype is torch.float32
+    assert model(x).dtype is torch.float32 and torch.equal(model(x), expected.float())

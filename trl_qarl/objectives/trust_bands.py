@@ -1,0 +1,136 @@
+r"""
+Trust bands that set themselves (`trust_band="auto"`): TBPO's offsets, estimated from the ratios of recent updates.
+
+With `x = r - 1` of the completions of recent updates, and `Q` the quantile that `trust_band_share` of them exceed:
+
+    positive_epsilon_high = max(0, Q(x))             over completions with A > 0
+    negative_epsilon_low  = 3 s                      s = max(0, Q(max(-x / 3, x / 7))) over those with A < 0
+    negative_epsilon_high = 7 s
+
+So the bands of negative advantages keep the proportion of the paper's, 3e-4 to 7e-4, and every band includes the ratio 1.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+__all__ = ["MAX_LOG_RATIO", "OPEN", "Bands", "EstimatedBands", "estimate_bands"]
+
+# Far outside every trust band, far below overflow: exp(89) is inf in float32, and the gradient 0 * inf of a dropped
+# sequence would be NaN.
+MAX_LOG_RATIO = 20.0
+
+NEGATIVE_LOW, NEGATIVE_HIGH = 3.0, 7.0
+MIN_TAIL = 2
+"""Completions that have to lie on either side of a quantile. With fewer nothing is dropped."""
+
+MIN_COMPLETIONS, MIN_BATCHES = 256, 2
+"""How far back an estimate looks: over whole generation batches, which together have this many completions."""
+
+MOVED = 1e-6
+"""Largest `|log r|` of an update whose ratios are all 1, but for rounding."""
+
+
+class Bands(NamedTuple):
+    """Offsets of TBPO's bands from a ratio of 1, by the names of the options; `inf` for a side without bound."""
+
+    positive_epsilon_high: float
+    negative_epsilon_low: float
+    negative_epsilon_high: float
+
+
+OPEN = Bands(math.inf, math.inf, math.inf)
+
+
+@torch.no_grad()
+def estimate_bands(log_ratios: torch.Tensor, advantages: torch.Tensor, share: float) -> Bands:
+    """
+    Return the bands outside which `share` of the completions of each sign lie. Equations in the module docstring.
+
+    Args:
+        log_ratios (`torch.Tensor` of shape `(N,)`):
+            Mean over tokens of the change of their log-probs, in nats. Computed with in float64.
+        advantages (`torch.Tensor` of shape `(N,)`):
+            Their signs choose the band; 0 counts for none.
+        share (`float`):
+            Share to drop, in (0, 1).
+
+    Returns:
+        `Bands`, with `inf` for a sign that has too few completions to estimate the quantile from.
+    """
+    offsets = torch.expm1(log_ratios.double().clamp(max=MAX_LOG_RATIO))
+    positive, negative = offsets[advantages > 0], offsets[advantages < 0]
+    scale = _exceeded_by(torch.maximum(-negative / NEGATIVE_LOW, negative / NEGATIVE_HIGH), share)
+    return Bands(_exceeded_by(positive, share), NEGATIVE_LOW * scale, NEGATIVE_HIGH * scale)
+
+
+def _exceeded_by(values: torch.Tensor, share: float) -> float:
+    if len(values) * min(share, 1 - share) < MIN_TAIL:
+        return math.inf
+    return max(values.quantile(1 - share).item(), 0.0)
+
+
+class EstimatedBands:
+    """
+    Bands of a run, and the log-ratios that they are estimated from.
+
+    Updates whose ratios are all 1 say nothing of how far the others go: those on a fresh batch, and those that follow one with a learning
+    rate of 0. They are left out, but take their place in the window, so that it always spans whole generation batches.
+
+    Args:
+        share (`float`):
+            Share of the completions to drop, of those whose ratio has moved.
+        batch_size (`int`):
+            Completions of a generation batch, over all processes.
+        updates_per_batch (`int`):
+            Updates that each generation batch makes.
+
+    Attributes:
+        bands (`Bands`):
+            Those in force, the same in every process; open until there is something to estimate from.
+    """
+
+    def __init__(self, share: float, batch_size: int, updates_per_batch: int):
+        self.share, self.bands = share, OPEN
+        num_batches = max(MIN_BATCHES, math.ceil(MIN_COMPLETIONS / batch_size))
+        self._window: deque[torch.Tensor] = deque(maxlen=num_batches * updates_per_batch)
+        self._update: list[torch.Tensor] = []
+
+    def observe(self, log_ratio: torch.Tensor, advantages: torch.Tensor, is_empty: torch.Tensor) -> None:
+        """Keep the completions of a micro-batch, `(B,)` each, until the update ends; empty ones do not count."""
+        self._update.append(torch.stack([log_ratio.detach(), advantages.masked_fill(is_empty, 0.0)], dim=1))
+
+    def end_update(self, gather: Callable[[torch.Tensor], torch.Tensor], is_on_policy: bool) -> None:
+        """
+        Estimate the bands of the next update. Every process has to call it.
+
+        Args:
+            gather (`Callable`):
+                Concatenates a tensor over the processes.
+            is_on_policy (`bool`):
+                Whether the learner still had the weights of the old log-probs, so that ratios are 1 but for rounding.
+        """
+        rows = gather(torch.cat(self._update)).cpu()
+        self._update = []
+        rows = rows[(rows[:, 1] != 0) & rows[:, 0].isfinite()]
+        has_moved = not is_on_policy and bool((rows[:, 0].abs() > MOVED).any())
+        self._window.append(rows if has_moved else rows.new_empty(0, 2))
+        self._estimate()
+
+    def _estimate(self) -> None:
+        self.bands = estimate_bands(*torch.cat([*self._window]).unbind(1), self.share)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on with the same bands."""
+        return {"trust_band_share": self.share, "window": [*self._window]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what [`~EstimatedBands.state`] returned."""
+        self._window.clear()
+        self._window.extend(state["window"])
+        if self._window:
+            self._estimate()

@@ -1,0 +1,82 @@
+"""
+How a process holds a parameter: all of it, or a part while other processes hold the rest.
+
+[`storage_of`] finds the [`Storage`] of a tensor. The two that hold parts are in [`trl_qarl.sharding`], which adds them to [`BACKENDS`];
+nothing else names a backend.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+__all__ = ["BACKENDS", "Storage", "is_sharded", "refresh", "storage_of", "whole"]
+
+
+class Storage:
+    """A parameter that this process holds whole. A backend overrides what differs for one that it has sharded."""
+
+    is_whole = True
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is stored so."""
+        return True
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Return whether parameters of `model` are stored so, but for what is gathered now."""
+        return any(map(self.has, model.parameters()))
+
+    def shape(self, tensor: torch.Tensor) -> torch.Size:
+        """Return the shape of all of `tensor`."""
+        return tensor.shape
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of `tensor` that this process keeps, and an optimizer writes to."""
+        return tensor
+
+    def rows(self, tensor: torch.Tensor) -> range:
+        """Return which rows `(..., K)` of all of `tensor` this process quantizes, those of all experts in one count."""
+        return range(self.shape(tensor)[:-1].numel())
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return these rows, in high precision: the tensor itself, with gradients, where that has them."""
+        return tensor
+
+    def whole(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return all of `tensor`, in `dtype` if given; every process has to call."""
+        value = self.value(tensor)
+        return value if dtype is None else value.to(dtype)
+
+    def whole_low_bit(self, weight: Any) -> torch.Tensor:
+        """Return the low-bit form of all of a [`QuantizedWeight`]; every process has to call."""
+        return weight.low_bit_weight()
+
+    def refresh(self, model: nn.Module) -> None:
+        """Drop what is kept of what was gathered for the last forward of `model`."""
+
+
+_WHOLE = Storage()
+BACKENDS: list[Storage] = []
+"""The storages of parts."""
+
+
+def storage_of(tensor: torch.Tensor) -> Storage:
+    """Return how this process holds `tensor`."""
+    return next((backend for backend in BACKENDS if backend.has(tensor)), _WHOLE)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether this process holds only a part of a model, so that every process takes part in what reads all of it."""
+    return any(backend.is_of(model) for backend in BACKENDS)
+
+
+def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return all of a tensor, in `dtype` if given, where it is sharded gathered from the processes, which all have to call."""
+    return storage_of(tensor).whole(tensor, dtype)
+
+
+def refresh(model: nn.Module) -> None:
+    """Have the next forward of a sharded model gather anew: it may keep what it gathered for the last one."""
+    for backend in BACKENDS:
+        backend.refresh(model)

@@ -1,0 +1,76 @@
+"""accelerate, which shards a model when it prepares it: has FSDP2 gather low-bit weights from then on."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..quantization.inventory import Inventory
+from ..quantization.names import layer_of
+from .fsdp2 import as_bytes, shard_low_bit
+
+
+__all__ = ["check_units", "shard_when_prepared", "sharded_by"]
+
+logger = logging.getLogger(__name__)
+
+
+def sharded_by(accelerator: Accelerator) -> str | None:
+    """
+    Return what shards the models that `accelerator` prepares: `"FSDP2"`, `"ZeRO-3"` or, for stages that leave masters whole,
+    `"DeepSpeed"`.
+    """
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        return "FSDP2"
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin and ("ZeRO-3" if plugin.zero_stage == 3 else "DeepSpeed")
+
+
+def check_units(model: nn.Module) -> None:
+    """
+    Check that each unit that FSDP2 gathers at once has whole decoder layers.
+
+    Raises:
+        ValueError: naming a unit that is a part of one.
+    """
+    inventory = Inventory.of(model)
+    layers = {layer_of(name) for name in inventory.layers}
+    for name, module in inventory.modules.items():
+        layer = layer_of(f"{name}.weight")
+        if isinstance(module, FSDPModule) and layer in layers and layer != name:
+            raise ValueError(
+                f"FSDP2 was told to wrap {type(module).__name__}, so {name!r} is gathered apart from the rest of its layer. Use "
+                "`fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` and leave out `fsdp_transformer_layer_cls_to_wrap`, or name the "
+                "class of whole layers."
+            )
+
+
+def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], None]) -> None:
+    """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights, and pass it to `then`."""
+    # Patched on the instance: accelerate has no hook after a model is sharded.
+    accelerator.prepare = _Sharding(accelerator.prepare, then)  # pyrefly: ignore[bad-assignment]
+
+
+class _Sharding:
+    def __init__(self, prepare: Callable[..., Any], then: Callable[[nn.Module], None]):
+        self.prepare, self.then = prepare, then
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for model in args:
+            if isinstance(model, nn.Module):
+                as_bytes(model)
+        prepared = self.prepare(*args, **kwargs)
+        for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
+            if isinstance(each, FSDPModule):
+                check_units(each)
+                count = shard_low_bit(each)
+                self.then(each)
+                logger.info("FSDP2 gathers %d low-bit weights in place of their masters.", count)
+            elif type(optimizer := getattr(each, "optimizer", None)).__name__ == "AdamW4bit":
+                # Compiled, it fails on shards of any model (torch 2.13, torchao 0.18).
+                optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+        return prepared

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model, make_trainer
 from trl_qarl import export_checkpoint, prepare_model
-from trl_qarl.checkpoint.cards import TrainingFacts, export_card, summarize
+from trl_qarl.checkpoint.cards import TrainingFacts, make_card, summarize
 from trl_qarl.checkpoint.serving import serve_command
 from trl_qarl.checkpoint.uploads import cache_card
 from trl_qarl.cli import main
@@ -18,6 +18,12 @@ from trl_qarl.evaluation.scores import add_to_card
 
 def front_matter(text):
     return yaml.safe_load(text.split("---")[1])
+
+
+def front_matter_of_export(name_or_path):
+    return front_matter(
+        make_card("export", "x", name_or_path, TrainingFacts(), scheme="fp8", dtype="bfloat16").content
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +79,10 @@ def test_card_of_an_export_has_licence_and_base_model_of_a_cached_card(tmp_path,
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# Base\n")
     HfApi().create_repo("base")
     HfApi().upload_file(repo_id="someone/base", path_or_fileobj=tmp_path / "README.md", path_in_repo="README.md")
-    assert "license" not in front_matter(export_card("x", "someone/base", "fp8", "bfloat16").content)
+    assert "license" not in front_matter_of_export("someone/base")
     cache_card("someone/base")
     cache_card("someone/nothing")
-    data = front_matter(export_card("x", "someone/base", "fp8", "bfloat16").content)
+    data = front_matter_of_export("someone/base")
     assert (data["license"], data["base_model"]) == ("apache-2.0", "someone/base")
 
 

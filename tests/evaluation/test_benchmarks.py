@@ -155,8 +155,8 @@ def test_sets_of_our_own_are_scored_by_their_answer(name, answer):
     config = load_yaml(Path(harness.__file__).with_name(f"{name}.yaml"))
     assert config["task"] == name and config["doc_to_target"] == answer
     score = config["process_results"]
-    assert score({"answer": 27.0}, [r"\boxed{27}"]) == {"exact_match": 1.0}
-    assert score({"answer": "$27$"}, [r"\boxed{27}"]) == {"exact_match": 1.0}
+    right = [r"So it is $\boxed{27}$."]
+    assert score({"answer": 27.0}, right) == score({"answer": "$27$"}, right) == {"exact_match": 1.0}
     assert score({"answer": 27.0}, [r"\boxed{28}"]) == {"exact_match": 0.0}
 
 

@@ -22,12 +22,11 @@ __all__ = [
     "TrainingFacts",
     "described_settings",
     "evaluation_table",
-    "export_card",
+    "make_card",
     "plot_rewards",
     "put_evaluation",
     "save_export_card",
     "summarize",
-    "weights_card",
 ]
 
 PLOT_FILE = "reward.png"
@@ -68,120 +67,78 @@ def described_settings(plan: QuantPlan) -> dict[str, Any]:
     return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in described.items()}
 
 
-def weights_card(
-    title: str,
-    name_or_path: str | None,
-    facts: TrainingFacts,
-    hub_model_id: str | None = None,
-    policy: str | None = None,
-    is_adapter: bool = False,
-) -> ModelCard:
+def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFacts, **about: Any) -> ModelCard:
     """
-    Return the card of what a training saves: masters or an adapter.
+    Return the card of what a training has made.
 
     Args:
+        kind (`str`):
+            `"weights"`, masters or an adapter, whose settings name the `scheme` and, of an adapter, the `lora_mode`; or `"export"`, how
+            to serve and load it, and what is known of its training.
         title (`str`):
             The model's name.
         name_or_path (`str` or `None`):
-            What the training started from, of an adapter its base: hub id or folder.
+            What it was made of, an adapter's base or an export's masters: hub id or folder.
         facts ([`TrainingFacts`]):
-            Of its settings, `scheme` is needed.
-        hub_model_id (`str`, *optional*):
-            Where the weights are pushed to.
-        policy (`str`, *optional*):
-            Where the low-bit policy is pushed to.
-        is_adapter (`bool`, *optional*, defaults to `False`):
-            Whether the weights are an adapter.
-    """
-    precisions = facts.settings.get("precisions")
-    return _render(
-        "weights_card.md",
-        title,
-        name_or_path,
-        facts,
-        {"generated_from_trainer"} | ({"lora"} if is_adapter else set()),
-        library="peft" if is_adapter else "transformers",
-        lora_mode=facts.settings.get("lora_mode", "adapter") if is_adapter else None,
-        settings=facts.settings,
-        scheme=facts.settings["scheme"],
-        policy=policy,
-        source=hub_model_id or title,
-        trained_bits=bits_of(precisions) if precisions else [],
-        dtype_option=dtype_option(facts.settings.get("scale_dtype")),
-    )
-
-
-def export_card(
-    title: str,
-    name_or_path: str | None,
-    scheme: str,
-    dtype: str,
-    facts: TrainingFacts | None = None,
-    hub_model_id: str | None = None,
-    masters: str | None = None,
-    plot: str | None = None,
-    lora_rank: int | None = None,
-    loads_in_transformers: bool = True,
-    loaded_by: str = "AutoModelForCausalLM",
-) -> ModelCard:
-    """
-    Return the card of an export: how to serve and load it, and what is known of its training.
-
-    Args:
-        title (`str`):
-            The model's name.
-        name_or_path (`str` or `None`):
-            What it was made of, masters or base model: hub id or folder.
-        scheme (`str`), dtype (`str`):
-            Its scheme, and the dtype of what is not quantized.
-        facts ([`TrainingFacts`], *optional*):
             Of the training.
-        hub_model_id (`str`, *optional*), masters (`str`, *optional*):
-            Where it and its masters are pushed to.
-        plot (`str`, *optional*):
-            Picture of the rewards, a file next to the card.
-        lora_rank (`int`, *optional*):
-            Rank of the adapter in the export, if there is one.
-        loads_in_transformers (`bool`, *optional*, defaults to `True`):
-            Whether transformers reads it, see [`~trl_qarl.checkpoint.layout.loads_in_transformers`].
-        loaded_by (`str`, *optional*, defaults to `"AutoModelForCausalLM"`):
-            Class of transformers that loads it.
+        about:
+            `hub_model_id`, the repository to which it is pushed. Of weights: `policy`, the repository of the low-bit policy. Of an
+            export: its `scheme`; `dtype`, of what is not quantized; `masters`, their repository; `plot`, the file of a picture of the
+            rewards; `lora_rank`, of the adapter in it; `loads_in_transformers`, by default `True`, see
+            [`~trl_qarl.checkpoint.layout.loads_in_transformers`]; and `loaded_by`, the class of transformers that loads it, by default
+            `"AutoModelForCausalLM"`.
     """
-    facts = facts or TrainingFacts()
-    # vLLM takes an adapter from a folder.
-    name = "DIR" if hub_model_id is None or lora_rank is not None else hub_model_id
-    download = f"hf download {hub_model_id} --local-dir DIR\n" if hub_model_id and name == "DIR" else ""
-    return _render(
-        "export_card.md",
-        title,
-        name_or_path,
-        facts,
-        {"trl", "qarl", "compressed-tensors", "vllm"},
-        name=name,
-        adapter=None if lora_rank is None else f"DIR/{ADAPTER_FOLDER}",
-        serve=download + serve_command(name, dtype, lora_rank),
-        results=summarize(facts.history),
-        plot=plot,
-        scheme=scheme,
-        dtype=dtype,
-        settings={k: v for k, v in facts.settings.items() if k not in ("scheme", "scale_dtype")},
-        report=facts.report,
-        masters=masters,
-        loads_in_transformers=loads_in_transformers,
-        loaded_by=loaded_by,
+    settings, hub_model_id = facts.settings, about.get("hub_model_id")
+    tags, library = {"generated_from_trainer"}, "transformers"
+    if kind == "export":
+        tags = {"trl", "qarl", "compressed-tensors", "vllm"}
+        settings = {name: value for name, value in settings.items() if name not in ("scheme", "scale_dtype")}
+        # vLLM takes an adapter from a folder.
+        rank = about.get("lora_rank")
+        name = "DIR" if hub_model_id is None or rank is not None else hub_model_id
+        download = f"hf download {hub_model_id} --local-dir DIR\n" if hub_model_id and name == "DIR" else ""
+        about |= {"name": name, "adapter": None if rank is None else f"DIR/{ADAPTER_FOLDER}"}
+        about |= {"serve": download + serve_command(name, about["dtype"], rank), "results": summarize(facts.history)}
+        about = {"loads_in_transformers": True, "loaded_by": "AutoModelForCausalLM", **about}
+    else:
+        if "lora_mode" in settings:
+            tags, library = tags | {"lora"}, "peft"
+        about["trained_bits"] = bits_of(settings["precisions"]) if settings.get("precisions") else []
+        about["dtype_option"] = dtype_option(settings.get("scale_dtype"))
+    known = _metadata(name_or_path)
+    is_local = bool(name_or_path) and Path(name_or_path).is_dir()
+    # The base model of a folder is the one that its own card gives.
+    base = known.get("base_model") if is_local else name_or_path
+    base = base if isinstance(base, str) and base else None
+    described = f"[{base}](https://huggingface.co/{base})" if base else None
+    if is_local and not base:
+        # The name only, as a card is made to be published.
+        described = f"a local model, `{Path(name_or_path).name}`"
+    license_name = known.get("license")
+    data = ModelCardData(
+        base_model=base,
+        datasets=facts.dataset,
+        library_name=library,
+        license=license_name if isinstance(license_name, str) else None,
+        model_name=title,
+        pipeline_tag="text-generation",
+        tags=sorted({*tags, *facts.tags}),
     )
+    text, citations = ((_TEMPLATES / name).read_text(encoding="utf-8") for name in (f"{kind}_card.md", "citations.md"))
+    about |= {"title": title, "base": described, "dataset": facts.dataset, "settings": settings}
+    about |= {"report": facts.report, "versions": _versions(), "citations": citations.rstrip()}
+    return ModelCard.from_template(data, template_str=text, **about)
 
 
-def save_export_card(folder: Path, facts: TrainingFacts, title: str, evaluated: Path | None = None, **kwargs) -> None:
+def save_export_card(folder: Path, evaluated: Path | None = None, **about: Any) -> None:
     """
-    Write the card of an export, with [`export_card`]'s arguments, and the picture of its rewards if there is one.
+    Write the card of an export, with [`make_card`]'s arguments, and the picture of its rewards if there is one.
     `evaluated` is a folder with the same policy, whose [`evaluation_table`] is taken over.
     """
-    has_plot = plot_rewards(facts.history, folder / PLOT_FILE)
+    has_plot = plot_rewards(about["facts"].history, folder / PLOT_FILE)
     if not has_plot:
         (folder / PLOT_FILE).unlink(missing_ok=True)
-    plot = PLOT_FILE if has_plot else None
-    card = export_card(title, facts=facts, plot=plot, lora_rank=adapter_rank(folder), **kwargs)
+    card = make_card("export", plot=PLOT_FILE if has_plot else None, lora_rank=adapter_rank(folder), **about)
     if evaluated is not None:
         card.data.eval_results = ModelCard.load(evaluated / "README.md").data.eval_results
         put_evaluation(card, evaluation_table(evaluated))
@@ -240,39 +197,6 @@ def plot_rewards(history: list[dict[str, Any]], path: str | Path) -> bool:
     axes.legend()
     figure.savefig(path, dpi=120)
     return True
-
-
-def _render(
-    template: str,
-    title: str,
-    name_or_path: str | None,
-    facts: TrainingFacts,
-    tags: set[str],
-    library: str = "transformers",
-    **kwargs,
-) -> ModelCard:
-    about = _metadata(name_or_path)
-    is_local = bool(name_or_path) and Path(name_or_path).is_dir()
-    # The base model of a folder is the one that its own card gives.
-    base = about.get("base_model") if is_local else name_or_path
-    base = base if isinstance(base, str) and base else None
-    described = f"[{base}](https://huggingface.co/{base})" if base else None
-    if is_local and not base:
-        # The name only, as a card is made to be published.
-        described = f"a local model, `{Path(name_or_path).name}`"
-    license_name = about.get("license")
-    data = ModelCardData(
-        base_model=base,
-        datasets=facts.dataset,
-        library_name=library,
-        license=license_name if isinstance(license_name, str) else None,
-        model_name=title,
-        pipeline_tag="text-generation",
-        tags=sorted({*tags, *facts.tags}),
-    )
-    text, citations = ((_TEMPLATES / name).read_text(encoding="utf-8") for name in (template, "citations.md"))
-    about = {"title": title, "base": described, "dataset": facts.dataset, "versions": _versions()}
-    return ModelCard.from_template(data, template_str=text, citations=citations.rstrip(), **about, **kwargs)
 
 
 def _metadata(name_or_path: str | None) -> dict[str, Any]:

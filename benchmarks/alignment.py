@@ -1,8 +1,9 @@
 """
-Writes the tables of alignment.md and draws docs/alignment.png from alignment.json: `python benchmarks/alignment.py` (needs matplotlib).
+Writes the tables of alignment.md and draws docs/alignment.png from alignment.json: `python benchmarks/alignment.py`
+(needs matplotlib).
 
-The JSON holds what `python -m benchmarks.bench alignment --dtypes bfloat16 --tokens 3000 --json FILE` wrote, the same with
-`--rollout server`, and what `python benchmarks/grids.py mismatch` wrote; each with its command and machine.
+The JSON holds what `python -m benchmarks.bench alignment --dtypes bfloat16 --tokens 3000 --json FILE` wrote, the same
+with `--rollout server`, and what `python benchmarks/grids.py mismatch` wrote; each with its command and machine.
 """
 
 import json

@@ -1,6 +1,6 @@
 """
-Times of the experts of one layer, forward and backward, and what their low-bit form weighs; the tables of benchmarks/experts.md. With `grouped` as an
-argument, of one product for all experts against one for each, in turn.
+Times of the experts of one layer, forward and backward, and what their low-bit form weighs; the tables of
+benchmarks/experts.md. With `grouped` as an argument, of one product for all experts against one for each, in turn.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """
-Why a key-value cache in FP8 is refused: `python benchmarks/fp8_cache.py` prints how far vLLM with such a cache, and vLLM as it is, are from
-the learner, in nats per sampled token of unquantized SmolLM2-135M-Instruct in bfloat16.
+Why a key-value cache in FP8 is refused: `python benchmarks/fp8_cache.py` prints how far vLLM with such a cache, and
+vLLM as it is, are from the learner, in nats per sampled token of unquantized SmolLM2-135M-Instruct in bfloat16.
 """
 
 import os

@@ -1,6 +1,6 @@
 """
-Memory that a process takes beyond its shards while it publishes masters that FSDP2 has sharded, which are gathered layer by layer:
-`torchrun --nproc_per_node 2 benchmarks/gathering.py`, on a CPU under Linux.
+Memory that a process takes beyond its shards while it publishes masters that FSDP2 has sharded, which are gathered
+layer by layer: `torchrun --nproc_per_node 2 benchmarks/gathering.py`, on a CPU under Linux.
 """
 
 from pathlib import Path

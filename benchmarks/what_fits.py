@@ -1,8 +1,10 @@
 """
-The table of `docs/sharding.md` of what fits: `python benchmarks/what_fits.py`, and with `--fill docs/sharding.md` into that page.
+The table of `docs/sharding.md` of what fits: `python benchmarks/what_fits.py`, and with `--fill docs/sharding.md` into
+that page.
 
-It is what `trl-qarl estimate` calculates with `--scheme w4a16 --tokens 4096 --vllm_gpu_memory_utilization 0`, with and without `--use_peft`.
-The shapes are those of the configurations at https://huggingface.co/Qwen, of the models named here.
+It is what `trl-qarl estimate` calculates with `--scheme w4a16 --tokens 4096 --vllm_gpu_memory_utilization 0`, with and
+without `--use_peft`. The shapes are those of the configurations at https://huggingface.co/Qwen, of the models named
+here.
 """
 
 import argparse

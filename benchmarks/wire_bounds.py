@@ -1,14 +1,16 @@
 """
-What a lossless publication of embeddings, or of an adapter, in bf16 takes at least, beside what it takes: the table of bounds in `benchmarks/weight_sync.md`.
+What a lossless publication of embeddings, or of an adapter, in bf16 takes at least, beside what it takes: the table of
+bounds in `benchmarks/weight_sync.md`.
 
-`python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, of an adapter with `--lora_r 16`, with a folder, a name on the Hub or `0.1b` (random), trains as `python -m benchmarks.bench publish`
-does, eight updates between publications.
+`python benchmarks/wire_bounds.py MODEL --learning_rate 1e-5`, of an adapter with `--lora_r 16`, with a folder, a name
+on the Hub or `0.1b` (random), trains as `python -m benchmarks.bench publish` does, eight updates between publications.
 
-A value in bf16 changes when its float32 master crosses a boundary of rounding. The receiver knows the value, not the master's place within
-the step `u` of bf16 there. Told the master's whole update `d`, it would know by how many steps the value moves but for one:
-`floor(|d| / u)` or one more, the latter with probability `p = |d| / u - floor(|d| / u)` where the place is uniform. So whoever has the value
-and is told `d` needs `H(p) = -p log2 p - (1 - p) log2 (1 - p)` bits, and no code that works from the last value takes less on average. Told
-`|d|` without its sign, as likely up as down, it needs `min(1, |d| / u)` more. Masters that have just been read from a checkpoint in bf16 lie on its values,
+A value in bf16 changes when its float32 master crosses a boundary of rounding. The receiver knows the value, not the
+master's place within the step `u` of bf16 there. Told the master's whole update `d`, it would know by how many steps
+the value moves but for one: `floor(|d| / u)` or one more, the latter with probability `p = |d| / u - floor(|d| / u)`
+where the place is uniform. So whoever has the value and is told `d` needs `H(p) = -p log2 p - (1 - p) log2 (1 - p)`
+bits, and no code that works from the last value takes less on average. Told `|d|` without its sign, as likely up as
+down, it needs `min(1, |d| / u)` more. Masters that have just been read from a checkpoint in bf16 lie on its values,
 not anywhere: the bound is for later publications.
 """
 
@@ -45,8 +47,8 @@ def binary_entropy(probability: torch.Tensor) -> torch.Tensor:
 
 def bits_when_told(old: torch.Tensor, new: torch.Tensor) -> tuple[float, float, float]:
     """
-    Return the bits that the new values in bf16 take for whoever knows the old ones and each master's update; the same where its sign is
-    unknown; and how many values are expected to change.
+    Return the bits that the new values in bf16 take for whoever knows the old ones and each master's update; the same
+    where its sign is unknown; and how many values are expected to change.
 
     Nothing is counted for an update that might reach the next power of two, where the step is another one.
 
@@ -71,7 +73,8 @@ def bits_when_told(old: torch.Tensor, new: torch.Tensor) -> tuple[float, float, 
 
 
 def entropy_given(changes: torch.Tensor, context: torch.Tensor) -> float:
-    """Return the bits of `changes` for a code that knows how often each occurs in each context, both integers from 0 below 2**16 and 2**31."""
+    """Return the bits of `changes` for a code that knows how often each occurs in each context, both integers from 0
+    below 2**16 and 2**31."""
 
     def bits_of(numbers: torch.Tensor) -> float:
         counts = numbers.unique(return_counts=True)[1].double()
@@ -82,7 +85,8 @@ def entropy_given(changes: torch.Tensor, context: torch.Tensor) -> float:
 
 def row(masters: list[torch.Tensor]) -> dict[str, float]:
     """
-    Return what the last of three publications in a row takes of the embeddings, in bits; with two, without `and last change`.
+    Return what the last of three publications in a row takes of the embeddings, in bits; with two, without
+    `and last change`.
 
     Args:
         masters (`list[torch.Tensor]`):
@@ -112,8 +116,8 @@ def measure(
     path: str, learning_rate: float, publications: int, updates: int, lora_r: int = 0
 ) -> Iterator[tuple[str, dict[str, float], int]]:
     """
-    Yield the updates of each publication, its [`row`], and the bytes in bf16 of the whole model or, with the rank `lora_r`, of an
-    adapter on all linear layers, which stands for the embeddings then.
+    Yield the updates of each publication, its [`row`], and the bytes in bf16 of the whole model or, with the rank
+    `lora_r`, of an adapter on all linear layers, which stands for the embeddings then.
     """
     model = load_learner(path, "w4a16", torch.bfloat16)
     if lora_r:

@@ -1,6 +1,7 @@
 """
-Writes the tables of options.md from `trl_qarl/checks/refused.py` and `trl_qarl/objectives/tbpo.py`, the one of health.md from
-`trl_qarl/telemetry/advisor.py`, and the one of schemes.md from `trl_qarl/rollout/gpu_kernels.py`: `python docs/tables.py`.
+Writes the tables of options.md from `trl_qarl/checks/refused.py` and `trl_qarl/objectives/tbpo.py`, the one of
+health.md from `trl_qarl/telemetry/advisor.py`, and the one of schemes.md from `trl_qarl/rollout/gpu_kernels.py`:
+`python docs/tables.py`.
 """
 
 import re

@@ -1,12 +1,15 @@
 """
-Train the low-bit policy of a model towards the model itself, before reinforcement learning: rounding to nearest costs a small
-model, or one in few bits, a good part of what it can do, and a few dozen updates bring most of it back (docs/recipes.md).
+Train the low-bit policy of a model towards the model itself, before reinforcement learning: rounding to nearest costs
+a small model, or one in few bits, a good part of what it can do, and a few dozen updates bring most of it back
+(docs/recipes.md).
 
-    python examples/warm_start.py --model Qwen/Qwen3-0.6B-Base --dataset trl-lib/DeepMath-103K --scheme w4a16 --output_dir warm
+    python examples/warm_start.py --model Qwen/Qwen3-0.6B-Base --dataset trl-lib/DeepMath-103K --scheme w4a16
+    --output_dir warm
 
-TRL's DistillationTrainer does the work: the low-bit policy answers prompts, and at each of its tokens the divergence to the model
-before quantization is made smaller. `warm` has high-precision masters, to be given to QaRLTrainer as its `model`. With
-`--precisions '[4, 3, 2]'` its updates take turns at these bits, as the `precisions` of QaRLConfig do (docs/schemes.md).
+TRL's DistillationTrainer does the work: the low-bit policy answers prompts, and at each of its tokens the divergence
+to the model before quantization is made smaller. `warm` has high-precision masters, to be given to QaRLTrainer as its
+`model`. With `--precisions '[4, 3, 2]'` its updates take turns at these bits, as the `precisions` of QaRLConfig do
+(docs/schemes.md).
 """
 
 from argparse import ArgumentParser
@@ -77,7 +80,8 @@ def warm_start(
         prompts (`Dataset`): with a column `prompt`.
         tokenizer (`PreTrainedTokenizerBase`): with `padding_side="left"`.
         config (`DistillationConfig`): number of updates, learning rate, batch and length.
-        precisions (`list[int]` or `dict[int, int]`, *optional*): bits of one update after the other, in turn, or from an update on.
+        precisions (`list[int]` or `dict[int, int]`, *optional*): bits of one update after the other, in turn, or from
+            an update on.
 
     Raises:
         ValueError: if `scheme` does not have one of `precisions`.
@@ -96,7 +100,8 @@ def warm_start(
 
 
 class InTurn(TrainerCallback):
-    """Has the layers of `schemes` quantize their masters at the bits of the update that begins: its answers and its gradient."""
+    """Has the layers of `schemes` quantize their masters at the bits of the update that begins: its answers and its
+    gradient."""
 
     def __init__(self, precisions: list[int] | dict[int, int], schemes: dict[str, QuantScheme]):
         self.precisions, self.schemes = precisions, schemes

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 import pytest
 
 
-# torchvision, which some processors of pictures need: .ci/pictures has put one there that imports beside a CPU build of torch.
+# torchvision, which some processors of pictures need: .ci/pictures has put one there that imports beside a CPU build
+# of torch.
 sys.path.append(os.path.join(sys.prefix, "pictures"))
 
 # One thread per process: xdist runs several, and sums come out in the same order on every machine.
@@ -26,8 +27,8 @@ os.environ["WANDB_MODE"] = "disabled"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """
-    Without vLLM its tests are skipped. One worker runs all tests of a file, which imports and prepares once what they share;
-    groups that have a name stay.
+    Without vLLM its tests are skipped. One worker runs all tests of a file, which imports and prepares once what they
+    share; groups that have a name stay.
     """
     has_vllm = find_spec("vllm") is not None
     for item in items:

@@ -103,7 +103,8 @@ def test_settings_of_the_paper_are_what_the_command_line_reads():
 
 
 def test_launch_configurations_are_read_as_they_say(monkeypatch):
-    """fsdp2.yaml and those for DeepSpeed are launched in distributed/test_shards.py, the others in distributed/test_launched.py."""
+    """fsdp2.yaml and those for DeepSpeed are launched in distributed/test_shards.py, the others in
+    distributed/test_launched.py."""
     from accelerate import FullyShardedDataParallelPlugin
 
     names = sorted(path.name for path in (EXAMPLES / "accelerate_configs").iterdir())

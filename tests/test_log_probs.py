@@ -97,7 +97,8 @@ def test_only_the_first_update_and_one_sequence_of_the_rest_run_with_the_weights
 
 
 def shift_last_sequence(trainer, monkeypatch, of_batch):
-    """Have the sampler of batch number `of_batch` give a token of the sequence that is shuffled to the last update another log-prob."""
+    """Have the sampler of batch number `of_batch` give a token of the sequence that is shuffled to the last update
+    another log-prob."""
     shuffle, batches = grpo_trainer.shuffle_sequence_dict, []
 
     def shuffle_and_shift(batch):

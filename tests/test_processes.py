@@ -47,7 +47,8 @@ in_a_shell = pytest.param([], id="in a shell")
 
 
 def heed_signals():
-    """For a child to call: commands in the background of a shell, or of `nohup`, ignore these, which children inherit."""
+    """For a child to call: commands in the background of a shell, or of `nohup`, ignore these, which children
+    inherit."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

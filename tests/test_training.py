@@ -1,6 +1,7 @@
 """
-One tester for trainings: a table of schemes, objectives, optimizers, kinds of rollout and adapters, each at least once, and what holds
-for every row. Rollouts are the learner's own; `rollout/test_vllm_plans.py` has those of vLLM, `distributed/test_ddp.py` two processes.
+One tester for trainings: a table of schemes, objectives, optimizers, kinds of rollout and adapters, each at least
+once, and what holds for every row. Rollouts are the learner's own; `rollout/test_vllm_plans.py` has those of vLLM,
+`distributed/test_ddp.py` two processes.
 """
 
 import math
@@ -29,12 +30,13 @@ class Case(NamedTuple):
         options (`dict`):
             Options of the training beside those of [`TRAINING`], four updates on two generation batches.
         mismatch (`float` or `None`):
-            Largest mean of a batch's mismatch: 0 where learner and sampler agree in every bit, `None` where nothing measures it. Up
-            to rounding otherwise: batches have other shapes.
+            Largest mean of a batch's mismatch: 0 where learner and sampler agree in every bit, `None` where nothing
+            measures it. Up to rounding otherwise: batches have other shapes.
         lora (`dict`, *optional*):
             Options of an adapter.
         stop (`int`, *optional*, defaults to 1):
-            Update after which a checkpoint is written that another run goes on from: 1 and 3 are inside a batch, 2 is at its end.
+            Update after which a checkpoint is written that another run goes on from: 1 and 3 are inside a batch, 2 is
+            at its end.
     """
 
     options: dict[str, Any]

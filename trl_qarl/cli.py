@@ -2,9 +2,9 @@
 The `trl-qarl` command, in the manner of `trl`.
 
 A command is a module of [`trl_qarl.scripts`] with `make_parser(prog)` and `main(args)`; it imports torch inside `main`
-only, so that its `--help` answers at once. `train` differs: like `trl grpo` it goes through `accelerate launch`, and its
-parser is made of TRL's dataclasses, which takes torch. TRL's own registry and launcher look for scripts inside the `trl`
-package, hence the thin ones here.
+only, so that its `--help` answers at once. `train` differs: like `trl grpo` it goes through `accelerate launch`, and
+its parser is made of TRL's dataclasses, which takes torch. TRL's own registry and launcher look for scripts inside the
+`trl` package, hence the thin ones here.
 """
 
 import importlib
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         if not _has_lost_its_reader():
             raise
-        # What is still buffered goes nowhere; else Python complains when it exits.
+        # Discard buffered output; otherwise Python reports an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception:
@@ -90,7 +90,7 @@ def _run(argv: list[str]) -> int:
         return 0
     if argv[0] not in COMMANDS and (matches := get_close_matches(argv[0], COMMANDS, n=1)):
         parser.error(f"argument command: invalid choice: {argv[0]!r}. Did you mean `{matches[0]}`?")
-    # What follows the command's name is the command's own to parse.
+    # The command parses its own arguments.
     command, argv = parser.parse_args(argv[:1]).command, argv[1:]
     if command == "train":
         return _train(argv)
@@ -99,7 +99,7 @@ def _run(argv: list[str]) -> int:
     known = option_names(parser)
     argv = spell(argv, known)
     if command == "vllm-serve":
-        # What is left over is vLLM's.
+        # Remaining arguments are vLLM's.
         return module.main(*parser.parse_known_args(argv))
     with configuration_errors():
         check_names(argv, known)
@@ -136,7 +136,7 @@ def _train(argv: list[str]) -> int:
         return 2
 
     if asked := {"-h", "--help", "--help_all", "--help-all"} & {*argv}:
-        # What only a launch needs takes longer to import than the rest.
+        # Imported here because only a launch needs it, and the import is slow.
         parser = make_parser("trl-qarl train")
         arrange_help(parser, with_inherited=not asked <= {"-h", "--help"})
         parser.print_help()

@@ -29,7 +29,7 @@ FORWARD_KEYS = (
     "mm_token_type_ids",
     "image_position_ids",
 )
-"""Inputs of a generation batch that the model's forward takes beside tokens and masks."""
+"""Inputs of a generation batch that the model's forward takes in addition to tokens and masks."""
 
 
 def takes_positions(model: nn.Module) -> bool:

@@ -1,13 +1,14 @@
 """
 Where the learner's log-probs of a rollout come from: a forward that scores it, or the sampler.
 
-With engine numerics learner and sampler give every token the same bits, so a forward that scores a rollout computes what is known. The
-sampler's log-probs are taken instead, and compared with forwards that run anyway: those of the first update, whose weights are still
-the rollout's. One sequence of each process from the rest of the batch is scored for this alone.
+With engine numerics learner and sampler give every token the same bits, so a forward that scores a rollout computes
+what is known. The sampler's log-probs are taken instead, and compared with forwards that run anyway: those of the
+first update, whose weights are still the rollout's. One sequence of each process from the rest of the batch is scored
+only for this.
 
-A batch that was drawn ahead is of earlier weights. Those are kept, and score it where a forward is needed; as no update runs with them,
-one micro-batch of each process is scored for the comparison alone, too. Where weights were published while it was drawn, all of them
-score that, and each token is of those that give it the sampler's log-prob.
+A batch that was drawn ahead is of earlier weights. Those are kept, and score it where a forward is needed; as no
+update runs with them, one micro-batch of each process is also scored only for the comparison. Where weights were
+published while it was drawn, all of them score that, and each token is of those that give it the sampler's log-prob.
 """
 
 import logging
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 class ScoresRollouts(_BaseTrainer):
     """
-    Gives a generation batch the learner's log-probs, and has them compared with the sampler's. To be inherited from before TRL's trainer.
+    Gives a generation batch the learner's log-probs, and has them compared with the sampler's. To be inherited from
+    before TRL's trainer.
     """
 
     args: Any
@@ -54,12 +56,13 @@ class ScoresRollouts(_BaseTrainer):
     # Log-probs of the sampler for TRL's own scoring of the rollout in progress.
     _sampled: list[list[float | None]] | None = None
     _ahead: Ahead | None = None
-    # Whether TRL is about to score the rollout in progress, and whether the next forward of the loss tells how stale a batch is.
+    # Whether TRL is about to score the rollout in progress, and whether the next forward of the loss tells how stale a
+    # batch is.
     _is_scored_by_trl = _measures_staleness = False
 
     @property
     def _is_stale(self) -> bool:
-        """Whether the batch in progress was drawn by weights that were the learner's in an earlier update."""
+        """True if the batch in progress was drawn by weights that were the learner's in an earlier update."""
         return self._ahead is not None and self.model.training and self._ahead.drawn is not None
 
     @property
@@ -72,19 +75,19 @@ class ScoresRollouts(_BaseTrainer):
 
     @property
     def _are_compared(self) -> bool:
-        """Whether log-probs of a rollout are the sampler's, to be compared in the first update."""
+        """True if log-probs of a rollout are the sampler's, to be compared in the first update."""
         is_exact = self.policy.numerics == "engine" and not self.policy.exactness.has_differed
         is_of_learner = self._is_stale and self.args.old_logps == "learner"
         return is_exact and self.rollout_func is None and not is_of_learner
 
     @property
     def _are_sampled(self) -> bool:
-        """Whether log-probs of a rollout are the sampler's, compared or not."""
+        """True if log-probs of a rollout are the sampler's, compared or not."""
         return self._are_compared or (self.args.old_logps == "sampler" and self.model.training)
 
     @property
     def _are_unused(self) -> bool:
-        """Whether nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
+        """True if nothing needs the learner's log-probs of a rollout, so that their forward is saved."""
         return not self._objective.needs_scores and self.beta == 0.0 and self.policy.numerics == "fast"
 
     def _explain_scoring(self) -> None:
@@ -120,7 +123,8 @@ class ScoresRollouts(_BaseTrainer):
 
     def _observe(self, output: dict[str, Any]) -> None:
         """
-        Measures the mismatch of a generation batch, by the weights that drew it, and looks for the token that is not exact.
+        Measures the mismatch of a generation batch, by the weights that drew it, and looks for the token that is not
+        exact.
         """
         if self._is_stale and self.args.old_logps == "learner":
             now = Batch.of(output)
@@ -155,7 +159,8 @@ class ScoresRollouts(_BaseTrainer):
         return inputs
 
     def _score_compared(self) -> None:
-        """Scores one sequence that the first update leaves out, and of what was drawn ahead one micro-batch, which is observed then."""
+        """Scores one sequence that the first update leaves out, and of what was drawn ahead one micro-batch, which is
+        observed then."""
         parts, accumulation = self._buffered_inputs, self.args.gradient_accumulation_steps
         with self.recorder.time("scoring"):
             if self._is_stale:
@@ -172,8 +177,8 @@ class ScoresRollouts(_BaseTrainer):
 
     def _compare(self, inputs: dict[str, Any], per_token_logps: torch.Tensor) -> None:
         """
-        Puts the log-probs of a forward that had the weights of the rollout in the place of the sampler's; with the last one before
-        weights change, observes the batch.
+        Puts the log-probs of a forward that had the weights of the rollout in the place of the sampler's; with the
+        last one before weights change, observes the batch.
         """
         if self._measures_staleness and self.model.training:
             self._measures_staleness = False
@@ -241,8 +246,9 @@ class ScoresRollouts(_BaseTrainer):
     @override
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """
-        Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for what is
-        measured beside TRL's losses, which do not return them. Of a rollout TRL gets the sampler's where they are compared later.
+        Counts positions from the first token that is not padding, as the rollout does, and keeps the log-probs for
+        what is measured next to TRL's losses, which do not return them. Of a rollout TRL gets the sampler's where they
+        are compared later.
         """
         # TRL scores a rollout without entropies, the policy before its reference, and every loss asks for them.
         if not kwargs.get("compute_entropy"):

@@ -3,11 +3,11 @@ Muon on the hidden matrices, AdamW on everything else, as one optimizer.
 
 Muon orthogonalises each update, which is defined for matrices inside the network; embeddings, output head, biases and
 norms keep AdamW (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). The update is scaled to AdamW's root
-mean square (`adjust_lr_fn="match_rms_adamw"`, https://huggingface.co/papers/2502.16982), so both parts share a learning
-rate.
+mean square (`adjust_lr_fn="match_rms_adamw"`, https://huggingface.co/papers/2502.16982), so both parts share a
+learning rate.
 
-What is orthogonal is a whole matrix: of masters that FSDP2 has sharded, the momentum stays sharded, each update is gathered, and every
-process computes all of it and keeps its rows. On parts alone the update would be off by 2 %.
+Only whole matrices are orthogonalized: with FSDP2, the momentum stays sharded, each update is gathered, and every
+process computes all of it and keeps its rows. Computed from only a part, the update would be off by 2 %.
 """
 
 import torch
@@ -131,8 +131,8 @@ def create_muon_adamw(
 ) -> MuonAdamW:
     """
     Split the trainable parameters of `model`: weights of linear layers go to Muon, unless they are the output head or
-    shared with an embedding; the rest goes to AdamW, with weight decay where the name is in `decay_parameters`. So do the
-    two factors of an adapter, whose product is the matrix and not they.
+    shared with an embedding; the rest goes to AdamW, with weight decay where the name is in `decay_parameters`. So do
+    the two factors of an adapter, whose product is the matrix and not they.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -1,12 +1,13 @@
 """
 Queries installed package versions and silences irrelevant import messages of torchao, without importing any package.
 
-- *Failed to load ...*: torchao's wheel holds libraries for other Python versions and for GPUs, and tries them all. Dropped where the
-  library is for another Python, or for a GPU beside a PyTorch without CUDA. One that could have loaded is still named.
+- *Failed to load ...*: torchao's wheel holds libraries for other Python versions and for GPUs, and tries them all.
+  Dropped where the library is for another Python, or for a GPU while PyTorch is a build without CUDA. One that could
+  have loaded is still named.
 - *register_constant() on Enum subclasses is deprecated*: PyTorch tells torchao. Dropped for torchao's classes.
 
-The two loggers get a filter each. Nobody else's logger, level or warning is touched, and nothing is where torchao is imported
-before this package.
+The two loggers get a filter each. Nobody else's logger, level or warning is touched, and nothing is where torchao is
+imported before this package.
 """
 
 import logging
@@ -37,8 +38,8 @@ def installed(*packages: str) -> dict[str, str]:
 
 def problem_of_torchvision() -> str | None:
     """
-    Return what to do about an installed torchvision that does not import, or `None`. transformers imports it with most of its
-    models, and says something else.
+    Return what to do about an installed torchvision that does not import, or `None`. transformers imports it with most
+    of its models, and says something else.
     """
     from importlib import import_module
     from importlib.util import find_spec

@@ -1,8 +1,9 @@
 """
-The policy being trained: loads the model, quantizes it once, and describes, exports and publishes it. Independent of the trainer.
+The policy being trained: loads the model, quantizes it once, and describes, exports and publishes it. Independent of
+the trainer.
 
-`prepare()` runs exactly once: after TRL has created the model and its adapter and transformers has moved them to their device, and
-before TRL builds a reference model or an engine from them. [`PreparesPolicy`] calls it at that point. With
+`prepare()` runs exactly once: after TRL has created the model and its adapter and transformers has moved them to their
+device, and before TRL builds a reference model or an engine from them. [`PreparesPolicy`] calls it at that point. With
 `precisions` it runs at other bits batch by batch: [`TakesTurns`].
 """
 
@@ -67,7 +68,7 @@ class Policy:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The model, once it is prepared.
         has_adapter (`bool`):
-            Whether an adapter is trained beside a frozen base.
+            Whether an adapter is trained over a frozen base.
         dtype (`torch.dtype`):
             Dtype of scales, and of everything in the engine that is not quantized.
         swap_report ([`SwapReport`]):
@@ -88,7 +89,7 @@ class Policy:
 
     def __init__(self, args: Any, peft_config: Any = None, has_pictures: bool = False):
         self.args, self._peft_config = args, peft_config
-        self._has_pictures = has_pictures
+        self.has_pictures = has_pictures
         # For the learner, for an engine in this process, and for a server that is its child.
         os.environ[CPU_WEIGHTS_VARIABLE] = args.cpu_weights
         self.exactness = Exactness(args.exact, is_asked_for=args.numerics is not None)
@@ -100,7 +101,8 @@ class Policy:
         self.precision: int | dict[str, int] | None = None
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
-        """Return the model of that name, in place of TRL's `create_model_from_path`: also an adapter's folder, or a low-bit base."""
+        """Return the model of that name, in place of TRL's `create_model_from_path`: also an adapter's folder, or a
+        low-bit base."""
         model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
         if is_adapter_folder(name_or_path):
             self._adapter_folder = name_or_path
@@ -109,7 +111,8 @@ class Policy:
 
     def prepare(self, model: Any, sharded_by: str | None = None) -> None:
         """
-        Quantize `model`, in place, and choose the numerics; `"FSDP2"`, `"ZeRO-3"` or, of other stages, `"DeepSpeed"` will shard it.
+        Quantize `model`, in place, and choose the numerics; `"FSDP2"`, `"ZeRO-3"` or, of other stages, `"DeepSpeed"`
+        will shard it.
 
         Raises:
             ValueError: if the model cannot be trained as configured, naming all that is wrong.
@@ -136,7 +139,7 @@ class Policy:
         if args.precisions is not None:
             raise_problems([*problems_of_patterns(args.precisions, self.swap_report.schemes)])
         raise_problems([*problems_of_experts(model, args, self.swap_report.skipped)])
-        raise_problems([*problems_of_pictures(model, args)] if self._has_pictures else [])
+        raise_problems([*problems_of_pictures(model, args)] if self.has_pictures else [])
         if not args.quantize_learner:
             disable_quantized_forward(model)
         self.numerics, reason = choose_numerics(args, model, self.dtype)
@@ -149,8 +152,8 @@ class Policy:
 
     def set_precision(self, precision: int | dict[str, int] | None) -> bool:
         """
-        Have learner and reference run at a number of bits, or at bits by patterns, `None` for those of their schemes, and return
-        whether that changes what is to be published.
+        Have learner and reference run at a number of bits, or at bits by patterns, `None` for those of their schemes,
+        and return whether that changes what is to be published.
         """
         if precision == self.precision:
             return False
@@ -169,7 +172,8 @@ class Policy:
 
     @property
     def bits(self) -> tuple[float | None, bool]:
-        """Bits that it runs at, a mean over weights where layers differ, and whether they do; `None` for those of its schemes."""
+        """Bits that it runs at, a mean over weights where layers differ, and whether they do; `None` for those of its
+        schemes."""
         if isinstance(self.precision, Mapping):
             return mean_bits(Inventory.of(self.model).layers.values())
         return None if self.precision is None else float(self.precision), False
@@ -195,7 +199,8 @@ class Policy:
             check_record(self._adapter_folder, self.record())
 
     def attach_numerics(self, model: Any) -> None:
-        """Have `model` compute with the numerics of the run, once TRL has given it the head that computes log-probs."""
+        """Have `model` compute with the numerics of the run, once TRL has given it the head that computes
+        log-probs."""
         if self.numerics == "engine":
             attach_engine_numerics(
                 model,
@@ -210,7 +215,8 @@ class Policy:
         self.exactness.check_engine(engine, on_gpu=self.model.device.type == "cuda", adapter_rank=rank)
 
     def prepare_reference(self, model: Any) -> None:
-        """Prepare `model` as the reference that the KL term keeps the learner close to: the low-bit model at the start."""
+        """Prepare `model` as the reference that the KL term keeps the learner close to: the low-bit model at the
+        start."""
         if self.args.quantize_learner:
             prepare_model(model, self.swap_report.plan, **self._swap_arguments)
             if self._sharded_by == "FSDP2":
@@ -240,14 +246,15 @@ class Policy:
 
     def export(self, folder: Path, processing_class: Any, card: Mapping[str, Any]) -> Path:
         """
-        Write the low-bit policy as [`export_checkpoint`] does, at the bits of its schemes, and return the folder. Where masters are
-        sharded every process has to call, and what fails on one is raised by all.
+        Write the low-bit policy as [`export_checkpoint`] does, at the bits of its schemes, and return the folder.
+        Where masters are sharded every process has to call, and what fails on one is raised by all.
         """
         with self._at_own_bits():
             return export_checkpoint(self.model, folder, processing_class, self.dtype, card=dict(card))
 
     def relay(self, relay: Relay, version: int, export: Callable[[Path], Any]) -> None:
-        """Add the low-bit policy to what object storage carries, at the bits of its schemes; `export` writes all of it to a folder."""
+        """Add the low-bit policy to what object storage carries, at the bits of its schemes; `export` writes all of it
+        to a folder."""
         with self._at_own_bits():
             relay.write(version, checkpoint_state_dict(base_model(self.model), self.dtype), export)
 
@@ -263,15 +270,15 @@ class Policy:
 
 class PreparesPolicy(_BaseTrainer):
     """
-    Prepares `policy` where TRL's trainers call transformers' constructor. Inherit from it after TRL's trainer, so that it comes
-    between the two.
+    Prepares `policy` where TRL's trainers call transformers' constructor. Inherit from it after TRL's trainer, so that
+    it comes between the two.
     """
 
     policy: Policy
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        check_launch(self.accelerator, self.args, self.model)
+        check_launch(self.accelerator, self.args, self.model, self.policy.has_pictures)
         with all_or_none(self.accelerator):
             self.policy.prepare(self.model, sharded_by(self.accelerator))
         check_agreement(self.accelerator, self.policy.record() | {"precisions": self.args.precisions})
@@ -288,7 +295,8 @@ class PreparesPolicy(_BaseTrainer):
 
 
 class RefreshReference(TrainerCallback):
-    """Invalidates the low-bit weights of the reference: TRL writes to its `.data`, which layers cannot notice if the optimizer's step was skipped."""
+    """Invalidates the low-bit weights of the reference: TRL writes to its `.data`, which layers cannot notice if the
+    optimizer's step was skipped."""
 
     def __init__(self, ref_model):
         self.ref_model = ref_model
@@ -301,8 +309,8 @@ class RefreshReference(TrainerCallback):
 
 class TakesTurns(_BaseTrainer):
     """
-    Generates, scores and learns each generation batch at one precision, as `precisions` says. Inherit from it before TRL's
-    trainer.
+    Generates, scores and learns each generation batch at one precision, as `precisions` says. Inherit from it before
+    TRL's trainer.
 
     The precision follows from the update with which the batch began, so that a resumed run continues unchanged.
     """
@@ -346,8 +354,8 @@ class TakesTurns(_BaseTrainer):
 @contextmanager
 def replaced_in_trl(**factories: Callable[..., Any]):
     """
-    While open, [`~trl.GRPOTrainer`] calls `factories` under the names of its module: what loads models, and what its rollouts are
-    made with. It has no other point of injection.
+    While open, [`~trl.GRPOTrainer`] calls `factories` under the names of its module: what loads models, and what its
+    rollouts are made with. It has no other point of injection.
     """
     originals = {name: getattr(grpo_trainer, name) for name in factories}
     vars(grpo_trainer).update(factories)

@@ -1,7 +1,8 @@
 """
 The end of a command by a signal, and of the processes that it started. Needs no torch.
 
-`python -m trl_qarl.processes MODULE ...` runs a module of somebody else with these handlers, until it installs its own.
+`python -m trl_qarl.processes MODULE ...` runs a module of somebody else with these handlers, until it installs its
+own.
 
 Linux gives process 1 of a container only those signals that it has a handler for. A command without one would sleep
 through `docker stop`, and so would the trainer that it started.
@@ -48,7 +49,7 @@ def exit_on_signals() -> Callable[[], None]:
 
     for number in ours:
         signal.signal(number, leave)
-    # What came since `become`.
+    # Signals that arrived since `become`.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
     return restore
 

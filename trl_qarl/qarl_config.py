@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 def describe_options(cls: type) -> type:
     """
-    Fill in `help`, which the command line shows, of the options that a dataclass declares: their text in its docstring.
+    Fill in `help`, which the command line shows, of the options that a dataclass declares: their text in its
+    docstring.
 
     Backticks and the brackets of links are left out, and the percent signs doubled, as argparse wants them.
     """
@@ -73,8 +74,8 @@ class QaRLConfig(GRPOConfig):
     It inherits every option of [`~trl.GRPOConfig`]. Defaults that differ are those of the paper's Table 2
     (https://huggingface.co/papers/2604.07853): `optim="muon"`, `weight_decay=0.01`, and eight updates per generation
     batch (`steps_per_generation=8 * gradient_accumulation_steps` unless one of `steps_per_generation` and
-    `generation_batch_size` is given). The table's batch sizes and lengths (512 completions in mini-batches of 64, 2,048
-    and 16,384 tokens) depend on the hardware and stay at TRL's values.
+    `generation_batch_size` is given). The table's batch sizes and lengths (512 completions in mini-batches of 64,
+    2,048 and 16,384 tokens) depend on the hardware and stay at TRL's values.
 
     Without an accelerator `use_cpu` is switched on, and on a CPU `bf16` defaults to whether the processor multiplies
     bfloat16 matrices natively; a value that is given is kept.
@@ -85,21 +86,25 @@ class QaRLConfig(GRPOConfig):
 
     Parameters:
         scheme (`str` or `dict`, *optional*, defaults to `"w4a16"`):
-            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`, `"w4a8-int8"` (also with 3 and 2 bits),
-            `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"`
-            (3 or 2 bits, stored as INT4), `"w4a16-observer"`, `"w3a16-observer"` or `"w2a16-observer"` (with compressed-tensors'
-            scales), `"w4a16-asym"` and `"w8a16-asym"` (INT4 and INT8 with zero points), or `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in torchao's `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
+            Quantization scheme of rollout and learner: `"w4a16"`, `"w8a16"`, `"w8a8"`, `"fp8"`, `"w4a8"`,
+            `"w4a8-int8"` (also with 3 and 2 bits), `"mxfp4a16"`, `"nvfp4a16"`, `"w3a16"` or `"w2a16"`
+            (3 or 2 bits, stored as INT4), `"w4a16-observer"`, `"w3a16-observer"` or `"w2a16-observer"` (with
+            compressed-tensors' scales), `"w4a16-asym"` and `"w8a16-asym"` (INT4 and INT8 with zero points), or
+            `"bf16"` for the unquantized baseline. Or schemes by patterns of layers' names, as in torchao's
+            `FqnToConfig`: whole names, then `"re:..."` in order, then `"_default"`; a value is a scheme's name,
             `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision.
         group_size (`int`, *optional*):
-            Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller one.
+            Group size for `"w4a16"`: 32, 64 or 128. Defaults to 128; layers it does not divide get the next smaller
+            one.
         precisions (`list` or `dict[int, Any]`, *optional*):
-            Bits of the masters' low-bit form in turn, for schemes with signed scales: `[4, 3]` generates, scores and learns one batch
-            at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 and continues with 3 from update 60. Instead of a number you can give
-            numbers by patterns of layers' names, `{"re:.*layers[.]0[.].*": 3, "_default": 4}`. The engine stays as it is.
-            Evaluation and export have the bits of `scheme`.
+            Bits of the masters' low-bit form in turn, for schemes with signed scales: `[4, 3]` generates, scores and
+            learns one batch at 4 bits and the next at 3, `{0: 4, 60: 3}` begins at 4 and continues with 3 from update
+            60. Instead of a number you can give numbers by patterns of layers' names,
+            `{"re:.*layers[.]0[.].*": 3, "_default": 4}`. The engine stays as it is. Evaluation and export have the
+            bits of `scheme`.
         quantize_learner (`bool`, *optional*, defaults to `True`):
-            Whether the learner and its reference model run the low-bit weights of `scheme` as the rollout does, which is
-            QaRL. With `False` they run the high-precision master weights: quantized rollout training.
+            Whether the learner and its reference model run the low-bit weights of `scheme` as the rollout does, which
+            is QaRL. With `False` they run the high-precision master weights: quantized rollout training.
         exclude_modules (`list[str]` or `str`, *optional*):
             Linear layers to keep in high precision: names, last components of names, or regular expressions over the
             whole name.
@@ -108,28 +113,31 @@ class QaRLConfig(GRPOConfig):
         high_precision_last (`int`, *optional*, defaults to `0`):
             How many of the last decoder layers stay in high precision.
         lora_mode (`str`, *optional*, defaults to `"adapter"`):
-            With a PEFT adapter, what generates: `"adapter"`, the frozen low-bit base with the adapter beside it in high
-            precision; `"merged"`, the low-bit form of base and adapter together.
+            With a PEFT adapter, what generates: `"adapter"`, the frozen low-bit base with the adapter next to it in
+            high precision; `"merged"`, the low-bit form of base and adapter together.
         numerics (`str`, *optional*):
-            How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels for
-            every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with AVX512,
-            bf16, vLLM; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it has never run). Rollouts without
-            vLLM do not need it to be installed. `"fast"`: as transformers does, with rounding of its own. By default
-            `"engine"` for rollouts in vLLM on a CPU where all of that is given, else `"fast"`; the log says which, and
-            why.
+            How the learner computes, in rollouts without vLLM, scoring and loss. `"engine"`: with vLLM's own kernels
+            for every operation, so that rollout and learner give a token the same log-prob, bit for bit (CPUs with
+            AVX512, bf16, vLLM; Llama, Qwen2 and Qwen3; written for NVIDIA GPUs, where it has never run). Rollouts
+            without vLLM do not need it to be installed. `"fast"`: as transformers does, with rounding of its own. By
+            default `"engine"` for rollouts in vLLM on a CPU where all of that is given, else `"fast"`; the log says
+            which, and why.
         exact (`str`, *optional*):
             With `numerics="engine"`, what happens where the log-prob of any sampled token is not the learner's:
-            `"require"` raises and names the token, and with `vllm_mode="colocate"` the first layer that differs; `"warn"`
-            logs the same. Defaults to `"require"` if `numerics` is given; else the first such batch is logged.
+            `"require"` raises and names the token, and with `vllm_mode="colocate"` the first layer that differs;
+            `"warn"` logs the same. Defaults to `"require"` if `numerics` is given; else the first such batch is
+            logged.
         cpu_weights (`str`, *optional*, defaults to `"expanded"`):
-            What engines on a CPU, and a learner with their numerics, multiply by where activations are not INT8: `"expanded"` weights in
-            bf16, made once per weight sync and per update, 2 bytes each beside the codes; `"packed"` codes, without that memory and up
-            to three times slower. A server of your own says the same with `trl-qarl vllm-serve --cpu_weights`.
+            What engines on a CPU, and a learner with their numerics, multiply by where activations are not INT8:
+            `"expanded"` weights in bf16, made once per weight sync and per update, 2 bytes each in addition to the
+            codes; `"packed"` codes, without that memory and up to three times slower. A server of your own says the
+            same with `trl-qarl vllm-serve --cpu_weights`.
         objective (`str`, *optional*, defaults to `"tbpo"`):
             `"tbpo"`; one of the paper's comparison, `"grpo-tis"`, `"gspo"`, `"mis-gspo"`, `"positive-only"`,
-            `"on-policy"`, `"dual-clip"`, which set TRL's options; one that others use against the mismatch, `"icepop"`,
-            `"kpop"`, `"geo-mask"`, `"bypass"`, `"dppo-tv"`, `"acr"`; or one of TRL's losses (`"grpo"`, `"dapo"`, `"sapo"`,
-            ...); or `"module:Name"`, an [`~trl_qarl.objectives.objective.Objective`] of your own. Replaces `loss_type`.
+            `"on-policy"`, `"dual-clip"`, which set TRL's options; one that others use against the mismatch,
+            `"icepop"`, `"kpop"`, `"geo-mask"`, `"bypass"`, `"dppo-tv"`, `"acr"`; or one of TRL's losses (`"grpo"`,
+            `"dapo"`, `"sapo"`, ...); or `"module:Name"`, an [`~trl_qarl.objectives.objective.Objective`] of your own.
+            Replaces `loss_type`.
         objective_kwargs (`dict`, *optional*):
             Arguments of the class that `objective="module:Name"` names.
         positive_epsilon_high (`float`, *optional*, defaults to `4e-4`):
@@ -141,20 +149,22 @@ class QaRLConfig(GRPOConfig):
             TBPO: for negative advantages, the ratio counts up to `1 + negative_epsilon_high`; above, the sequence
             contributes no gradient.
         trust_band (`str`, *optional*, defaults to `"fixed"`):
-            TBPO: `"fixed"` takes the three bands above, `"auto"` (experimental) estimates them from the ratios of recent updates.
+            TBPO: `"fixed"` takes the three bands above, `"auto"` (experimental) estimates them from the ratios of
+            recent updates.
         trust_band_share (`float`, *optional*, defaults to `0.25`):
-            TBPO with `trust_band="auto"`: share of the completions of each sign of the advantage to drop. Those of updates on a fresh
-            batch, whose ratios are 1, are neither dropped nor counted.
+            TBPO with `trust_band="auto"`: share of the completions of each sign of the advantage to drop. Those of
+            updates on a fresh batch, whose ratios are 1, are neither dropped nor counted.
         mismatch_cap (`float`, *optional*, defaults to `2.0`):
             TBPO: bound `c > 1` of the mismatch weight, which stays in `[1/c, c]`.
         mismatch_low, mismatch_high (`float`, *optional*):
-            Bounds of the mismatch outside which `"icepop"` drops a token (0.5 and 5) and `"geo-mask"` a completion, by its
-            geometric mean (0.99 and 1.01).
+            Bounds of the mismatch outside which `"icepop"` drops a token (0.5 and 5) and `"geo-mask"` a completion, by
+            its geometric mean (0.99 and 1.01).
         divergence_threshold (`float`, *optional*):
-            Bound above which a token is dropped: by `"kpop"` of the divergence between learner and sampler (0.1 nats), by
-            `"dppo-tv"` of the change of its probability from the sampler's (0.2).
+            Bound above which a token is dropped: by `"kpop"` of the divergence between learner and sampler (0.1 nats),
+            by `"dppo-tv"` of the change of its probability from the sampler's (0.2).
         epsilon (`float`, *optional*):
-            Lower clip offset of TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO does not use it.
+            Lower clip offset of TRL's losses, defaults to TRL's `0.2`, and to `3e-4` for the GSPO objectives. TBPO
+            does not use it.
         epsilon_high (`float`, *optional*):
             Upper clip offset of TRL's losses, as in TRL; the GSPO objectives default to `4e-4`. TBPO does not use it.
         importance_sampling_level (`str`, *optional*):
@@ -169,50 +179,57 @@ class QaRLConfig(GRPOConfig):
         loss_type (`str`, *optional*):
             Set by `objective`; give that one instead.
         rollout_ahead (`int`, *optional*, defaults to `0`):
-            How many generation batches a vLLM server draws ahead, while the learner trains on the one before. With 1 both work
-            at once, and a batch is of weights that are older by the updates of one batch; more is for studying that.
+            How many generation batches a vLLM server draws ahead, while the learner trains on the one before. With 1
+            both work at once, and a batch is of weights that are older by the updates of one batch; more is for
+            studying that.
         old_logps (`str`, *optional*, defaults to `"version"`):
-            With `rollout_ahead`, whose log-probs the ratio compares with: `"version"`, those of the weights that drew the
-            batch, which are kept; `"learner"`, those of the learner when it begins with the batch; `"sampler"`, the engine's.
+            With `rollout_ahead`, whose log-probs the ratio compares with: `"version"`, those of the weights that drew
+            the batch, which are kept; `"learner"`, those of the learner when it begins with the batch; `"sampler"`,
+            the engine's.
         in_flight_updates (`bool`, *optional*, defaults to `False`):
-            Experimental. With `rollout_ahead` of at least 2 and `numerics="engine"`, publish weights while completions are drawn: the
-            engine goes on with the new ones, and never waits for the longest completion of a batch.
+            Experimental. With `rollout_ahead` of at least 2 and `numerics="engine"`, publish weights while completions
+            are drawn: the engine goes on with the new ones, and never waits for the longest completion of a batch.
         mismatch_probe_steps (`int`, *optional*, defaults to `0`):
-            Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of the rollout:
-            `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
+            Every how many updates the mismatch is also measured over the whole vocabulary, on a few sequences of the
+            rollout: `mismatch/probe_kl` and `mismatch/probe_top1_agreement`. 0 never does.
         vllm_server_autostart (`bool`, *optional*, defaults to `False`):
             Start the server of `vllm_mode="server"` as a child process, and end it with training. Its log is
             `vllm_server.log` in the output directory.
         allow_low_precision_masters (`bool`, *optional*, defaults to `False`):
             Train masters in bfloat16 (or, unquantized, float16) nevertheless, in which most updates round to nothing.
         allow_high_precision_experts (`bool`, *optional*, defaults to `False`):
-            Without vLLM, train a mixture whose experts are laid out such that no scheme quantizes them, or are excluded, and which
-            has no low-bit export.
+            Without vLLM, train a mixture whose experts are laid out such that no scheme quantizes them, or are
+            excluded, and which has no low-bit export.
         vllm_request_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds that the server has to answer a request that does not generate, such as to take a chunk of weights. After
-            that it counts as lost.
+            Seconds that the server has to answer a request that does not generate, such as to take a chunk of weights.
+            After that it counts as lost.
         vllm_generation_timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds that the server has to generate a batch of completions.
         vllm_token_file (`str`, *optional*):
             File with the secret that opens the session of a server on another host: a copy of its `--token_file`,
             which only you can read. By default the file that the server names, on the same host.
         vllm_transport (`str`, *optional*, defaults to `"auto"`):
-            How weights reach a server: `"nccl"`, `"file"` through a directory that both hosts have, `"http"`. By default NCCL if
-            the server was started for it, else the directory if this host has it, else HTTP; the log says which, and why.
+            How weights reach a server: `"nccl"`, `"file"` through a directory that both hosts have, `"http"`. By
+            default NCCL if the server was started for it, else the directory if this host has it, else HTTP; the log
+            says which, and why.
         vllm_ssl_ca_certs (`str`, *optional*):
-            File with the certificates that vouch for a server at https://, such as its own. By default those of public authorities.
+            File with the certificates that vouch for a server at https://, such as its own. By default those of public
+            authorities.
         vllm_allow_plain_http (`bool`, *optional*, defaults to `False`):
-            Send weights to another host over http:// nevertheless, where every network between them can read and change them.
+            Send weights to another host over http:// nevertheless, where every network between them can read and
+            change them.
         vllm_delta_sync (`bool`, *optional*):
-            Whether a weight sync to a server sends, of each tensor, only what changed since the last one. Trainer and server
-            each keep a copy of the low-bit policy in host memory. By default only over HTTP, where it is faster; never with NCCL.
+            Whether a weight sync to a server sends, of each tensor, only what changed since the last one. Trainer and
+            server each keep a copy of the low-bit policy in host memory. By default only over HTTP, where it is
+            faster; never with NCCL.
         publish_dir (`str`, *optional*):
-            Folder to which the low-bit policy of each rollout is also written, as files that object storage can carry: the first
-            whole, then what changed. `trl-qarl export --from_patches` makes an export of any of them. Not with FSDP, nor for an adapter beside its base.
+            Folder to which the low-bit policy of each rollout is also written, as files that object storage can carry:
+            the first whole, then what changed. `trl-qarl export --from_patches` makes an export of any of them. Not
+            with FSDP, nor for an adapter next to its base.
         hub_export (`str`, *optional*, defaults to `"low-bit"`):
-            What is pushed to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the repository's
-            name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy and, in a second
-            repository `NAME-masters`, the masters; `"adapter"`, a PEFT adapter. Checkpoints of
+            What is pushed to the Hub: `"low-bit"`, the trained policy, which transformers and vLLM load by the
+            repository's name; `"master"`, the high-precision masters, which are another policy; `"both"`, the policy
+            and, in a second repository `NAME-masters`, the masters; `"adapter"`, a PEFT adapter. Checkpoints of
             `hub_strategy="checkpoint"` and `"all_checkpoints"` go where masters go.
         optim (`str`, *optional*, defaults to `"muon"`):
             `"muon"` for `torch.optim.Muon` on the hidden matrices and AdamW on everything else, or any optimizer name
@@ -275,7 +292,7 @@ class QaRLConfig(GRPOConfig):
         self._choose_device()
         generation_kwargs = as_dict(self.generation_kwargs)
         if generation_kwargs.get("do_sample") is True:
-            # What TRL sets itself; vLLM has no such option.
+            # Set by TRL itself; vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}
         problems = [*check_scheme(self), *check_numerics(self), *check_precision(self), *check_objective(self)]
         problems += check_choices(self)
@@ -308,7 +325,8 @@ class QaRLConfig(GRPOConfig):
 
     @property
     def is_quantized(self) -> bool:
-        """True if anything runs low-bit weights. Also true for a refused scheme, so that all problems can be reported at once."""
+        """True if anything runs low-bit weights. Also true for a refused scheme, so that all problems can be reported
+        at once."""
         try:
             return self.plan.is_quantized
         except ValueError:

@@ -50,21 +50,21 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     Trainer for Quantization-aware Reinforcement Learning (QaRL), https://huggingface.co/papers/2604.07853.
 
     It takes the arguments of [`~trl.GRPOTrainer`]. The model's linear layers get a quantized forward, so rollouts,
-    old log-probs and the loss all see the low-bit weights, while the optimizer updates the high-precision masters through
-    a straight-through gradient. `objective="tbpo"` replaces GRPO's loss by TBPO's trust band; for comparison,
+    old log-probs and the loss all see the low-bit weights, while the optimizer updates the high-precision masters
+    through a straight-through gradient. `objective="tbpo"` replaces GRPO's loss by TBPO's trust band; for comparison,
     `quantize_learner=False` leaves the learner in high precision and `scheme="bf16"` everything.
 
     Args:
         args ([`QaRLConfig`], *optional*):
             Configuration. Defaults to `QaRLConfig("{model}-QaRL")`.
 
-    All other arguments are those of [`~trl.GRPOTrainer`]; `quantization_config` is only for QLoRA. With `peft_config`, or a model that
-    has an adapter, LoRA is trained beside a frozen low-bit base.
+    All other arguments are those of [`~trl.GRPOTrainer`]; `quantization_config` is only for QLoRA. With `peft_config`,
+    or a model that has an adapter, LoRA is trained over a frozen low-bit base.
 
     Attributes:
         export_dir (`Path`):
-            Where the low-bit policy is written to before it is pushed: by default a folder of the output directory that is
-            named after the scheme, or schemes.
+            Where the low-bit policy is written to before it is pushed: by default a folder of the output directory
+            that is named after the scheme, or schemes.
         swap_report ([`SwapReport`]):
             Which layers were quantized, how, and which were not.
         numerics (`str`):
@@ -214,7 +214,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
 
     @override
     def _tokenize_prompts(self, prompts):
-        """Adds what is sent to vLLM, which expands placeholders itself; rows without pictures get a list that processors take."""
+        """Adds what is sent to vLLM, which expands placeholders itself; rows without pictures get a list that
+        processors take."""
         check_rows(prompts, self.processing_class, self.accelerator.num_processes)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         images = images and [pictures or [] for pictures in images]
@@ -229,8 +230,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """
-        Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner scores. A
-        failure of one process is raised by all.
+        Returns the sampling log-probs with the completions; without vLLM, generates under autocast as the learner
+        scores. A failure of one process is raised by all.
         """
         if self.use_vllm and has_tool_images:
             raise ValueError(
@@ -276,7 +277,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def _generate(self, prompts):
         """
-        Waits for what is drawn ahead, then publishes what has changed, before; measures how many completions loop or are garbled.
+        Waits for what is drawn ahead, then publishes what has changed, before; measures how many completions loop or
+        are garbled.
         """
         if self._ahead is not None:
             # Apart from what else is done with a generation batch.
@@ -323,7 +325,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
         return output
 
     def _publish_what_changed(self) -> None:
-        """Replaces TRL's method, which looks only at the step and not at weights that a callback changes within one step."""
+        """Replaces TRL's method, which looks only at the step and not at weights that a callback changes within one
+        step."""
         if self._last_loaded_step == self.state.global_step and self.vllm_generation.is_published():
             return
         with (
@@ -350,8 +353,8 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def _compute_loss(self, model, inputs):
         """
-        The loss of the objective: TRL's of what the objective makes of the batch, or one that TRL does not have, with KL to the
-        reference and MoE auxiliary loss as in TRL.
+        The loss of the objective: TRL's of what the objective makes of the batch, or one that TRL does not have, with
+        KL to the reference and MoE auxiliary loss as in TRL.
         """
         if self.is_deepspeed_enabled and self.model.training:
             forget_order(model)
@@ -383,9 +386,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     @override
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
-        Trains. With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; if it is that of
-        the last update, the run is loaded and ends. A vLLM server that was started here ends with training, also by SIGTERM. The
-        next rollout publishes whatever the step count says, as `load_best_model_at_end` may have changed the weights.
+        Trains. With `resume_from_checkpoint=True`, resumes from the last checkpoint that was written completely; if it
+        is that of the last update, the run is loaded and ends. A vLLM server that was started here ends with training,
+        also by SIGTERM. The next rollout publishes whatever the step count says, as `load_best_model_at_end` may have
+        changed the weights.
         """
         restore_signals = exit_on_signals() if self.use_vllm and self.is_world_process_zero() else None
         try:

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 class SavesRuns(PushesPolicy):
     """
-    Checkpoints of a trainer from which a run goes on as if it had not ended. To be inherited from before TRL's trainer, whose
-    generation batch it saves.
+    Checkpoints of a trainer from which a run goes on as if it had not ended. To be inherited from before TRL's
+    trainer, whose generation batch it saves.
     """
 
     _step: int
@@ -54,8 +54,8 @@ class SavesRuns(PushesPolicy):
 
     def _save_before_leaving(self) -> None:
         """
-        Saves what was trained, unless this run has saved it: a complete checkpoint is not put at risk. That it could not be
-        saved is logged, as what the training ended of is another error.
+        Saves what was trained, unless this run has saved it: a complete checkpoint is not put at risk. That it could
+        not be saved is logged, as what the training ended of is another error.
         """
         if self.state.global_step == 0:
             return
@@ -138,8 +138,8 @@ class SavesRuns(PushesPolicy):
         Checkpoint folder to resume from, `None` for a new run.
 
         Raises:
-            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme, learner,
-                trust band or launch.
+            ValueError: if there is no such checkpoint, if it is incomplete, or if it was trained with another scheme,
+                learner, trust band or launch.
         """
         found = record.find_checkpoint(resume_from_checkpoint, self.args.output_dir, self.policy.record())
         if found is not None:
@@ -150,7 +150,8 @@ class SavesRuns(PushesPolicy):
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """
-        Writes the masters, or the adapter, as TRL does, and beside them which scheme they were trained for, also in words.
+        Writes the masters, or the adapter, as TRL does, and next to them the scheme that they were trained for, also
+        in words.
         """
         super()._save(output_dir, state_dict)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -158,22 +159,22 @@ class SavesRuns(PushesPolicy):
         # TRL's copy of where training started is no result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
         record.write_scheme(folder, self.policy.record())
-        # Of a checkpoint TRL has had the same card written beside it.
+        # TRL has already had the same card written next to a checkpoint.
         card = self._card if self._is_saving else None
         (card or self._weights_card()).save(folder / "README.md")
 
     @override
     def _save_checkpoint(self, model, trial):
         """
-        Also saves the generation batch in progress, so that a resumed run goes on with the same completions. Once everything of
-        all processes is on disk, the folder is marked as complete; only then is it uploaded, and older ones deleted. A failure of
-        one process is raised by all.
+        Also saves the generation batch in progress, so that a resumed run goes on with the same completions. Once
+        everything of all processes is on disk, the folder is marked as complete; only then is it uploaded, and older
+        ones deleted. A failure of one process is raised by all.
         """
         if self.args.push_to_hub and self.args.save_total_limit:
             # It may be reading the checkpoint that is deleted next.
             self._finish_current_push()
         folder, rank = self._checkpoint_folder(trial), self.accelerator.process_index
-        # What the engine draws is waited for.
+        # Wait for the batch that the engine draws.
         ahead, versions = ([], []) if self._ahead is None else self._ahead.state()
         with all_or_none(self.accelerator):
             if self.args.should_save:
@@ -302,7 +303,8 @@ class SavesRuns(PushesPolicy):
                 self._relay = None
 
     def _relay_policy(self) -> None:
-        """Adds the policy to the folder of `publish_dir`, where it has changed; elsewhere the main process is waited for."""
+        """Adds the policy to the folder of `publish_dir`, where it has changed; elsewhere the main process is waited
+        for."""
         if self.args.publish_dir is None:
             return
         with all_or_none(self.accelerator):

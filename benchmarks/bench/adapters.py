@@ -38,9 +38,9 @@ def measure_adapters(path: str, prompts: list[list[dict[str, str]]], schemes: li
         schemes (`list[str]`):
             Schemes to train with.
         args (`Namespace`):
-            `dtypes`, `trained` (of [`TRAINED`]), `rollout` (`"colocate"` or `"transformers"`), `tokens` (the first is the
-            number of sequences per generation batch), `new_tokens`, `repeats` (generation batches that are measured) and
-            `lora_r`.
+            `dtypes`, `trained` (of [`TRAINED`]), `rollout` (`"colocate"` or `"transformers"`), `tokens` (the first is
+            the number of sequences per generation batch), `new_tokens`, `repeats` (generation batches that are
+            measured) and `lora_r`.
     """
     rows = []
     for dtype in args.dtypes:

@@ -3,9 +3,10 @@
 
 It samples at temperature 1 from an engine that was given the learner's tensors, and scores the same tokens with two
 learners: the quantized one, whose forward uses the same tensors, with `numerics="fast"` and, in bfloat16, with
-`"engine"`; and one in high precision. One column is the difference of a learner from *itself* when its embeddings are rounded
-once more: two programs that round differently anywhere cannot be expected closer than that. Of a mixture, one is the share of
-selections of experts, one for each token and layer, that are not those of the learner with engine numerics.
+`"engine"`; and one in high precision. One column is the difference of a learner from *itself* when its embeddings are
+rounded once more: two programs that round differently anywhere cannot be expected closer than that. Of a mixture, one
+is the share of selections of experts, one for each token and layer, that are not those of the learner with engine
+numerics.
 """
 
 from collections.abc import Iterator, Sequence
@@ -155,7 +156,8 @@ def _can_use_engine_numerics(model, dtype) -> bool:
 
 
 def _sample(sampler, path: str, num_tokens: int, new_tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
-    """Prompts, completions of at most `new_tokens` and their log-probs from `sampler`, an engine or the client of a server."""
+    """Prompts, completions of at most `new_tokens` and their log-probs from `sampler`, an engine or the client of a
+    server."""
     samples: list[tuple[list[int], list[int], list[float]]] = []
     prompts = make_prompts(path, len(TOPICS))
     generate = _generate_in_process if hasattr(sampler, "llm_engine") else _generate_in_server

@@ -100,7 +100,8 @@ def load_learner(path: str, scheme: "str | QuantScheme", dtype):
 
 
 def _memory_of_engine(model, dtype) -> float:
-    """Return the share of a GPU's memory for the weights, unquantized, and 8 GiB more for keys, values and activations."""
+    """Return the share of a GPU's memory for the weights, unquantized, and 8 GiB more for keys, values and
+    activations."""
     import torch
 
     needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize + 8 * 2**30

@@ -90,8 +90,8 @@ def run_benchmark(
 
     Returns:
         `{"mode", "model", "machine", "repeats", "rows"}`: one row per scheme and batch size, the baseline's
-        (`"scheme": None`) first. Times are medians in seconds, `extra_memory` is relative to the bf16 weights, `peak_bytes` is of a GPU
-        alone and includes what the other variants hold.
+        (`"scheme": None`) first. Times are medians in seconds, `extra_memory` is relative to the bf16 weights,
+        `peak_bytes` is of a GPU alone and includes what the other variants hold.
     """
     import torch
 
@@ -251,7 +251,8 @@ def _cached_bytes(layer: "QuantizedLayer") -> int:
     held = [low_bit for weight in layer.quantized_weights.values() for low_bit in weight.kept()]
     for leaf in held:
         if isinstance(leaf, LowBitTensor):
-            # Its own size is that of the weight it stands for. What it holds may be low-bit too, and is visited in turn.
+            # Its own size is that of the weight it stands for. What it holds may be low-bit too, and is visited in
+            # turn.
             held += tree_leaves(leaf.held())
     return sum(leaf.nbytes for leaf in held if isinstance(leaf, torch.Tensor) and not isinstance(leaf, LowBitTensor))
 

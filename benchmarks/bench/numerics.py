@@ -1,5 +1,6 @@
 """
-`python -m benchmarks.bench numerics`: training steps with `numerics="engine"` against `"fast"`, side by side in one trainer.
+`python -m benchmarks.bench numerics`: training steps with `numerics="engine"` against `"fast"`, side by side in one
+trainer.
 
 One [`~trl_qarl.QaRLTrainer`] runs generation batches of two updates, and its model changes the arithmetic between
 batches. So both have the same memory, optimizer and engine, a slow minute of the machine hits both, and a ratio is the
@@ -38,8 +39,8 @@ def measure_numerics(path: str, prompts: list[list[dict[str, str]]], schemes: li
         schemes (`list[str]`):
             Schemes to train with.
         args (`Namespace`):
-            `rollout` (`"transformers"`, `"colocate"` or `"server"`), `new_tokens`, `repeats`, `tokens`, the number of sequences
-            per generation batch, and `sequence_length`, that of prompt and answer, or `None`.
+            `rollout` (`"transformers"`, `"colocate"` or `"server"`), `new_tokens`, `repeats`, `tokens`, the number of
+            sequences per generation batch, and `sequence_length`, that of prompt and answer, or `None`.
     """
     rows = []
     for scheme in schemes:

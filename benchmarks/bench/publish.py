@@ -1,11 +1,12 @@
 """
-`python -m benchmarks.bench publish`: bytes, seconds and memory of a weight sync with a server in another process, or an engine in this one.
+`python -m benchmarks.bench publish`: bytes, seconds and memory of a weight sync with a server in another process, or
+an engine in this one.
 
-First everything is sent, as after a step that changed every matrix. With learning rates, what changed is sent after real
-training steps too: policy gradients on random answers, half of which were good.
+First everything is sent, as after a step that changed every matrix. With learning rates, what changed is sent after
+real training steps too: policy gradients on random answers, half of which were good.
 
-Seconds are those of the whole and of its parts: the functions of the trainer's side are timed where they are called, and what is
-left is the engine's. Those of an engine in this process are timed too, so that what is left is its reload.
+Seconds are those of the whole and of its parts: the functions of the trainer's side are timed where they are called,
+and what is left is the engine's. Those of an engine in this process are timed too, so that what is left is its reload.
 """
 
 import statistics

@@ -99,8 +99,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """
-Fields of a configuration by name. `tiny` is for a trial on a CPU; the names of numbers are billions of parameters in the
-proportions of Llama.
+Fields of a configuration by name. `tiny` is for a trial on a CPU; the names of numbers are billions of parameters in
+the proportions of Llama.
 """
 
 SIZES = [name.removesuffix("b") for name in SHAPES if name[0].isdigit()]
@@ -129,7 +129,8 @@ def random_model(config, dtype):
 
 
 def write_random_model(shapes: str, num_layers: int | None = None) -> str:
-    """Configuration and tokenizer, which is what an engine reads, in a folder of the cache; weights are made when it is loaded."""
+    """Configuration and tokenizer, which is what an engine reads, in a folder of the cache; weights are made when it
+    is loaded."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_qarl"
     folder = cache / f"random-{shapes}{'' if num_layers is None else f'-{num_layers}-layers'}"
     config = make_config(shapes, num_layers)
@@ -141,7 +142,8 @@ def write_random_model(shapes: str, num_layers: int | None = None) -> str:
 
 
 def has_weights(path: str) -> bool:
-    """Return whether `path`, which may be the name of a model on the Hub, is not a folder of [`write_random_model`]."""
+    """Return whether `path`, which may be the name of a model on the Hub, is not a folder of
+    [`write_random_model`]."""
     return not Path(path).is_dir() or any(Path(path).glob("*.safetensors*")) or any(Path(path).glob("*.bin"))
 
 

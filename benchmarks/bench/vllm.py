@@ -1,5 +1,6 @@
 """
-The modes of `python -m benchmarks.bench` that need vLLM: `adapter`, `alignment`, `numerics`, `publish` and `rollout`, on a real model.
+The modes of `python -m benchmarks.bench` that need vLLM: `adapter`, `alignment`, `numerics`, `publish` and `rollout`,
+on a real model.
 
 `rollout` times decoding and the parts of one training step. Its
 engines run side by side in one process, and repeats alternate between them. The others are
@@ -56,7 +57,8 @@ def measure(args) -> dict[str, Any]:
 
 
 def measure_rollout(path: str, schemes: list[str], args) -> list[dict[str, Any]]:
-    """One row per scheme: tokens per second at each batch size against bf16, and the parts of one training step unless left out."""
+    """One row per scheme: tokens per second at each batch size against bf16, and the parts of one training step unless
+    left out."""
     import torch
     from vllm import SamplingParams
 

@@ -1,9 +1,11 @@
 """
-vLLM's platform for NVIDIA GPUs on a machine without one: it reports a compute capability of choice, and tensors stay on the CPU.
+vLLM's platform for NVIDIA GPUs on a machine without one: it reports a compute capability of choice, and tensors stay
+on the CPU.
 
-vLLM's Python code then chooses kernels and builds layers as it does there. No kernel can be called. The CUDA extensions of a wheel for
-GPUs must load, for which `run.sh` puts a library in the place of `libcuda.so.1`. A wheel for CPUs has none: [`install_in_cpu_wheel`]
-replaces repacking functions by permutations of the same shape, dtype and strides, so that a test sees what was repacked.
+vLLM's Python code then chooses kernels and builds layers as it does there. No kernel can be called. The CUDA
+extensions of a wheel for GPUs must load, for which `run.sh` puts a library in the place of `libcuda.so.1`. A wheel for
+CPUs has none: [`install_in_cpu_wheel`] replaces repacking functions by permutations of the same shape, dtype and
+strides, so that a test sees what was repacked.
 """
 
 import contextlib

@@ -1,10 +1,11 @@
 """
-Which kernels vLLM gives to each scheme on GPUs of several compute capabilities, by its own code: `python kernels.py X.Y ...`.
+Which kernels vLLM gives to each scheme on GPUs of several compute capabilities, by its own code:
+`python kernels.py X.Y ...`.
 
-Layers are built on the CPU (`fake_gpu.py`), nothing is repacked or computed. Twice: as vLLM chooses on its own, and as our engines are
-asked for (`trl_qarl.rollout.gpu_kernels`). What is found is compared with what is recorded for the release in `kernels/`, and a
-difference is an error that a person looks at: vLLM has a new favourite, which nobody has rehearsed. Our own engines must have the
-kernel that is expected. `--write` records what is found.
+Layers are built on the CPU (`fake_gpu.py`), nothing is repacked or computed. Twice: as vLLM chooses on its own, and as
+our engines are asked for (`trl_qarl.rollout.gpu_kernels`). What is found is compared with what is recorded for the
+release in `kernels/`, and a difference is an error that a person looks at: vLLM has a new favourite, which nobody has
+rehearsed. Our own engines must have the kernel that is expected. `--write` records what is found.
 """
 
 import json

@@ -1,10 +1,12 @@
 """
-The learner's forward and backward on tensors of a GPU that is not there: `python learner.py X.Y`, its compute capability.
+The learner's forward and backward on tensors of a GPU that is not there: `python learner.py X.Y`, its compute
+capability.
 
-PyTorch's fake tensors have device, dtype, shape and strides, and no numbers. Each operation is looked at on its way: operands on several
-devices, tensors of this package that stay on the CPU, what `_int_mm` and `_scaled_mm` check on a GPU, and waits for a GPU.
-Autograd's engine needs a device, so every product of a low-bit weight is given a gradient where it is called. Fake tensors have no
-routes; experts get fixed numbers of rows, none for one of them. Needs a build of PyTorch for CUDA.
+PyTorch's fake tensors have device, dtype, shape and strides, and no numbers. Each operation is looked at on its way:
+operands on several devices, tensors of this package that stay on the CPU, what `_int_mm` and `_scaled_mm` check on a
+GPU, and waits for a GPU. Autograd's engine needs a device, so every product of a low-bit weight is given a gradient
+where it is called. Fake tensors have no routes; experts get fixed numbers of rows, none for one of them. Needs a build
+of PyTorch for CUDA.
 """
 
 import sys
@@ -122,7 +124,8 @@ class Context:
 
 
 def with_gradient(function, calls: Counter):
-    """Return `apply` of an autograd function, with a backward after each forward whose gradients are those of the operands."""
+    """Return `apply` of an autograd function, with a backward after each forward whose gradients are those of the
+    operands."""
 
     def apply(*args):
         # What has a gradient: rows, masters and biases, which are ordinary tensors of floating point.

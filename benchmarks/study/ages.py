@@ -1,8 +1,9 @@
 """
-Rollouts by weights of earlier updates, for the study of age in benchmarks/study/README.md: `long_study.py` with a scheme named `...-age1`.
+Rollouts by weights of earlier updates, for the study of age in benchmarks/study/README.md: `long_study.py` with a
+scheme named `...-age1`.
 
-The trainer does with a generation batch what it does with `rollout_ahead`, and keeps the same weights. The learner's own layers draw it,
-when its turn comes, so that nothing but the age differs.
+The trainer does with a generation batch what it does with `rollout_ahead`, and keeps the same weights. The learner's
+own layers draw it, when its turn comes, so that nothing but the age differs.
 """
 
 from collections import deque
@@ -17,8 +18,8 @@ from trl_qarl.rollout.ahead import Ahead, Pending
 
 class Aged(Ahead):
     """
-    Has a `trainer` that generates by itself draw each batch with the weights that it had `age` generation batches before, the first ones
-    with those of the beginning.
+    Has a `trainer` that generates by itself draw each batch with the weights that it had `age` generation batches
+    before, the first ones with those of the beginning.
     """
 
     def __init__(self, trainer: Any, age: int):

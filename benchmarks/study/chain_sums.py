@@ -6,8 +6,9 @@ Sums modulo 100 written out step by step, and a model of 0.6 million parameters 
     python benchmarks/study/chain_sums.py --output_dir DIR --steps 60 90 --layers 2 --key_value_heads 1
 
 A problem is `03:38+47=`, its answer `85;02:47+85=32;01:85+32=17.`, character by character: each step adds the last two
-numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that reinforcement learning has something to do (benchmarks/study/README.md). With `--mixture` the model
-is a mixture of experts, of whose 2 million parameters a token meets 0.6 million.
+numbers and counts down. Pretraining stops where the model still gets most long chains wrong somewhere, so that
+reinforcement learning has something to do (benchmarks/study/README.md). With `--mixture` the model is a mixture of
+experts, of whose 2 million parameters a token meets 0.6 million.
 """
 
 import json
@@ -22,8 +23,8 @@ from pathlib import Path
 STEPS = (10, 15)
 NUM_HELD_OUT = 400
 CHARACTERS = "0123456789+=;:."
-# Pretraining: most steps, batches. Longer chains than those of the last stage have it before their own, which is as long. The learning
-# rate falls linearly to 0 in the last stage.
+# Pretraining: most steps, batches. Longer chains than those of the last stage have it before their own, which is as
+# long. The learning rate falls linearly to 0 in the last stage.
 CURRICULUM = ((1, 100), (3, 50), (15, 300))
 TOKENS_PER_BATCH = 4000
 
@@ -95,7 +96,8 @@ def make_tokenizer():
 
 
 def make_model(seed: int = 0, layers: int = 3, key_value_heads: int = 4):
-    """A Llama of 0.64 million parameters, whose matrices have 128 or 384 inputs; 0.38 million with 2 layers and one key-value head."""
+    """A Llama of 0.64 million parameters, whose matrices have 128 or 384 inputs; 0.38 million with 2 layers and one
+    key-value head."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -120,8 +122,8 @@ def make_model(seed: int = 0, layers: int = 3, key_value_heads: int = 4):
 
 def make_mixture(seed: int = 0):
     """
-    A Qwen3-MoE of 1.97 million parameters in the shape of [`make_model`]: in place of 384 features, each MLP has 8 experts of 192, two
-    of which a token goes to. So a token meets as many weights as there, and the routers.
+    A Qwen3-MoE of 1.97 million parameters in the shape of [`make_model`]: in place of 384 features, each MLP has 8
+    experts of 192, two of which a token goes to. So a token meets as many weights as there, and the routers.
     """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -203,8 +205,8 @@ def pretraining_batches(tokenizer, pairs: list[tuple[int, int]], stages: list[tu
 
 def muon_direction(gradient, momentum):
     """
-    Along what `torch.optim.Muon`, which takes no stacks `(..., M, N)`, would step for each matrix; `momentum` is updated. In float32, all
-    at once: on a CPU that is many times as fast as one matrix after the other in bfloat16.
+    Along what `torch.optim.Muon`, which takes no stacks `(..., M, N)`, would step for each matrix; `momentum` is
+    updated. In float32, all at once: on a CPU that is many times as fast as one matrix after the other in bfloat16.
     """
     momentum.lerp_(gradient, 0.05)
     x = gradient.lerp(momentum, 0.95)

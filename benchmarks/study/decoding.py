@@ -18,7 +18,8 @@ def decode_faster() -> None:
 
 
 def keep_dense(dequantize):
-    """Dequantize a weight once, not for every token: products in float32 on a CPU want dense weights, and those of a study are small."""
+    """Dequantize a weight once, not for every token: products in float32 on a CPU want dense weights, and those of a
+    study are small."""
 
     @functools.cache
     def make(dtype):
@@ -30,7 +31,8 @@ def keep_dense(dequantize):
 def grow_cache_in_place() -> None:
     """
     Write new keys and values into room that is there already. transformers' cache copies itself for every token, and
-    attention under autocast then rounds all of its keys to bf16 again, which took nine tenths of the time of a rollout.
+    attention under autocast then rounds all of its keys to bf16 again, which took nine tenths of the time of a
+    rollout.
     """
     concatenate = DynamicLayer.update
 
@@ -55,8 +57,9 @@ def grow_cache_in_place() -> None:
 
 def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """
-    As two products if there is one query, of shape `(B, H, 1, D)`, for each sequence, and fewer heads of keys: torch's kernel, which
-    takes a block of queries, needs two to three times as long on a CPU and wants a copy of the keys for each head.
+    As two products if there is one query, of shape `(B, H, 1, D)`, for each sequence, and fewer heads of keys: torch's
+    kernel, which takes a block of queries, needs two to three times as long on a CPU and wants a copy of the keys for
+    each head.
     """
     batch, heads, length, features = query.shape
     if length > 1 or key.shape[1] == heads or torch.is_grad_enabled():

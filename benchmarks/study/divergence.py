@@ -16,7 +16,8 @@ def log_probs(model, ids: torch.Tensor, bf16: bool = False) -> torch.Tensor:
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) in nats per token that `mask` keeps, from log-probs `(B, T - 1, V)` and a mask `(B, T)`."""
+    """KL(teacher || student) in nats per token that `mask` keeps, from log-probs `(B, T - 1, V)` and a mask
+    `(B, T)`."""
     each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return each[mask[:, 1:]].mean()
 

@@ -1,7 +1,8 @@
 """
-Draws docs/headline.png and the figures of benchmarks/study/README.md from study.json: `python benchmarks/study/headline.py` (needs matplotlib);
-benchmarks/study/study-bits.png, benchmarks/study/study-length.png and benchmarks/study/study-shapes.png too where `long_tables.py --collect`
-has added the cells of benchmarks/study/bits.yaml, benchmarks/study/length_1000.yaml and benchmarks/study/shapes.yaml.
+Draws docs/headline.png and the figures of benchmarks/study/README.md from study.json:
+`python benchmarks/study/headline.py` (needs matplotlib); benchmarks/study/study-bits.png,
+benchmarks/study/study-length.png and benchmarks/study/study-shapes.png too where `long_tables.py --collect` has added
+the cells of benchmarks/study/bits.yaml, benchmarks/study/length_1000.yaml and benchmarks/study/shapes.yaml.
 """
 
 import json
@@ -52,7 +53,8 @@ SHAPES_RUNS = (("bf16", "grpo-tis"), ("QaRL", "grpo-tis"), ("rollout-only", "grp
 
 
 def read_scores(cells: list[dict]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Means and half widths of 95 % intervals of the deployed policy's greedy scores in per cent, by scheme and run."""
+    """Means and half widths of 95 % intervals of the deployed policy's greedy scores in per cent, by scheme and
+    run."""
     groups = group_cells(cells)
 
     def score(key) -> tuple[float, float]:
@@ -144,7 +146,8 @@ def draw_bits(cells: list[dict]) -> None:
 
 
 def draw_lengths(cells: list[dict]) -> None:
-    """Rewards over the updates with the longest answers, and what the deployed policy solves by length, each seed a small dot."""
+    """Rewards over the updates with the longest answers, and what the deployed policy solves by length, each seed a
+    small dot."""
     groups = group_cells(cells)
     figure, (courses, scores) = _panels(figsize=(9, 3.6))
     found = [study for study in LENGTHS if any(study == of for of, *_ in groups)]
@@ -173,7 +176,8 @@ def draw_lengths(cells: list[dict]) -> None:
 
 
 def draw_shapes(cells: list[dict]) -> None:
-    """Rewards over the updates of the picture task, and what the deployed policy solves at the end, each seed a small dot."""
+    """Rewards over the updates of the picture task, and what the deployed policy solves at the end, each seed a small
+    dot."""
     groups = {tuple(run): found for (study, _, *run), found in group_cells(cells).items() if study == "shapes"}
     figure, (courses, scores) = _panels(figsize=(9, 3.4))
     for place, run in enumerate(SHAPES_RUNS):
@@ -210,7 +214,8 @@ def _panels(**options):
 
 
 def draw_ages(cells: list[dict]) -> None:
-    """Rewards over updates with rollouts of so many generation batches before, a panel for each objective; means over the seeds."""
+    """Rewards over updates with rollouts of so many generation batches before, a panel for each objective; means over
+    the seeds."""
     import matplotlib.pyplot as plt
 
     groups = {name[1:]: of for name, of in group_cells(cells).items() if name[0] == "age"}

@@ -1,6 +1,6 @@
 """
-Other starts for the low-bit policies of benchmarks/study/long_study.py, which benchmarks/study/README.md compares with rounding to nearest.
-Each changes the master weights before the first update.
+Other starts for the low-bit policies of benchmarks/study/long_study.py, which benchmarks/study/README.md compares with
+rounding to nearest. Each changes the master weights before the first update.
 """
 
 import copy
@@ -35,8 +35,8 @@ def improve_start(trainer, start: str) -> None:
 @torch.no_grad()
 def clip_to_best_scale(model) -> None:
     """
-    Clip the weights of each group to the share of its largest that makes the squared error of their low-bit form least. The
-    scale follows from the largest, so that it is the best one from the start on.
+    Clip the weights of each group to the share of its largest that makes the squared error of their low-bit form
+    least. The scale follows from the largest, so that it is the best one from the start on.
     """
     for layer in quantized_layers(model).values():
         weight = layer.weight.detach().clone()
@@ -72,7 +72,8 @@ def sample_answers(trainer, problems: list[dict[str, str]]) -> tuple[torch.Tenso
 
 
 def distill(model, scheme: str, group_size: int, seed: int, bf16: bool, precisions: list[int] | None = None) -> None:
-    """`NUM_DISTILLED` updates of 32 answers each towards the model before quantization, at `precisions` in turn (examples/warm_start.py)."""
+    """`NUM_DISTILLED` updates of 32 answers each towards the model before quantization, at `precisions` in turn
+    (examples/warm_start.py)."""
     steps = chain_sums.chain_steps(model)
     config = DistillationConfig(
         tempfile.mkdtemp(),
@@ -113,8 +114,8 @@ def measure_divergence(trainer, schemes: dict[str, dict], problems: list[dict[st
 @torch.no_grad()
 def round_by_gptq(trainer, tokens: torch.Tensor, damping: float = 0.01) -> None:
     """
-    Put the error of each rounded column into the columns that are still to be rounded, weighted by the inputs' second moments
-    (GPTQ, https://arxiv.org/abs/2210.17323). Layers see the inputs of the unquantized model.
+    Put the error of each rounded column into the columns that are still to be rounded, weighted by the inputs' second
+    moments (GPTQ, https://arxiv.org/abs/2210.17323). Layers see the inputs of the unquantized model.
     """
     model = trainer.model
     layers = quantized_layers(model)

@@ -3,10 +3,12 @@ One cell of the study of long completions in benchmarks/study/README.md, in a fe
 `benchmarks/study/chain_sums.py` learns to get chains of 10 to 15 sums right, in answers of 112 to 172 tokens.
 
     python benchmarks/study/chain_sums.py --output_dir MODEL
-    python benchmarks/study/long_study.py --model MODEL --output_dir DIR --quantize_learner true --objective tbpo --seed 0
+    python benchmarks/study/long_study.py --model MODEL --output_dir DIR --quantize_learner true --objective tbpo
+    --seed 0
 
-Rollouts are made in the process, by the quantized modules. `DIR/scores.json` has what the policy solves at the end, and `DIR/routes.jsonl`
-of a mixture (`chain_sums.py --mixture`) which experts were used, and where sampler and learner chose others.
+Rollouts are made in the process, by the quantized modules. `DIR/scores.json` has what the policy solves at the end,
+and `DIR/routes.jsonl` of a mixture (`chain_sums.py --mixture`) which experts were used, and where sampler and learner
+chose others.
 """
 
 import json
@@ -32,7 +34,8 @@ from trl_qarl.quantization.plan import DEFAULT
 
 
 def block_by_block(bits: int, fewer: int, blocks: Sequence[int], every: int) -> dict:
-    """Return a schedule of `precisions` that begins at `bits` and has one more decoder layer at `fewer` after each `every` updates."""
+    """Return a schedule of `precisions` that begins at `bits` and has one more decoder layer at `fewer` after each
+    `every` updates."""
     patterns = [f"re:.*layers[.]{block}[.].*" for block in blocks]
     stages = {
         count * every: dict.fromkeys(patterns[:count], fewer) | {DEFAULT: bits} for count in range(1, len(patterns))
@@ -50,7 +53,8 @@ VARIANTS = {
     "w3a16-g128": {"scheme": "w3a16-observer", "group_size": 128},
     # Signed scales (benchmarks/study/long_signed.yaml).
     "w4a16-g128-signed": {"scheme": "w4a16", "group_size": 128},
-    # Rollouts of so many generation batches before (benchmarks/study/age.yaml); `age` is this script's own, as the options below.
+    # Rollouts of so many generation batches before (benchmarks/study/age.yaml); `age` is this script's own, as the
+    # options below.
     **{f"w4a16-g128-signed-age{age}": {"scheme": "w4a16", "group_size": 128, "age": age} for age in (1, 2, 4)},
     "w3a16-g32-signed": {"scheme": "w3a16", "group_size": 32},
     "w3a16-g32-signed-distill": {"scheme": "w3a16", "group_size": 32, "start": "distill"},
@@ -87,15 +91,18 @@ VARIANTS |= {
 }
 PLAIN = ("w4a16-g32", "w4a16-g128", "w3a16-g32", "w3a16-g128")
 NUM_UPDATES_PER_BATCH, NUM_PROMPTS, NUM_GENERATIONS = 8, 16, 8
-# The paper's offsets, which are for thousands of tokens, times `--band_scale`; benchmarks/study/README.md says how that was chosen.
+# The paper's offsets, which are for thousands of tokens, times `--band_scale`; benchmarks/study/README.md says how
+# that was chosen.
 BANDS = {"positive_epsilon_high": 4e-4, "negative_epsilon_low": 3e-4, "negative_epsilon_high": 7e-4}
 SEQUENCE_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
-# An objective that a cell names, with another option: the mismatch of a whole answer truncated where else each token's is, and wider bands.
+# An objective that a cell names, with another option: the mismatch of a whole answer truncated where else each token's
+# is, and wider bands.
 CHANGED_OBJECTIVES = {
     "grpo-tis-sequence": ("grpo", {"vllm_importance_sampling_mode": "sequence_truncate"}),
     "tbpo-wide": ("tbpo", {name: 3 * offset for name, offset in BANDS.items()}),
 }
-# TBPO with bands that are set by hand and that set themselves, at several learning rates (benchmarks/study/bands_150.yaml).
+# TBPO with bands that are set by hand and that set themselves, at several learning rates
+# (benchmarks/study/bands_150.yaml).
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "muon": "muon"}
 CHANGED_OBJECTIVES |= {
     f"tbpo{band}-{optimizer}-{rate}": ("tbpo", changed | {"optim": name, "learning_rate": float(rate)})
@@ -253,7 +260,8 @@ def speed_up(optimizer, model, rate: float) -> None:
 
 
 def deployed_bits(variant: str) -> int | None:
-    """The smallest bits of a list or schedule, at which its masters are deployed; None for variants without `precisions`."""
+    """The smallest bits of a list or schedule, at which its masters are deployed; None for variants without
+    `precisions`."""
     from trl_qarl.quantization.precisions import bits_of
 
     precisions = VARIANTS[variant].get("precisions")
@@ -263,9 +271,10 @@ def deployed_bits(variant: str) -> int | None:
 def score_policies(trainer, num_scored: int, deployed: int | None = None) -> dict[str, dict[str, int]]:
     """
     Held-out problems solved: `greedy` and `sampled` (temperature 1) by the deployed policy, which is the one that made
-    the rollouts, and of one with several precisions that at `deployed` bits, the fewest. Such masters are read at each of `BITS`, too:
-    `3 bits greedy` and so on. For comparison `unquantized greedy` by the masters as they are, or after a bf16 run, and
-    before training, `w4a16-g32 greedy` and alike by its weights quantized. The model is of no use for training afterwards.
+    the rollouts, and of one with several precisions that at `deployed` bits, the fewest. Such masters are read at each
+    of `BITS`, too: `3 bits greedy` and so on. For comparison `unquantized greedy` by the masters as they are, or after
+    a bf16 run, and before training, `w4a16-g32 greedy` and alike by its weights quantized. The model is of no use for
+    training afterwards.
     """
     import torch
 

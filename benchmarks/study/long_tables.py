@@ -1,14 +1,15 @@
 """
-The tables of benchmarks/study/README.md, from the directories that `trl-qarl compare` has filled so far, finished cells only.
+The tables of benchmarks/study/README.md, from the directories that `trl-qarl compare` has filled so far, finished
+cells only.
 
-    python benchmarks/study/long_tables.py --collect outputs/long outputs/long_variants --output benchmarks/study/study.json
-    python benchmarks/study/long_tables.py benchmarks/study/study.json
+    python benchmarks/study/long_tables.py --collect outputs/long outputs/long_variants --output
+    benchmarks/study/study.json python benchmarks/study/long_tables.py benchmarks/study/study.json
     python benchmarks/study/long_tables.py benchmarks/study/study.json --fill benchmarks/study/README.md
 
-The first adds what the page and its pictures need of every cell, in the place of cells with the same settings; a study can so be made of the
-cells of several machines or days. The second prints
-Markdown: means over the seeds with 95 % intervals, what the telemetry saw, and which differences exceed the noise between seeds. The
-third renews the tables of the page.
+The first adds what the page and its pictures need of every cell, in the place of cells with the same settings; a study
+can so be made of the cells of several machines or days. The second prints
+Markdown: means over the seeds with 95 % intervals, what the telemetry saw, and which differences exceed the noise
+between seeds. The third renews the tables of the page.
 
     python benchmarks/study/long_tables.py --bands DIR
 
@@ -162,7 +163,8 @@ def average_batches(values: dict[int, float], steps: int) -> list[float | None]:
 
 
 def count_tails(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Shares of tokens that are over e times, and under 1/e, as probable to the learner as to the sampler, by update."""
+    """Shares of tokens that are over e times, and under 1/e, as probable to the learner as to the sampler, by
+    update."""
     totals: dict[int, list[int]] = {}
     for row in rows:
         if row["name"] == "token_mismatch_weight":
@@ -248,7 +250,8 @@ def quarters_table(
 
 
 def bits_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """What one set of masters scores when it is read at each number of bits, in percent; a row for each group that was so read."""
+    """What one set of masters scores when it is read at each number of bits, in percent; a row for each group that was
+    so read."""
     header = ["recipe", "seeds", *(f"{bits} bits, {name}" for name in ("greedy", "sampled") for bits in BITS)]
     lines = [_row(header), _row(["---"] * len(header))]
     for (recipe, *_), cells in groups.items():
@@ -287,7 +290,8 @@ def differences_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[st
 
 
 def changes_table(groups: dict[tuple[str, str, str], list[Cell]]) -> list[str]:
-    """What each change of a recipe, a scheme named `RECIPE-CHANGE`, gains in points; bold where that exceeds the noise."""
+    """What each change of a recipe, a scheme named `RECIPE-CHANGE`, gains in points; bold where that exceeds the
+    noise."""
     header = ["change", "seeds", *(f"{name} (noise)" for name in MEASURES)]
     lines = [_row(header), _row(["---"] * len(header))]
     has_several = len({objective for _, _, objective in groups}) > 1

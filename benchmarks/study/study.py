@@ -1,8 +1,9 @@
 """
-One cell of the studies in benchmarks/study/README.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would be deployed.
+One cell of the studies in benchmarks/study/README.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would
+be deployed.
 
-    python benchmarks/study/study.py train --output_dir DIR --quantize_learner true --objective tbpo --scheme w4a16-observer --seed 0
-    python benchmarks/study/study.py evaluate --output_dir DIR
+    python benchmarks/study/study.py train --output_dir DIR --quantize_learner true --objective tbpo --scheme
+    w4a16-observer --seed 0 python benchmarks/study/study.py evaluate --output_dir DIR
 
 `--task addition` has the problems and the reward of `trl-qarl quickstart`, `--task counting` asks for longer
 completions. Rollouts come from a vLLM server that is started for the run. `--lora_mode adapter` or `merged` trains an
@@ -204,8 +205,9 @@ def _score(task: Task, masters: Path, scheme: str) -> dict[str, dict[str, int]]:
 
 def evaluate_adapter(output_dir: Path, task: Task) -> None:
     """
-    Print the held-out problems solved greedily as JSON: `greedy` by the policy that made the rollouts, `before greedy` by
-    its base alone, and `quantized greedy` by base and adapter quantized together after training, unless they were in it.
+    Print the held-out problems solved greedily as JSON: `greedy` by the policy that made the rollouts, `before greedy`
+    by its base alone, and `quantized greedy` by base and adapter quantized together after training, unless they were
+    in it.
     """
     import torch
 
@@ -234,8 +236,8 @@ def evaluate_adapter(output_dir: Path, task: Task) -> None:
 
 def _score_own(task: Task, model, folder: Path, dtype) -> dict[str, int]:
     """
-    Problems that `model` solves greedily, as its export would: everything that is not quantized is rounded to the engine's
-    `dtype`.
+    Problems that `model` solves greedily, as its export would: everything that is not quantized is rounded to the
+    engine's `dtype`.
     """
     import torch
     from transformers import AutoTokenizer

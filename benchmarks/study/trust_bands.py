@@ -1,8 +1,9 @@
 """
 How far do the ratios of TBPO move, and how does that depend on the length of a completion?
 
-Samples completions, makes the updates that follow one generation batch, and prints, for prefixes of several lengths, the
-spread of `log r` (the mean over tokens of the change of their log-prob) and the band that would drop a quarter of them:
+Samples completions, makes the updates that follow one generation batch, and prints, for prefixes of several lengths,
+the spread of `log r` (the mean over tokens of the change of their log-prob) and the band that would drop a quarter of
+them:
 
     python benchmarks/study/trust_bands.py --learning_rate 1e-5
 """

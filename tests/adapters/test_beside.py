@@ -1,4 +1,4 @@
-"""LoRA beside a frozen low-bit base in the trainer: what moves, what stays, what is saved, resumed and exported."""
+"""LoRA over a frozen low-bit base in the trainer: what moves, what stays, what is saved, resumed and exported."""
 
 import json
 import shutil

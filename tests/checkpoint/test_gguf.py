@@ -1,4 +1,5 @@
-"""A policy in a GGUF file, read by the gguf package and by transformers, under names and in an order of rows written down here."""
+"""A policy in a GGUF file, read by the gguf package and by transformers, under names and in an order of rows written
+down here."""
 
 import re
 import sys

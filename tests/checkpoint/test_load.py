@@ -26,7 +26,8 @@ MIXED = {
     "_default": "w8a8",
 }
 TOKENS = torch.arange(12).view(2, 6)
-# What llm-compressor 0.14.0.1 wrote of a random Llama of one layer, calibrated on the text of docs/; embeddings of 16 tokens.
+# What llm-compressor 0.14.0.1 wrote of a random Llama of one layer, calibrated on the text of docs/; embeddings of 16
+# tokens.
 FILES = Path(__file__).parent / "llm_compressor"
 
 

@@ -1,6 +1,6 @@
 """
-Trainings on two processes, each with an engine of its own, of which one fails at step 2, and what each rank raised. Run by
-train_ddp.py, last: nothing is put back. The fault campaign has two processes that share a server.
+Trainings on two processes, each with an engine of its own, of which one fails at step 2, and what each rank raised.
+Run by train_ddp.py, last: nothing is put back. The fault campaign has two processes that share a server.
 """
 
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A training with sharded masters of which one process is killed, twice, and that is gone on with. Run by shards.py."""
+"""A training with sharded masters of which one process is killed, twice, and that is gone on with. Run by
+shards.py."""
 
 import datetime
 import os
@@ -41,7 +42,8 @@ save_batch = batch.save_batch
 
 
 def train_until(train, folder, name, ends, options, expected):
-    """Train, of two processes in one, until the second dies, or to the end; what was trained must be what is `expected` then."""
+    """Train, of two processes in one, until the second dies, or to the end; what was trained must be what is
+    `expected` then."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
     dies = ends if dist.get_rank() else None
     in_checkpoint = patch.object(batch, "save_batch", dies_in_checkpoint)
@@ -54,8 +56,8 @@ def train_until(train, folder, name, ends, options, expected):
 
 def the_last_checkpoint_survives_a_killed_process(folder, train, trained, options):
     """
-    Killed within its second checkpoint, then within its third update; the other process ends by itself, and a third run ends with the
-    masters of `trained`, the name of the same run without interruption.
+    Killed within its second checkpoint, then within its third update; the other process ends by itself, and a third
+    run ends with the masters of `trained`, the name of the same run without interruption.
     """
     expected, name, complete = torch.load(f"{folder}/{trained}-end.pt"), f"{trained}-killed", []
     options |= {"save_strategy": "steps", "save_steps": 1}

@@ -114,8 +114,9 @@ def gradients_of(model, micro_batches, count):
 @torch.compiler.set_stance("force_eager")
 def training_equals_one_process(folder):
     """
-    Losses, gradients, masters, codes and what is published after three steps, bit for bit, without clipping, whose norm is added up in
-    another order. Of several micro-batches one process adds up those of each process first, as two do.
+    Losses, gradients, masters, codes and what is published after three steps, bit for bit, without clipping, whose
+    norm is added up in another order. Of several micro-batches one process adds up those of each process first, as two
+    do.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     cases = [
@@ -199,7 +200,8 @@ def one_process_gathers_codes_and_scales(folder):
 
 
 def writes_are_seen_without_a_step(folder):
-    """FSDP2 gathers into the same storage without raising its version, and counts writes to a whole and to a part apart."""
+    """FSDP2 gathers into the same storage without raising its version, and counts writes to a whole and to a part
+    apart."""
     model = make_heads(SCHEMES["w4a16"])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
     shard_low_bit(model)

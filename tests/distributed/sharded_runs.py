@@ -1,8 +1,9 @@
 """
-Helpers for claims about several processes: FSDP2 on a CPU, trainings with and without it, comparisons of two trainings.
+Helpers for claims about several processes: FSDP2 on a CPU, trainings with and without it, comparisons of two
+trainings.
 
-accelerate gives FSDP to GPUs alone: on a CPU it runs DDP without a word. [`launched`] has it shard with gloo, and [`train`] checks that
-parameters are sharded.
+accelerate gives FSDP to GPUs alone: on a CPU it runs DDP without a word. [`launched`] has it shard with gloo, and
+[`train`] checks that parameters are sharded.
 """
 
 import os

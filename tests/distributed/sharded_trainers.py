@@ -45,7 +45,8 @@ from trl_qarl.rollout.publisher import Publisher
 
 
 def a_trainer_trains_what_it_trains_with_whole_masters(folder):
-    """With all telemetry and its own bands; its export and what it publishes are those of one process, byte for byte."""
+    """With all telemetry and its own bands; its export and what it publishes are those of one process, byte for
+    byte."""
     bands = {"trust_band": "auto", "trust_band_share": 0.5, "per_device_train_batch_size": 4}
     [ddp] = train(folder, "ddp", **bands)
     for trainer in train(folder, "fsdp", launch={}, **bands):
@@ -137,7 +138,8 @@ def engine_numerics_train_what_they_train_with_whole_masters(folder):
 
 
 def engine_numerics_beside_an_adapter_or_a_reference(folder):
-    """FSDP2 gathers the head of a model with an adapter where it is called alone, and has sharded a reference before operations are put in."""
+    """FSDP2 gathers the head of a model with an adapter where it is called alone, and has sharded a reference before
+    operations are put in."""
     adapter = {"lora": LORA, "optim": "adamw_torch", "learning_rate": 1e-2}
     for name, options in (
         ("adapter", adapter),

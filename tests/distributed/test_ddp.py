@@ -19,8 +19,8 @@ from trl_qarl.rollout.server_process import free_port
 
 def train_on_two_processes(tmp_path, environment, runs, with_failures) -> tuple[dict[str, list[dict]], list[dict]]:
     """
-    Train with `train_ddp.py`, once with each set of options. Returns what each rank wrote of it, and of the failures of
-    `fail_ddp.py`: the same two processes, which take longer to import everything than to train.
+    Train with `train_ddp.py`, once with each set of options. Returns what each rank wrote of it, and of the failures
+    of `fail_ddp.py`: the same two processes, which take longer to import everything than to train.
     """
     model = make_tiny_model(tmp_path, "qwen2")
     output_dir = tmp_path / "out"
@@ -59,7 +59,8 @@ LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "C
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Trainings on two processes, one after the other; their folder, what each rank wrote, what they pushed, and the failures."""
+    """Trainings on two processes, one after the other; their folder, what each rank wrote, what they pushed, and the
+    failures."""
     tmp_path = tmp_path_factory.mktemp("ddp")
     runs = {"masters": RESUMING, "epochs": EPOCHS, "bands": BANDS, "engine": ENGINE}
     if find_spec("peft"):

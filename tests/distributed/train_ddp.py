@@ -1,7 +1,7 @@
 """
-A few steps of QaRL under DDP, for each of some sets of options. Each rank writes the digest of what it trained and the logged rows;
-with an option `resume`, the name of a checkpoint, also those of a new trainer that went on from there; with the argument `fail`,
-what came of the failures in `fail_ddp.py`. Run by test_ddp.py.
+A few steps of QaRL under DDP, for each of some sets of options. Each rank writes the digest of what it trained and the
+logged rows; with an option `resume`, the name of a checkpoint, also those of a new trainer that went on from there;
+with the argument `fail`, what came of the failures in `fail_ddp.py`. Run by test_ddp.py.
 
 The ranks are forked from one process that has imported everything, which takes longer than what they do.
 """
@@ -27,7 +27,8 @@ from trl_qarl.rollout.server_process import free_port
 
 def make(model, folder, options):
     peft_config = None
-    # A process that waits for the other one says so, before the test has waited too long. The server's start takes less.
+    # A process that waits for the other one says so, before the test has waited too long. The server's start takes
+    # less.
     options = {"per_device_train_batch_size": 2, "ddp_timeout": 900} | options
     if lora := options.pop("lora", None):
         from peft import LoraConfig

@@ -1,6 +1,6 @@
 """
-DeepSpeed on two processes without a GPU. Run by shards.py. accelerate leaves it out on a CPU: [`launched`] does not let it, and
-[`assert_sharded`] checks that it is there.
+DeepSpeed on two processes without a GPU. Run by shards.py. accelerate leaves it out on a CPU: [`launched`] does not
+let it, and [`assert_sharded`] checks that it is there.
 """
 
 import inspect
@@ -106,7 +106,8 @@ def passed_on(value):
 
 
 class MovesFrozen(TrainerCallback):
-    """Has frozen weights at addresses as those of a tensor of its own: they are read from a file, and last bits of a product depend on them."""
+    """Has frozen weights at addresses as those of a tensor of its own: they are read from a file, and last bits of a
+    product depend on them."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         for parameter in model.parameters():
@@ -116,8 +117,8 @@ class MovesFrozen(TrainerCallback):
 
 class AddsUpAsDeepSpeed(TrainerCallback):
     """
-    Has DDP add up the gradients of an activation in the order of ZeRO-3, whose hooks pass on what goes into a module and comes out of
-    it: those that come from within a module first, then those from beside it, such as a residual.
+    Has DDP add up the gradients of an activation in the order of ZeRO-3, whose hooks pass on what goes into a module
+    and comes out of it: those that come from within a module first, then those from beside it, such as a residual.
     """
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -167,7 +168,8 @@ def assert_quantized_once(model):
         assert quantize.called and same(low_bit, weight.quantize(whole(weight.parameter)))
 
 
-# With masters gathered for each token, once more in backward, and for forwards that have the head as a module, which the loss has not.
+# With masters gathered for each token, once more in backward, and for forwards that have the head as a module, which
+# the loss has not.
 SLICES = {"ds3_gather_for_generation": False, "gradient_checkpointing": True, "mismatch_probe_steps": 1, "bf16": True}
 TURNS = {"arch": "qwen3_moe", "precisions": [4, {"re:.*layers[.]0[.].*": 3, "_default": 2}]}
 # ZeRO-2 and 3 reduce the gradients of each micro-batch, and so add them up in another order.
@@ -207,7 +209,8 @@ def zero_trains_what_it_trains_with_whole_state(folder):
 
 
 def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
-    """ZeRO-2 with an adapter inside low-bit weights, and ZeRO-3 with masters and a reference, which it partitions too."""
+    """ZeRO-2 with an adapter inside low-bit weights, and ZeRO-3 with masters and a reference, which it partitions
+    too."""
     if find_spec("deepspeed") is None:
         return
     adapter = {"bf16": True, "lora": LORA, "lora_mode": "merged", "learning_rate": 1e-2}

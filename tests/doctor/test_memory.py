@@ -86,7 +86,8 @@ def test_the_peak_is_what_was_calculated(tmp_path, num_sequences, shape):
     parts["table"] = 2**20
     without_head = sum(parts.values()) - parts["logits"]
     assert without_head == pytest.approx(live.peaks["layers"], rel=0.1)
-    # A GPU turns a tile of the logits into its gradient in place; a CPU has seven others of float32, and one of booleans.
+    # A GPU turns a tile of the logits into its gradient in place; a CPU has seven others of float32, and one of
+    # booleans.
     on_cpu = 29 * num_tokens * shape["vocab_size"]
     assert sum(parts.values()) + on_cpu == pytest.approx(live.peaks["head"], rel=0.1)
 

@@ -1,12 +1,13 @@
 """
 Real trainers that lose their server, and what has become of them.
 
-Run as a program it is a fork server: it imports torch and the trainer once, then reads lists of scenarios ([`scenarios`]), one
-JSON line each, from its standard input, and writes one JSON line for each scenario that has ended. A scenario has processes of
-its own: a supervisor, the trainers that it starts one after the other, and their servers ([`stand_in`]).
+Run as a program it is a fork server: it imports torch and the trainer once, then reads lists of scenarios
+([`scenarios`]), one JSON line each, from its standard input, and writes one JSON line for each scenario that has
+ended. A scenario has processes of its own: a supervisor, the trainers that it starts one after the other, and their
+servers ([`stand_in`]).
 
-Whatever happens first, afterwards a run that was not completed is resumed with a healthy server. The final weights must be
-those of an undisturbed run bit for bit, and no process and no file may be left.
+Whatever happens first, afterwards a run that was not completed is resumed with a healthy server. The final weights
+must be those of an undisturbed run bit for bit, and no process and no file may be left.
 """
 
 import atexit
@@ -432,7 +433,8 @@ class Supervisor:
         return json.loads((last / "trainer_state.json").read_text())["log_history"]
 
     def faults(self) -> list[dict]:
-        """With numbers for moments: which call in which step, so that what an earlier fault has repeated counts for nothing."""
+        """With numbers for moments: which call in which step, so that what an earlier fault has repeated counts for
+        nothing."""
         faults = []
         for fault in self.scenario.get("faults", []):
             if isinstance(fault["call"], str):
@@ -604,7 +606,8 @@ class Supervisor:
         thread.join()
 
     def meet_rival(self) -> None:
-        """Somebody else comes to the server while the trainer waits in the middle of its work; they must be turned away."""
+        """Somebody else comes to the server while the trainer waits in the middle of its work; they must be turned
+        away."""
         deadline = time.monotonic() + PATIENCE
         while not (self.folder / "waiting").exists() and time.monotonic() < deadline:
             time.sleep(0.02)

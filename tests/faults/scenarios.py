@@ -96,8 +96,8 @@ def moments_of(number: int) -> tuple[str, ...]:
 
 def requests(kind: str) -> list[dict]:
     """
-    Each endpoint fails in that way, before the request takes effect and, in another step of the same run, after. Before, kinds take
-    turns with the first and the last call: each endpoint meets each moment, and each kind does.
+    Each endpoint fails in that way, before the request takes effect and, in another step of the same run, after.
+    Before, kinds take turns with the first and the last call: each endpoint meets each moment, and each kind does.
     """
     scenarios, turn = [], KINDS.index(kind)
     for number, endpoint in enumerate((*START_ENDPOINTS, *ENDPOINTS, *HTTP_ENDPOINTS)):
@@ -115,7 +115,8 @@ def requests(kind: str) -> list[dict]:
 
 
 def answers() -> list[dict]:
-    """Completions that are valid HTTP and make no sense: once, another one in each step, and some of them each time."""
+    """Completions that are valid HTTP and make no sense: once, another one in each step, and some of them each
+    time."""
     # Each publication asks for log-probs of a fixed text before completions are asked for.
     wrong, names = fault("/v1/completions", "answer", 2), list(ANSWERS)
     scenarios = []
@@ -143,8 +144,8 @@ def apart() -> list[dict]:
 
 def recovery() -> list[dict]:
     """
-    A second fault while the first is being dealt with, at each request of a recovery. The two first faults and the two second ones
-    meet each request, and each other.
+    A second fault while the first is being dealt with, at each request of a recovery. The two first faults and the two
+    second ones meet each request, and each other.
     """
     scenarios = []
     for turn, first in enumerate(("/v1/completions", "/update_weights")):
@@ -296,7 +297,8 @@ def damaged_checkpoints() -> list[dict]:
 
 
 def resumed_ends(schedule: str) -> list[dict]:
-    """A run is resumed after its last update, as launchers do that always resume; killed before it could end, or not."""
+    """A run is resumed after its last update, as launchers do that always resume; killed before it could end, or
+    not."""
     again, killed = {"schedule": schedule, "again": 2}, KILLED | {"at": "save"}
     return [
         scenario(f"{schedule}, undisturbed", schedule=schedule),
@@ -310,7 +312,8 @@ RELAY_TEARS = ("half a patch", "before the manifest", "no room")
 
 
 def relay() -> list[dict]:
-    """The policy of each rollout is written to a folder as well; the trainer is killed, also while it writes, or there is no room."""
+    """The policy of each rollout is written to a folder as well; the trainer is killed, also while it writes, or there
+    is no room."""
     undisturbed, common = scenario("relay, undisturbed", relay=True), {"relay": True}
     events = ("step_begin", "reward", "step_end", "save")
     # Those without faults are compared with.
@@ -372,7 +375,8 @@ def two_ranks() -> list[dict]:
 def drawn_ahead() -> list[dict]:
     """The server is lost while it draws what the learner does not need yet, or the trainer is while it draws."""
     scenarios = [scenario("ahead, undisturbed")]
-    # Of the requests for completions the third and the fifth are of batches that are drawn ahead; each publication asks for one, too.
+    # Of the requests for completions the third and the fifth are of batches that are drawn ahead; each publication
+    # asks for one, too.
     for number, kind in enumerate(KINDS):
         failing = fault("/v1/completions", kind, 3 + number % 2 * 2, late=number // 2 % 2 == 1)
         scenarios.append(scenario(f"ahead, {kind} in batch {number % 2 + 1}", faults=[failing]))

@@ -1,20 +1,21 @@
 """
 A server for trainers to lose: what `trl-qarl vllm-serve` starts, without vLLM, and failing on command.
 
-The gate is the real one; behind it is an engine that reads what a learner publishes, insists on complete publications, and
-answers with completions that are a function of the prompt and of every byte it holds. Whatever goes wrong with the weights
-therefore shows in the next completions, and in the weights that are trained on them.
+The gate is the real one; behind it is an engine that reads what a learner publishes, insists on complete publications,
+and answers with completions that are a function of the prompt and of every byte it holds. Whatever goes wrong with the
+weights therefore shows in the next completions, and in the weights that are trained on them.
 
-It is started with the command line of the real server. `CAMPAIGN` in the environment names a folder in which it notes its
-calls, and which may hold `faults.json`, a list of such as
+It is started with the command line of the real server. `CAMPAIGN` in the environment names a folder in which it notes
+its calls, and which may hold `faults.json`, a list of such as
 
     {"endpoint": "/update_weights", "step": 2, "call": 3, "kind": "hang", "late": false}
 
-On the third request to that endpoint, counted from the beginning of the trainer's second step, the server fails: before the
-request has an effect, or `late`, after it. The next fault of the list waits until this one has happened, and counts from there. `"endpoint": "*"` counts all requests, and a worker's method is an endpoint of its
-own. A fault of kind `"answer"` is an answer to `/v1/completions` that is valid and makes no sense, which [`ANSWERS`] makes of the
-right one. With `LIAR` in the environment it is somebody else's process, without gate and secret. Standard library only, so that it
-starts at once.
+On the third request to that endpoint, counted from the beginning of the trainer's second step, the server fails:
+before the request has an effect, or `late`, after it. The next fault of the list waits until this one has happened,
+and counts from there. `"endpoint": "*"` counts all requests, and a worker's method is an endpoint of its own. A fault
+of kind `"answer"` is an answer to `/v1/completions` that is valid and makes no sense, which [`ANSWERS`] makes of the
+right one. With `LIAR` in the environment it is somebody else's process, without gate and secret. Standard library
+only, so that it starts at once.
 """
 
 import asyncio
@@ -379,7 +380,8 @@ class Connection:
             return False
         scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
         scope |= {"root_path": "", "client": ("127.0.0.1", 1)}
-        # Nothing follows on the connection of a session. Of others, this would take the first byte of the next request.
+        # Nothing follows on the connection of a session. Of others, this would take the first byte of the next
+        # request.
         ended_by_peer = self.reader.read(1) if path == SESSION_PATH else asyncio.sleep(1e9)
         request, gone = [body], asyncio.ensure_future(ended_by_peer)
 

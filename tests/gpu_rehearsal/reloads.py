@@ -1,6 +1,6 @@
 """
-A publication to vLLM's CUDA code on a machine without a GPU (`benchmarks/rehearsal/fake_gpu.py`): its model loader, its worker's weight
-updates, our transport, transfer engine and publisher are the real ones. For a process of its own.
+A publication to vLLM's CUDA code on a machine without a GPU (`benchmarks/rehearsal/fake_gpu.py`): its model loader,
+its worker's weight updates, our transport, transfer engine and publisher are the real ones. For a process of its own.
 """
 
 import contextlib

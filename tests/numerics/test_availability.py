@@ -124,7 +124,7 @@ def test_windows_are_vllms_alone(arch, torch_kernels):
     fields = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if arch == "qwen2" else {}
     config = make_tiny_config(arch, sliding_window=20, **fields)
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"windows of \[20\] tokens, which vLLM's CPU kernels alone have"):
+    with pytest.raises(ValueError, match=r"windows of \[20\] tokens, which only vLLM's CPU kernels have"):
         check_engine_numerics(model)
     for no_window in (None, 0):
         model.config.sliding_window = no_window

@@ -1,6 +1,7 @@
 """
-Engine numerics of GPUs as far as a CPU can check them, with torch code in the place of three kernels: blocks of keys, gradients, settings
-of the engine. `benchmarks/rehearsal/contract.py` compares our calls with the real signatures, test_cuda_alignment.py numbers on a GPU.
+Engine numerics of GPUs as far as a CPU can check them, with torch code in the place of three kernels: blocks of keys,
+gradients, settings of the engine. `benchmarks/rehearsal/contract.py` compares our calls with the real signatures,
+test_cuda_alignment.py numbers on a GPU.
 """
 
 from types import SimpleNamespace

@@ -75,7 +75,8 @@ def test_learner_and_engine_give_every_token_the_same_log_prob(tmp_path, monkeyp
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_what_a_batch_invariant_engine_repeats_bit_for_bit(tmp_path, monkeypatch, scheme):
-    """The engine's share of 0: whether its decoding and its prefill give a token one log-prob, whatever comes with it."""
+    """The engine's share of 0: whether its decoding and its prefill give a token one log-prob, whatever comes with
+    it."""
     # Where this fails and the test above too, the engine has to be looked at first.
     from vllm import SamplingParams
 
@@ -119,5 +120,6 @@ def test_fast_numerics_stay_close_on_cuda(tmp_path, scheme):
     (row,) = summarize_alignment(rows)
     print(row)
     assert row["tokens"] >= 3000
-    # Log-probs of a random model of 260 tokens lie near -5.5, where bfloat16 rounds a logit's difference by up to 0.016.
+    # Log-probs of a random model of 260 tokens lie near -5.5, where bfloat16 rounds a logit's difference by up to
+    # 0.016.
     assert row["fast: mean"] < 0.03

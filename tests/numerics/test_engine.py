@@ -64,7 +64,8 @@ def make_trainer(directory, arch="qwen3", **arguments):
 
 
 def record_batches(trainer):
-    """Every generation batch of `trainer` from now on with the learner's log-probs of all its tokens, in a list that grows."""
+    """Every generation batch of `trainer` from now on with the learner's log-probs of all its tokens, in a list that
+    grows."""
     batches, generate = [], trainer._generate_and_score_completions
 
     def generate_and_record(inputs):
@@ -241,7 +242,8 @@ LENGTH = 2048
     ],
 )
 def test_long_sequences_agree_in_every_bit_while_weights_change(tmp_path, arch, head_dim, fields):
-    """Prompts of more keys than a tile of vLLM's own prefill has; the second layer's keys depend on the attention of the first."""
+    """Prompts of more keys than a tile of vLLM's own prefill has; the second layer's keys depend on the attention of
+    the first."""
     sizes = {"head_dim": head_dim, "max_position_embeddings": LENGTH, "intermediate_size": 128}
     model = make_tiny_model(tmp_path, arch, **sizes, **fields)
     generator = torch.Generator().manual_seed(0)
@@ -326,8 +328,8 @@ def test_the_first_update_of_a_batch_is_exactly_on_policy(tmp_path, monkeypatch,
     batches = record_batches(trainer)
     trainer.train()
     assert len(batches) == 2
-    # TRL is told the sampler's log-probs. A batch is scored by this test, and a sequence of it by the trainer; then come two
-    # micro-batches of each of its two updates.
+    # TRL is told the sampler's log-probs. A batch is scored by this test, and a sequence of it by the trainer; then
+    # come two micro-batches of each of its two updates.
     of_batch = [[logps.detach() for logps, *_ in ratios[i : i + 7]] for i in (0, 7)]
     for batch, (told, scored, alone, *updates) in zip(batches, of_batch, strict=True):
         assert torch.equal(told, scored)

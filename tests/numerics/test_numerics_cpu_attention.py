@@ -22,7 +22,8 @@ def instructions(request, monkeypatch):
 @needs_vllm
 @pytest.mark.parametrize(
     ("length", "num_heads", "num_key_heads", "head_dim"),
-    # With AMX heads that share keys are rows of one pass if 32 is a multiple of their number. A tile of decoding has 8,096 keys.
+    # With AMX heads that share keys are rows of one pass if 32 is a multiple of their number. A tile of decoding has
+    # 8,096 keys.
     [(5000, 2, 2, 64), (2500, 2, 2, 128), (3000, 3, 1, 64), (2000, 16, 1, 96), (9000, 2, 1, 64)],
 )
 def test_attention_has_the_bits_of_decoding_at_any_length(

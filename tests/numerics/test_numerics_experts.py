@@ -1,6 +1,6 @@
 """
-Mixtures of experts with engine numerics, without an engine: routes and products are vLLM's where it is installed, a token's bits do not
-depend on the batch, gradients are those of float64.
+Mixtures of experts with engine numerics, without an engine: routes and products are vLLM's where it is installed, a
+token's bits do not depend on the batch, gradients are those of float64.
 """
 
 import pytest

@@ -1,4 +1,5 @@
-"""Operations of engine numerics: values and gradients against float64. With vLLM's kernels and with those in torch that take their place."""
+"""Operations of engine numerics: values and gradients against float64. With vLLM's kernels and with those in torch
+that take their place."""
 
 import pytest
 import torch
@@ -84,7 +85,8 @@ def test_rotation_has_the_gradient_of_exact_rotation(arithmetic):
 @pytest.mark.parametrize("has_entropies", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_head_log_probs_have_values_and_gradients_of_log_softmax_and_entropy(monkeypatch, temperature, has_entropies):
-    """In several blocks of rows, of which forward keeps the last, and several parts of each; backward twice, the second without it."""
+    """In several blocks of rows, of which forward keeps the last, and several parts of each; backward twice, the
+    second without it."""
     monkeypatch.setattr(ops, "LOGIT_ROWS", 128)
     monkeypatch.setattr(ops, "LOGITS_IN_CACHE", 48 * 50 // torch.get_num_threads())
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,5 @@
-"""Bands that set themselves: what they are estimated from, and that they are the same in every process and after a resume."""
+"""Bands that set themselves: what they are estimated from, and that they are the same in every process and after a
+resume."""
 
 import io
 import math
@@ -38,7 +39,8 @@ def observe(bands, log_ratios, advantages, num_parts=1, is_on_policy=False, gath
 
 
 class TestEstimate:
-    # Without a push ratios leave the negative band on either side; with one, so many leave it that every quantile is outside 1.
+    # Without a push ratios leave the negative band on either side; with one, so many leave it that every quantile is
+    # outside 1.
     @pytest.mark.parametrize(("share", "push"), [(0.05, 0.0), (0.25, 0.0), (0.5, 2.0), (0.9, 2.0)])
     def test_bands_and_the_loss_that_they_clip_are_those_of_loops_in_value_and_gradient(self, share, push):
         for seed in range(5):

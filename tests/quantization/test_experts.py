@@ -80,7 +80,8 @@ def test_value_and_every_gradient_equal_the_float64_loop(mixtures, arch, name):
     y.backward(grad)
     expected, leaves = naive(layer, x, ids, weights)
     expected.backward(grad.double())
-    # An activation that lies half way between two codes is rounded otherwise by the last bit of float32: one step of it.
+    # An activation that lies half way between two codes is rounded otherwise by the last bit of float32: one step of
+    # it.
     tolerance = 1e-6 if layer.scheme.activation is None else 2e-3
     assert relative_error(y, expected) < tolerance
     for actual, leaf in zip((x, weights, layer.gate_up_proj, layer.down_proj), leaves, strict=True):

@@ -54,8 +54,9 @@ KERNELS = {
 }
 for name, like in (("w4a16-observer", "w4a16"), ("w4a8-int8", "w4a16"), ("w4a8", "fp8")):
     KERNELS |= {(name, is_native): KERNELS[like, is_native] for is_native in (True, False)}
-# Per term of a sum: bf16 rounds the weight, the sum and the sum with the bias (2**-9 each), and the operands of the backward
-# products; where activations have codes, the sum times their scale too. float32 2**-24 times the square root of a few hundred terms.
+# Per term of a sum: bf16 rounds the weight, the sum and the sum with the bias (2**-9 each), and the operands of the
+# backward products; where activations have codes, the sum times their scale too. float32 2**-24 times the square root
+# of a few hundred terms.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 2**-20}
 
 

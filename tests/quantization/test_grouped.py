@@ -60,7 +60,8 @@ def test_value_and_every_gradient_equal_the_float64_loop(layer):
 
 
 def test_a_layer_computes_and_trains_as_with_one_product_per_expert(layer, monkeypatch):
-    """Under autocast, with operands that CUDA's kernel takes by torch's own checks, whatever it leaves for an idle expert."""
+    """Under autocast, with operands that CUDA's kernel takes by torch's own checks, whatever it leaves for an idle
+    expert."""
     x, ids, weights = route()
 
     def checked(a, b, offs):

@@ -48,8 +48,8 @@ def test_value_and_every_gradient_equal_the_float64_reference(name, dtype, rows)
     grad = torch.randn_like(y)
     y.backward(grad)
 
-    # bf16: results, and the operands of the backward products, are rounded to 8 bits of mantissa (2**-9 = 2e-3 relative
-    # each); float32: 2**-24 times the square root of a few hundred terms.
+    # bf16: results, and the operands of the backward products, are rounded to 8 bits of mantissa (2**-9 = 2e-3
+    # relative each); float32: 2**-24 times the square root of a few hundred terms.
     tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-6
     computed = (y, x.grad, layer.weight.grad, layer.bias.grad)
     for actual, expected in zip(computed, product_reference(layer, x, grad), strict=True):

@@ -10,7 +10,8 @@ from trl_qarl.quantization.tensors import LowBitTensor
 
 
 def other_tools_weight(scheme, seed, scale_dtype):
-    """A weight whose groups use all codes or a few less at either end, with any zero point, and its codes `(64, 4, 32)`."""
+    """A weight whose groups use all codes or a few less at either end, with any zero point, and its codes
+    `(64, 4, 32)`."""
     generator = torch.Generator().manual_seed(seed)
     smallest, largest = map(int, scheme.grid.quant_range)
     size = 128 // 4 if scheme.group_size else 128
@@ -66,7 +67,8 @@ def test_masters_give_codes_scales_and_zero_points_back_wherever_there_are_such(
             exact, moved, same = exact & reachable, moved & reachable, same & reachable
         assert torch.equal(same, exact | moved), seed
         assert (num_differing[exact] == 0).all() and (num_differing[moved] == 1).all()
-        # In units of the scale a master is no further from its code than others of this code are, or of the code beside it.
+        # In units of the scale a master is no further from its code than others of this code are, or of the code
+        # beside it.
         assert ((steps - codes).abs() <= 0.5 + moved.unsqueeze(-1) + 1e-4)[same].all()
         shares.append(same.double().mean())
     assert 0.2 < torch.stack(shares).mean() < 1

@@ -189,7 +189,8 @@ def test_signed_scales_lose_less_of_gaussian_weights(bits, group_size):
 
 
 def engines_weight(codes, scale):
-    """Weight that vLLM's CUTLASS kernel multiplies by, from the codes of `weight_packed` and bf16 `weight_scale`; naive.
+    """Weight that vLLM's CUTLASS kernel multiplies by, from the codes of `weight_packed` and bf16 `weight_scale`;
+    naive.
 
     https://github.com/vllm-project/vllm: `convert_bf16_scales_to_fp8`, `csrc/quantization/cutlass_w4a8`.
     """

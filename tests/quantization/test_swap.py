@@ -146,7 +146,8 @@ def test_engine_precision_computes_what_the_export_computes_and_gives_the_master
     masters = {name: p.clone() for name, p in model.state_dict().items()}
     loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(model, tmp_path / "export"), dtype=torch.float32)
     tokens = torch.randint(4, 200, (8, 12))
-    # The product of a processor without bf16 instructions is not torch's under autocast, and the default there is float32.
+    # The product of a processor without bf16 instructions is not torch's under autocast, and the default there is
+    # float32.
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=has_fast_bf16()):
         outside = model(tokens).logits
         with engine_precision(model, torch.bfloat16):

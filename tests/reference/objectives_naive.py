@@ -1,6 +1,6 @@
 """
-The objectives that the QaRL paper (https://huggingface.co/papers/2604.07853) compares, by loops over Python floats: loss,
-and gradient by hand. Dual clip is written as in https://arxiv.org/abs/1912.09729, equation 5.
+The objectives that the QaRL paper (https://huggingface.co/papers/2604.07853) compares, by loops over Python floats:
+loss, and gradient by hand. Dual clip is written as in https://arxiv.org/abs/1912.09729, equation 5.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Weights on a grid with signed scales, in numpy. The rule is that of llama.cpp's Q4_0: https://github.com/ggml-org/llama.cpp/pull/729."""
+"""Weights on a grid with signed scales, in numpy. The rule is that of llama.cpp's Q4_0:
+https://github.com/ggml-org/llama.cpp/pull/729."""
 
 import numpy as np
 

@@ -70,7 +70,8 @@ def naive_tbpo(
 
 
 def naive_bands(log_ratios, advantages, share):
-    """Offsets of the bands that `share` of the completions of each sign leave, `inf` where fewer than 2 would lie beyond a quantile."""
+    """Offsets of the bands that `share` of the completions of each sign leave, `inf` where fewer than 2 would lie
+    beyond a quantile."""
 
     def exceeded(values):
         if len(values) * min(share, 1 - share) < 2:

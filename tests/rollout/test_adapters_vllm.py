@@ -1,4 +1,5 @@
-"""Training a LoRA adapter on a low-bit base through vLLM: a server that the trainer starts, and an engine in its own process."""
+"""Training a LoRA adapter on a low-bit base through vLLM: a server that the trainer starts, and an engine in its own
+process."""
 
 import pytest
 import requests

@@ -1,4 +1,5 @@
-"""Batches that a server draws ahead: which weights draw them and score them, and what is left of a run that is interrupted."""
+"""Batches that a server draws ahead: which weights draw them and score them, and what is left of a run that is
+interrupted."""
 
 import copy
 import threading
@@ -147,7 +148,8 @@ def test_old_log_probs_are_those_that_were_asked_for(make_trainer, objective, ol
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_run_resumed_anywhere_goes_on_with_what_was_drawn_ahead_to_the_same_weights(make_trainer, lag):
-    """Within a generation batch and after one, in each of three epochs, with evaluations in between, and with bands that set themselves."""
+    """Within a generation batch and after one, in each of three epochs, with evaluations in between, and with bands
+    that set themselves."""
     options = EPOCHS | {"rollout_ahead": lag, "eval_strategy": "steps", "eval_steps": 3}
     options |= {"trust_band": "auto", "trust_band_share": 0.5}
     whole, _ = make_trainer("whole", **options)

@@ -17,7 +17,8 @@ PROMPTS = [[5, 6, 7], [8]]
 
 
 def make_answer(prompts=PROMPTS, num_generations=2, length=4):
-    """As TRL's client returns it: a token of every kind that the vocabulary of 260 has, log-probs as those of a sampler."""
+    """As TRL's client returns it: a token of every kind that the vocabulary of 260 has, log-probs as those of a
+    sampler."""
     num = len(prompts) * num_generations
     ids = [[0, 259, *range(10 + i, 8 + i + length)][:length] for i in range(num)]
     return {
@@ -136,7 +137,8 @@ def test_answers_of_any_size_pass(prompts, num_generations, length):
 
 @pytest.mark.parametrize(
     "value",
-    # Of a token that is certain, with rounding; of one that is as good as impossible; of one that JSON writes without a fraction.
+    # Of a token that is certain, with rounding; of one that is as good as impossible; of one that JSON writes without
+    # a fraction.
     [0.0, 0.016, -5000.0, -3],
 )
 def test_log_probs_that_a_sampled_token_can_have_pass(value):

@@ -67,8 +67,9 @@ def test_a_loaded_export_answers_as_in_transformers(tmp_path, monkeypatch, schem
     (answer,) = engine.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
     expected = loaded.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     assert list(answer.outputs[0].token_ids) == expected[0, len(prompt) :].tolist()
-    # Log-probs are those after temperature, in float32 on both sides. Compared with the model that was exported: transformers
-    # rounds activations by compressed-tensors' rule, in steps of 2/255 of the largest, and vLLM in steps of 1/127.
+    # Log-probs are those after temperature, in float32 on both sides. Compared with the model that was exported:
+    # transformers rounds activations by compressed-tensors' rule, in steps of 2/255 of the largest, and vLLM in steps
+    # of 1/127.
     sampled = SamplingParams(max_tokens=8, temperature=temperature, logprobs=0, ignore_eos=True)
     (answer,) = engine.generate([{"prompt_token_ids": prompt}], sampled, use_tqdm=False)
     ids = list(answer.outputs[0].token_ids)

@@ -1,4 +1,5 @@
-"""Weights to a server over HTTP and HTTPS: the real gate and the real client, with the stand-in for the engine behind."""
+"""Weights to a server over HTTP and HTTPS: the real gate and the real client, with the stand-in for the engine
+behind."""
 
 import asyncio
 import datetime
@@ -31,8 +32,8 @@ TENSORS = [("a.weight", torch.arange(100_000, dtype=torch.int32)), ("b.weight", 
 
 def write_certificate(folder, days=1, since=-9) -> tuple[Path, Path]:
     """
-    A certificate for 127.0.0.1 that has signed itself, and its key; expired with a negative number of days, and with a positive
-    `since` made by a clock that is so many days ahead.
+    A certificate for 127.0.0.1 that has signed itself, and its key; expired with a negative number of days, and with a
+    positive `since` made by a clock that is so many days ahead.
     """
     x509 = pytest.importorskip("cryptography.x509")
     from cryptography.hazmat.primitives import hashes, serialization

@@ -1,4 +1,5 @@
-"""Prompts with pictures, and completions in which a placeholder was sampled; test_vllm_pictures.py has them in engines."""
+"""Prompts with pictures, and completions in which a placeholder was sampled; test_vllm_pictures.py has them in
+engines."""
 
 import base64
 import copy

@@ -288,7 +288,8 @@ def test_experts_in_schemes_that_were_not_compared_are_refused(scheme):
 
 @pytest.mark.parametrize(("arch", "scheme"), [("mixtral", "w4a16"), ("mixtral", "bf16"), ("qwen3_moe", "w8a8")])
 def test_experts_are_sent_all_at_once_and_their_shapes_last(arch, scheme):
-    """vLLM takes a layer for complete as soon as it has counted the shapes of gate and up projection, each as large as both."""
+    """vLLM takes a layer for complete as soon as it has counted the shapes of gate and up projection, each as large as
+    both."""
     model, transport = make_mixture(arch), Recorder()
     prepare_model(model, scheme, scale_dtype=torch.bfloat16)
     Publisher(model, torch.bfloat16, transport).publish("0")

@@ -1,6 +1,6 @@
 """
-A vLLM server that the trainer starts itself, killed while rewards are computed. One that dies between two updates is in
-test_adapters_vllm.py; tests/faults/ has every other moment with a stand-in.
+A vLLM server that the trainer starts itself, killed while rewards are computed. One that dies between two updates is
+in test_adapters_vllm.py; tests/faults/ has every other moment with a stand-in.
 """
 
 from pathlib import Path
@@ -68,10 +68,12 @@ def test_a_server_that_is_killed_is_replaced_and_costs_no_step(
     trainer.train()
     assert not any(queue.exists() for queue in queues)
     assert len(num_killed) == 1
-    # Completions that were rewarded when the server died are used, and what comes after is sampled from the current weights.
+    # Completions that were rewarded when the server died are used, and what comes after is sampled from the current
+    # weights.
     assert trainer.state.global_step == 3
     assert logged(trainer, "rollout/weight_version") == [0, 1, 2]
-    # A difference in the seventh digit can move an activation over the edge of its 8-bit step: 7e-4 has been seen in INT8, 3e-4 in FP8.
+    # A difference in the seventh digit can move an activation over the edge of its 8-bit step: 7e-4 has been seen in
+    # INT8, 3e-4 in FP8.
     assert max(logged(trainer, "mismatch/abs_logp_max")) < (5e-3 if scheme in ("w8a8", "fp8") else 1e-5)
     complete = sorted(path.parent.name for path in (tmp_path / "output").glob("checkpoint-*/trainer_state.json"))
     assert complete == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]

@@ -69,7 +69,8 @@ def trained(kind, tmp_path_factory):
 
 
 def test_log_probs_of_learner_and_engine_agree_before_and_after_updates_of_all_weights(trained):
-    """In float32 only the order of sums differs. Each rollout was checked to have the learner's prompts, token by token."""
+    """In float32 only the order of sums differs. Each rollout was checked to have the learner's prompts, token by
+    token."""
     trainer, before = trained
     assert len(logged(trainer, "mismatch/abs_logp_mean")) == 3
     assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5

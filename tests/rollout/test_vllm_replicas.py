@@ -1,4 +1,5 @@
-"""A server with two replicas or two ranks, by vLLM's own data and tensor parallelism: what is sent reaches both, and both are heard."""
+"""A server with two replicas or two ranks, by vLLM's own data and tensor parallelism: what is sent reaches both, and
+both are heard."""
 
 import contextlib
 import logging

@@ -1,6 +1,6 @@
 """
-Training through a real vLLM server: its gate, its session, and what happens when either side goes away. It speaks TLS, with a
-certificate that is made here.
+Training through a real vLLM server: its gate, its session, and what happens when either side goes away. It speaks TLS,
+with a certificate that is made here.
 """
 
 import os

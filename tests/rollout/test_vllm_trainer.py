@@ -21,8 +21,8 @@ def quiet(monkeypatch):
 def check_rollouts(trainer):
     """Check the rollout metrics of a training of four updates on two generation batches."""
     scheme = trainer.args.scheme
-    # Sampled token by token with a cache, scored at once: in float32 only the order of summation differs. That can move an
-    # activation over the edge of its 8-bit step; 7e-4 has been seen, and less than 1e-5 where none is moved.
+    # Sampled token by token with a cache, scored at once: in float32 only the order of summation differs. That can
+    # move an activation over the edge of its 8-bit step; 7e-4 has been seen, and less than 1e-5 where none is moved.
     bound = 5e-3 if scheme in ("w8a8", "fp8") else 1e-5
     assert max(logged(trainer, "mismatch/abs_logp_max")) < bound
     assert logged(trainer, "mismatch/unknown_tokens") == [0, 0]
@@ -176,8 +176,8 @@ class TestOneTraining:
 
     def test_a_deep_audit_sees_what_fingerprints_cannot(self, trainer, monkeypatch):
         """
-        A kernel that goes on with an operand of its own: right in every tensor, wrong in what it computes. The last test: their
-        engine ends with the one that loads the export.
+        A kernel that goes on with an operand of its own: right in every tensor, wrong in what it computes. The last
+        test: their engine ends with the one that loads the export.
         """
         audit_in_this_process(monkeypatch)
         generation = trainer.vllm_generation

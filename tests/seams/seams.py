@@ -12,7 +12,8 @@ ROOT = Path(trl_qarl.__file__).parent
 
 
 def imported_names(package):
-    """`(module, name)` of everything that is imported from `package`, within functions too; the name is `None` for a module."""
+    """`(module, name)` of everything that is imported from `package`, within functions too; the name is `None` for a
+    module."""
     found = set()
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -34,8 +35,8 @@ def resolve(module, name):
 
 def without_place(overrider, *packages):
     """
-    Methods of the class `overrider` marked `@override` that no class of `packages` has above it any more; and those that no longer take
-    what they took, as `name(parameter)`.
+    Methods of the class `overrider` marked `@override` that no class of `packages` has above it any more; and those
+    that no longer take what they took, as `name(parameter)`.
     """
     lost = []
     for name, member in vars(overrider).items():

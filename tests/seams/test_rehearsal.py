@@ -1,5 +1,6 @@
 """
-Signatures of the functions of vLLM that our GPU path calls, in a build for CPUs; `benchmarks/rehearsal/` checks CUDA builds.
+Signatures of the functions of vLLM that our GPU path calls, in a build for CPUs; `benchmarks/rehearsal/` checks CUDA
+builds.
 """
 
 import json

@@ -1,6 +1,6 @@
 """
-Parts of vLLM that we use, by capability: names, arguments, registries, endpoints. Tests that its kernels compute what the learner does are in
-`tests/numerics/test_compare.py`.
+Parts of vLLM that we use, by capability: names, arguments, registries, endpoints. Tests that its kernels compute what
+the learner does are in `tests/numerics/test_compare.py`.
 """
 
 import dataclasses
@@ -230,7 +230,8 @@ def test_pictures_are_described_and_taken_with_token_ids_as_we_do():
 
 @pytest.mark.parametrize("name", [*NOT_COMPARED])
 def test_towers_that_are_refused_are_still_called_otherwise(name, tmp_path):
-    """transformers saves `vision_tower.embeddings`; vLLM wants, and does not rename to, `vision_tower.vision_model.embeddings`."""
+    """transformers saves `vision_tower.embeddings`; vLLM wants, and does not rename to,
+    `vision_tower.vision_model.embeddings`."""
     import transformers
     from safetensors import safe_open
     from vllm.model_executor.models import gemma3_mm, llava_next

@@ -1,5 +1,6 @@
 """
-Helpers of the tests. Here: tiny models, tokenizers and trainers, made on the spot so that no test needs a hub. In other modules:
+Helpers of the tests. Here: tiny models, tokenizers and trainers, made on the spot so that no test needs a hub. In
+other modules:
 
 | module | what |
 |---|---|
@@ -149,8 +150,8 @@ def set_engine_environment(patch) -> None:
 
 def start_engines_quickly(patch) -> None:
     """
-    [`set_engine_environment`], and engines in this process that start and end in a third of the time, until the monkeypatch `patch`
-    is undone. They compute what they compute.
+    [`set_engine_environment`], and engines in this process that start and end in a third of the time, until the
+    monkeypatch `patch` is undone. They compute what they compute.
     """
     import gc
     import sys
@@ -167,17 +168,19 @@ def start_engines_quickly(patch) -> None:
     from trl_qarl.rollout import engines
 
     set_engine_environment(patch)
-    # vLLM exempts all objects from collection when an engine starts, and takes it back: six collections of a million objects of
-    # modules. Here those stay exempt, and those of engines never are.
+    # vLLM exempts all objects from collection when an engine starts, and takes it back: six collections of a million
+    # objects of modules. Here those stay exempt, and those of engines never are.
     if is_first:
         gc.collect()
         gc.freeze()
     patch.setattr(core, "freeze_gc_heap", lambda: None)
     patch.setattr(gpu_worker, "freeze_gc_heap", lambda: None)
-    # An engine that ends would free earlier ones too, whose end destroys the groups of the engine that is there by then.
+    # An engine that ends would free earlier ones too, whose end destroys the groups of the engine that is there by
+    # then.
     for module in (engines, parallel_state, core, gpu_worker):
         patch.setattr(module, "gc", SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None))
-    # Something may hold an engine, such as the traceback of a failed test: its end leaves the groups to an engine that came later.
+    # Something may hold an engine, such as the traceback of a failed test: its end leaves the groups to an engine that
+    # came later.
     latest, start, end, clean_up = (
         [],
         core.EngineCore.__init__,
@@ -207,8 +210,8 @@ def start_engines_quickly(patch) -> None:
 
 def audit_in_this_process(patch) -> None:
     """
-    Have [`deep_audit`] load the export in this process, which has imported what that takes, until the monkeypatch `patch` is undone.
-    An engine that was here before ends with the one that is loaded.
+    Have [`deep_audit`] load the export in this process, which has imported what that takes, until the monkeypatch
+    `patch` is undone. An engine that was here before ends with the one that is loaded.
     """
     from types import SimpleNamespace
 
@@ -223,7 +226,8 @@ def audit_in_this_process(patch) -> None:
 
 
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
-    """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset` reads."""
+    """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset`
+    reads."""
     path = Path(directory) / "dataset"
     path.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"{i} + {i + 1} =", "solution": str(2 * i + 1)} for i in range(num_rows)]
@@ -308,8 +312,8 @@ def make_trainer(
 
 def fixed_completions(prompts, trainer):
     """
-    A `rollout_func` whose completions depend on their place in the batch of all processes alone; the learner with engine numerics
-    scores them one by one.
+    A `rollout_func` whose completions depend on their place in the batch of all processes alone; the learner with
+    engine numerics scores them one by one.
     """
     import torch
 
@@ -380,8 +384,8 @@ def logged(trainer, name: str) -> list[float]:
 
 def product_reference(layer, x, grad):
     """
-    What a [`QuantizedLinear`] has to compute, in float64: the product with the dequantized weight and, for the gradient `grad` of
-    its result, the gradients of input, master weight and bias.
+    What a [`QuantizedLinear`] has to compute, in float64: the product with the dequantized weight and, for the
+    gradient `grad` of its result, the gradients of input, master weight and bias.
     """
     import torch
 
@@ -450,8 +454,9 @@ def launch_environment(config_file: str) -> dict[str, str]:
 
 def path_without(folder, *packages: str) -> str:
     """
-    `PYTHONPATH` of a Python process that takes `packages` for missing and otherwise finds what this one does. TRL and accelerate import
-    whatever is installed: without vLLM and DeepSpeed a training that uses neither starts in half the time.
+    `PYTHONPATH` of a Python process that takes `packages` for missing and otherwise finds what this one does. TRL and
+    accelerate import whatever is installed: without vLLM and DeepSpeed a training that uses neither starts in half the
+    time.
     """
     import os
     import sys
@@ -497,7 +502,8 @@ MIXTURES = {
 
 def make_mixture(arch: str = "qwen3_moe", seed: int = 0, **overrides):
     """
-    Make a random two-layer mixture of eight experts, two of them active, that groups of 32 and of 64 input features divide.
+    Make a random two-layer mixture of eight experts, two of them active, that groups of 32 and of 64 input features
+    divide.
 
     Parameters:
         arch (`str`, *optional*, defaults to `"qwen3_moe"`):
@@ -522,8 +528,8 @@ def make_mixture(arch: str = "qwen3_moe", seed: int = 0, **overrides):
 
 def make_tiny_mixture(directory, arch: str = "qwen3_moe", **overrides) -> str:
     """
-    Save a model of [`make_mixture`] with its tokenizer and return the directory. Its weights are so large that outputs and routes depend
-    on the tokens.
+    Save a model of [`make_mixture`] with its tokenizer and return the directory. Its weights are so large that outputs
+    and routes depend on the tokens.
     """
     import torch
 

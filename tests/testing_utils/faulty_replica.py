@@ -1,4 +1,5 @@
-"""The worker extension of a server in which one replica, or one tensor-parallel rank, alone goes wrong, as a file says that its path is in `TEST_FAULT_FILE`."""
+"""The worker extension of a server in which one replica, or one tensor-parallel rank, alone goes wrong, as a file says
+that its path is in `TEST_FAULT_FILE`."""
 
 import os
 import signal

@@ -1,5 +1,6 @@
 """
-A stand-in for the Hub on 127.0.0.1: as much of its HTTP interface as huggingface_hub's own client uses to push and download.
+A stand-in for the Hub on 127.0.0.1: as much of its HTTP interface as huggingface_hub's own client uses to push and
+download.
 
 Blobs lie on disk under their SHA-256. Xet is not spoken; the client has to be told (HF_HUB_DISABLE_XET=1).
 """
@@ -43,8 +44,8 @@ class StandInHub:
         requests (`list[str]`):
             Method and path of each request.
         fault (`Callable[[str, str], int | str | None]`):
-            Called with method and path; a number is the status of the answer, `"drop"` closes the connection half-way through
-            the body.
+            Called with method and path; a number is the status of the answer, `"drop"` closes the connection half-way
+            through the body.
     """
 
     def __init__(self, folder: Path):

@@ -1,4 +1,5 @@
-"""A server that a trainer may lose, its side played by an object: no process, no engine, completions by weights and prompts."""
+"""A server that a trainer may lose, its side played by an object: no process, no engine, completions by weights and
+prompts."""
 
 import hashlib
 import random
@@ -14,7 +15,8 @@ from trl_qarl.rollout.http_session import ServerLost
 
 
 class Server:
-    """Client, publisher and server process in one: dies on command, and counts what is asked of it. It holds what is published."""
+    """Client, publisher and server process in one: dies on command, and counts what is asked of it. It holds what is
+    published."""
 
     base_url = "http://server"
 

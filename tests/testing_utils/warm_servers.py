@@ -1,9 +1,10 @@
 """
-vLLM servers that start at once: forked from a process that has imported what they need, which is most of what a start takes.
+vLLM servers that start at once: forked from a process that has imported what they need, which is most of what a start
+takes.
 
-Each is a process of its own in a group of its own, and does what its command line and its environment say. Its engine is forked
-too. Servers that are started as users start them, whose engines are spawned, are in test_vllm_server.py, in tests/distributed, and each
-night in test_vllm_autostart.py.
+Each is a process of its own in a group of its own, and does what its command line and its environment say. Its engine
+is forked too. Servers that are started as users start them, whose engines are spawned, are in test_vllm_server.py, in
+tests/distributed, and each night in test_vllm_autostart.py.
 """
 
 import atexit

@@ -1,4 +1,5 @@
-"""A LoRA adapter beside low-bit weights in a real vLLM engine: what arrives, what is refused, and what the engine then computes."""
+"""A LoRA adapter beside low-bit weights in a real vLLM engine: what arrives, what is refused, and what the engine then
+computes."""
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ B = "model.layers.1.self_attn.v_proj.lora_B.weight"
 def publisher(quick_engines, tmp_path_factory):
     path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    # In vLLM k_proj and up_proj share a layer with others that are adapted. A rank below the engine's, a scaling other than 1.
+    # In vLLM k_proj and up_proj share a layer with others that are adapted. A rank below the engine's, a scaling other
+    # than 1.
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets)).eval()
     prepare_model(model, "w4a16", scale_dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""The gate is plain ASGI; it is driven here without a web framework, in front of an application that answers everything."""
+"""The gate is plain ASGI; it is driven here without a web framework, in front of an application that answers
+everything."""
 
 import asyncio
 import importlib.util

@@ -1,4 +1,5 @@
-"""Publication into a real vLLM engine in this process: what arrives, what is refused, and what the engine then computes."""
+"""Publication into a real vLLM engine in this process: what arrives, what is refused, and what the engine then
+computes."""
 
 import pytest
 import torch
@@ -56,8 +57,8 @@ def test_the_engine_computes_with_what_was_published_last(tmp_path, scheme, arch
         mismatches.append(differences(logps, learner_logps(model, dtype)).mean())
         versions.append(logps)
         update_masters(model, version)
-    # Float32 on both sides leaves the order of summation. In bf16 the engine rounds in more places than the learner, and
-    # what tells right weights from stale ones is how much an update changes.
+    # Float32 on both sides leaves the order of summation. In bf16 the engine rounds in more places than the learner,
+    # and what tells right weights from stale ones is how much an update changes.
     if dtype is torch.float32:
         assert max(mismatches) < 1e-6
     assert 10 * mismatches[1] < differences(versions[0], versions[1]).mean()
@@ -275,7 +276,8 @@ def test_a_running_tensor_that_has_changed_is_named_and_sent_again(publisher, ca
 
 
 def test_nothing_stays_of_a_tensor_that_has_given_nan(publisher):
-    """Keys and values that were computed with it lie in the cache, and attention multiplies those of unused slots by 0."""
+    """Keys and values that were computed with it lie in the cache, and attention multiplies those of unused slots by
+    0."""
     publisher.publish("before")
     before = engine_logps(publisher.transport.llm)
     norm = engine_model(publisher).get_parameter("model.layers.0.input_layernorm.weight")

@@ -56,7 +56,8 @@ def elements_of(tensor):
 
 
 def test_elements_of_every_value_and_distance_survive():
-    """All 65536 values of two bytes, before and after, also NaN and negative zero; distances below, at and above 255."""
+    """All 65536 values of two bytes, before and after, also NaN and negative zero; distances below, at and above
+    255."""
     draw = np.random.default_rng(0)
     old = np.arange(2**16, dtype=np.uint16).repeat(40)
     new = old.copy()

@@ -64,7 +64,8 @@ def test_what_changes_a_forward_is_told_apart_and_names_are_not():
     theta = describe_model(make_tiny_config("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 100.0}))
     (line,) = model_differences("model", ours, theta)
     assert line.startswith("model.rope_parameters: learner") and "100.0" in line
-    # Another version of transformers may write a setting that this one does not know, or leave one that is not set out.
+    # Another version of transformers may write a setting that this one does not know, or leave one that is not set
+    # out.
     newer = ours | {"new_setting": 1, "rope_parameters": ours["rope_parameters"] | {"factor": None}}
     assert model_differences("model", ours, newer) == []
 

@@ -1,4 +1,5 @@
-"""The secret between trainer and server: who is let in with it, and what a trainer does with a server that does not know it."""
+"""The secret between trainer and server: who is let in with it, and what a trainer does with a server that does not
+know it."""
 
 import asyncio
 import gc

@@ -77,7 +77,8 @@ def test_only_changes_of_what_the_engine_has_confirmed_are_sent():
         assert engine.receive(sent, layers[-1])
     # Nothing changed: the block says so in a few bytes.
     assert publish(learner, engine, layers[-1], engine.published)[0][1].nbytes < 400
-    # An engine that was started again, one that has lost a publication, and one that took somebody else's get everything.
+    # An engine that was started again, one that has lost a publication, and one that took somebody else's get
+    # everything.
     for stranger in (Engine(), engine):
         stranger.published = {}
         learner.transport = stranger
@@ -181,7 +182,8 @@ def test_changes_that_come_twice_or_out_of_order_are_refused():
 
 
 def test_the_changes_of_another_session_are_refused_and_each_trainer_begins_with_everything():
-    """Two trainers have the engine in turn, from the same start; one of them comes back, and a block of it comes late."""
+    """Two trainers have the engine in turn, from the same start; one of them comes back, and a block of it comes
+    late."""
     engine = Engine()
     ours, theirs = Learner(engine), Learner(engine)
     engine.receive(publish(ours, engine, LAYER, {}), LAYER)

@@ -1,1 +1,1 @@
-"""LoRA on a low-bit base: PEFT's adapters in high precision beside frozen codes."""
+"""LoRA on a low-bit base: PEFT's adapters in high precision over frozen codes."""

@@ -92,8 +92,8 @@ def prepare_base(
     model: nn.Module, scheme: QuantPlan | QuantScheme, *, keep_masters: bool, is_merged: bool = False, **arguments
 ) -> SwapReport:
     """
-    Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop the masters that are not
-    needed, unless they are to be kept or are gone already.
+    Quantize the layers of `model` beneath its adapters, or with `is_merged` together with them, and drop the masters
+    that are not needed, unless they are to be kept or are gone already.
 
     Raises:
         ValueError: as [`prepare_model`] and [`merge_adapters`] do, and if a low-bit checkpoint has other schemes.
@@ -126,7 +126,8 @@ def prepare_base(
 
 def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
     """
-    Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to nothing.
+    Undo TRL's rounding of adapters on a base of 4 bits to bfloat16, in which most of their updates would round to
+    nothing.
 
     Args:
         model (`nn.Module`):
@@ -141,7 +142,8 @@ def keep_adapter_precise(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -
 
 
 def _hide_from_ddp(model: nn.Module) -> None:
-    # It would broadcast what it finds, which codes and scales in one object cannot be; each process quantizes the same base.
+    # It would broadcast what it finds, which codes and scales in one object cannot be; each process quantizes the same
+    # base.
     names = [name for name, p in model.named_parameters() if isinstance(p, LowBitTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
@@ -192,8 +194,8 @@ def _has_scheme(layers, name: str, ours, scale_dtype) -> bool:
 @torch.no_grad()
 def base_fingerprint(model: nn.Module) -> str:
     """
-    16 hexadecimal digits that are others for another base or scheme: over names, shapes, and what the codes of quantized layers are
-    multiplied by and counted from, or, where nothing is quantized, the first row of each layer.
+    16 hexadecimal digits that are others for another base or scheme: over names, shapes, and what the codes of
+    quantized layers are multiplied by and counted from, or, where nothing is quantized, the first row of each layer.
     """
     digest = hashlib.sha256()
     inventory = Inventory.of(model)

@@ -22,7 +22,7 @@ __all__ = [
 
 def iter_adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    A and B of the adapter beside the layers of `model`, if it has one, as the engine holds them: B multiplied by the
+    A and B of the adapter next to the layers of `model`, if it has one, as the engine holds them: B multiplied by the
     scaling and then rounded. Where FSDP2 has sharded them, every process has to go through all.
 
     Args:

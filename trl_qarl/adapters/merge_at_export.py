@@ -15,12 +15,12 @@ __all__ = ["MergeLoss", "merge_adapter"]
 @dataclass(frozen=True)
 class MergeLoss:
     """
-    The effect of quantizing the merged weight on an adapter `D` beside the low-bit base `Q(W)`.
+    The effect of quantizing the merged weight on an adapter `D` next to the low-bit base `Q(W)`.
 
     Args:
         relative_error (`float`):
-            `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized layers: 0 if the merged policy is the one that was trained, 1 if
-            what is left of the adapter is nothing, or as far from it as nothing is.
+            `|Q(W + D) - (Q(W) + D)| / |D|` over all quantized layers: 0 if the merged policy is the one that was
+            trained, 1 if what is left of the adapter is nothing, or as far from it as nothing is.
         flipped_share (`float`):
             Share of the codes in which `Q(W + D)` and `Q(W)` differ.
     """
@@ -32,15 +32,15 @@ class MergeLoss:
         return (
             f"The merged policy is not the one that was trained: merged and quantized again, the adapter's layers are off by "
             f"{self.relative_error:.0%} of what the adapter changes in them, and {self.flipped_share:.2%} of their codes changed. "
-            "Serve the adapter beside the base instead, where nothing is lost."
+            "Serve the adapter next to the base instead, where nothing is lost."
         )
 
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module) -> tuple[nn.Module, MergeLoss]:
     """
-    Add the adapter of `model`, a `PeftModel` whose base is prepared and has its masters, to these; layers in high precision take
-    it as it is.
+    Add the adapter of `model`, a `PeftModel` whose base is prepared and has its masters, to these; layers in high
+    precision take it as it is.
 
     Returns:
         The base model without adapters, prepared as before, and what was lost.

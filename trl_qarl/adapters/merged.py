@@ -1,11 +1,11 @@
 """
 LoRA inside the low-bit weight: base and adapter are quantized together, and the engine gets one low-bit matrix.
 
-    forward   y = kernel(Q(x), Q(W + s B A)) + b                  one low-bit product, with no branch beside it
+    forward   y = kernel(Q(x), Q(W + s B A)) + b                  one low-bit product, without a second branch
     backward  dA = s B.T @ dW,  dB = s dW @ A.T,  dW = dy.T @ x'          straight through both quantizers
 
-`W` is frozen in the precision it was loaded in; the sum is computed in float32. An adapter whose product stays below half a
-quantization step changes no code, and so nothing: `quant/code_flip_rate` shows it.
+`W` is frozen in the precision it was loaded in; the sum is computed in float32. An adapter whose product stays below
+half a quantization step changes no code, and so nothing: `quant/code_flip_rate` shows it.
 """
 
 from typing import Any
@@ -55,8 +55,8 @@ class LoraSource(MasterSource):
     """
     `W + s B A` of the active adapter of a LoRA layer around the quantized one, whose own weight stays `W`.
 
-    While adapters are disabled, which is how TRL gets its reference policy, it is `W`. The LoRA layer leaves everything to the one
-    inside it until [`~LoraSource.release`].
+    While adapters are disabled, which is how TRL gets its reference policy, it is `W`. The LoRA layer leaves
+    everything to the one inside it until [`~LoraSource.release`].
 
     Args:
         adapter (`peft.tuners.lora.Linear`):
@@ -87,7 +87,8 @@ class LoraSource(MasterSource):
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """`W + s B A` in float32, with gradients to `A` and `B`; where they are sharded the rows of this process, without."""
+        """`W + s B A` in float32, with gradients to `A` and `B`; where they are sharded the rows of this process,
+        without."""
         storage = storage_of(weight)
         delta = self._delta() if storage.is_whole else self._delta_of_rows()
         weight = storage.value(weight)
@@ -104,7 +105,7 @@ class LoraSource(MasterSource):
 
     @override
     def release(self) -> None:
-        """Let the adapter run beside the layer again."""
+        """Let the adapter run next to the layer again."""
         del self.adapter.forward, self.adapter.merge, self.adapter.unmerge
 
     def _factors(self, active: tuple[str, ...]) -> list[torch.nn.Parameter]:

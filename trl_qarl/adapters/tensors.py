@@ -68,7 +68,8 @@ def adapter_config(model: "PeftModel") -> dict[str, Any]:
 
 
 def describe_adapter(model: nn.Module, lora_mode: str) -> dict[str, Any]:
-    """Return what a record of the run says about the adapter of `model`: its mode, size and layers. Nothing without an adapter."""
+    """Return what a record of the run says about the adapter of `model`: its mode, size and layers. Nothing without an
+    adapter."""
     if not is_peft_model(model):
         return {}
     config = adapter_config(model)

@@ -1,4 +1,5 @@
-"""The generation batch in progress, and what else a run goes on with, saved with a checkpoint and loaded when it is resumed."""
+"""The generation batch in progress, and what else a run goes on with, saved with a checkpoint and loaded when it is
+resumed."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -31,8 +32,8 @@ VERSIONS_FILE = "rollout_versions.pt"
 OBJECTIVE_FILE = "objective_state.pt"
 """What the objective has learned of the run."""
 
-# accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of several
-# processes on a CPU could be resumed. Called after torch's own.
+# accelerate calls the device of a process among several on a CPU "cpu:0", which `torch.load` does not know: no run of
+# several processes on a CPU could be resumed. Called after torch's own.
 torch.serialization.register_package(
     100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
@@ -41,8 +42,8 @@ torch.serialization.register_package(
 @contextmanager
 def hold_back_rotation() -> Iterator[Callable[[], None]]:
     """
-    Keep transformers from deleting older checkpoints while open: it would do so before ours is complete, and a crash between the two
-    would leave none. Yields a function that deletes them afterwards.
+    Keep transformers from deleting older checkpoints while open: it would do so before ours is complete, and a crash
+    between the two would leave none. Yields a function that deletes them afterwards.
     """
     original, held_back = trainer.rotate_checkpoints, []
 

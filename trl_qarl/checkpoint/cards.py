@@ -73,8 +73,8 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
 
     Args:
         kind (`str`):
-            `"weights"`, masters or an adapter, whose settings name the `scheme` and, of an adapter, the `lora_mode`; or `"export"`, how
-            to serve and load it, and what is known of its training.
+            `"weights"`, masters or an adapter, whose settings name the `scheme` and, of an adapter, the `lora_mode`;
+            or `"export"`, how to serve and load it, and what is known of its training.
         title (`str`):
             The model's name.
         name_or_path (`str` or `None`):
@@ -82,11 +82,11 @@ def make_card(kind: str, title: str, name_or_path: str | None, facts: TrainingFa
         facts ([`TrainingFacts`]):
             Of the training.
         about:
-            `hub_model_id`, the repository to which it is pushed. Of weights: `policy`, the repository of the low-bit policy. Of an
-            export: its `scheme`; `dtype`, of what is not quantized; `masters`, their repository; `plot`, the file of a picture of the
-            rewards; `lora_rank`, of the adapter in it; `loads_in_transformers`, by default `True`, see
-            [`~trl_qarl.checkpoint.layout.loads_in_transformers`]; and `loaded_by`, the class of transformers that loads it, by default
-            `"AutoModelForCausalLM"`.
+            `hub_model_id`, the repository to which it is pushed. Of weights: `policy`, the repository of the low-bit
+            policy. Of an export: its `scheme`; `dtype`, of what is not quantized; `masters`, their repository; `plot`,
+            the file of a picture of the rewards; `lora_rank`, of the adapter in it; `loads_in_transformers`, by
+            default `True`, see [`~trl_qarl.checkpoint.layout.loads_in_transformers`]; and `loaded_by`, the class of
+            transformers that loads it, by default `"AutoModelForCausalLM"`.
     """
     settings, hub_model_id = facts.settings, about.get("hub_model_id")
     tags, library = {"generated_from_trainer"}, "transformers"

@@ -1,4 +1,5 @@
-"""Packs 3- and 2-bit codes into 3 and 2 bits for readers that support it. Everywhere else these codes have INT4's container."""
+"""Packs 3- and 2-bit codes into 3 and 2 bits for readers that support it. Everywhere else these codes have INT4's
+container."""
 
 from typing import Any
 
@@ -50,7 +51,8 @@ def compact(inventory: Inventory, tensors: dict[str, torch.Tensor], config: dict
 
 
 def is_compact(config: dict[str, Any]) -> bool:
-    """Return whether a `quantization_config` is one of [`compact`]; others of 3 and 2 bits are for transformers to read."""
+    """Return whether a `quantization_config` is one of [`compact`]; others of 3 and 2 bits are for transformers to
+    read."""
     return any(
         weights["num_bits"] < INT4_PACKED.num_bits and scheme_of_group(name, group) is not None
         for name, group in config.get("config_groups", {}).items()

@@ -1,8 +1,8 @@
 """
 Write the current low-bit policy as a compressed-tensors checkpoint, which transformers and vLLM load.
 
-Format: https://github.com/vllm-project/compressed-tensors. The tensors are those the learner's forward uses, bit for bit;
-everything that is not quantized is written in the dtype in which the engine runs the model.
+Format: https://github.com/vllm-project/compressed-tensors. The tensors are those the learner's forward uses, bit for
+bit; everything that is not quantized is written in the dtype in which the engine runs the model.
 """
 
 import hashlib
@@ -68,12 +68,12 @@ def export_checkpoint(
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Model prepared by [`prepare_model`] or converted by [`convert_model`]; one without quantized layers is
-            written as an ordinary checkpoint. Of a `PeftModel` the base is written, and its adapter to the folder `adapter`
-            inside, as PEFT does, unless the low-bit weights hold it already (`lora_mode="merged"`).
+            written as an ordinary checkpoint. Of a `PeftModel` the base is written, and its adapter to the folder
+            `adapter` inside, as PEFT does, unless the low-bit weights hold it already (`lora_mode="merged"`).
         output_dir (`str` or `Path`):
             Folder to write; made if missing.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            Saved beside the weights.
+            Saved next to the weights.
         dtype (`torch.dtype`, *optional*):
             Dtype of the tensors that are not quantized. Defaults to the dtype for which the scales of prepared layers
             are rounded, else to the model's.
@@ -82,20 +82,21 @@ def export_checkpoint(
         card (`dict`, *optional*):
             Further content of README.md: arguments of [`~trl_qarl.checkpoint.cards.save_export_card`].
         gguf (`gguf.GGUFReader`, *optional*):
-            File of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a copy of it, as
-            `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
+            File of the base model, from [`~trl_qarl.checkpoint.gguf.read_base`]: the policy is also written into a
+            copy of it, as `model.gguf`, with the errors of [`~trl_qarl.checkpoint.gguf.export_gguf`].
         is_compact (`bool`, *optional*, defaults to `False`):
             Whether codes of 3 and 2 bits take as many bits, see [`trl_qarl.checkpoint.compact`], in place of 4.
 
-    Where FSDP2 has sharded the masters, every process has to call. They are gathered layer by layer, and the first process writes.
+    Where FSDP2 has sharded the masters, every process has to call. They are gathered layer by layer, and the first
+    process writes.
 
     Returns:
-        The folder. An earlier export in it is replaced once the new one is complete; its card's scores stay if they are
-        of the same policy.
+        The folder. An earlier export in it is replaced once the new one is complete; its card's scores stay if they
+        are of the same policy.
 
     Raises:
         TypeError: if `model` is not a model.
-        ValueError: if `output_dir` holds another model's weights, if the model has quantized layers beside experts in
+        ValueError: if `output_dir` holds another model's weights, if the model has quantized layers and experts in
             high precision, or if it has no codes to be packed closer.
     """
     if not isinstance(model, nn.Module):
@@ -122,7 +123,7 @@ def export_checkpoint(
     scheme = "-".join(dict.fromkeys(scheme.name for scheme, _ in formats.values())) or "bf16"
     if formats and inventory.stacked_experts:
         raise ValueError(
-            f"{type(model).__name__} has experts in high precision beside layers in {scheme!r}. Under one name "
+            f"{type(model).__name__} has experts in high precision and layers in {scheme!r}. Under one name "
             "vLLM looks for such experts, under another transformers does, so no checkpoint serves both. Save the masters "
             "with `save_model`, or train with scheme='bf16'."
         )
@@ -195,7 +196,8 @@ def _sort_metadata(path: Path) -> None:
 
 @contextmanager
 def written_as_a_whole(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder`, whose files move there at the end: what fails on the way leaves an earlier export as it is."""
+    """A folder inside `folder`, whose files move there at the end: what fails on the way leaves an earlier export as
+    it is."""
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -258,7 +260,8 @@ def checkpoint_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, tor
 
 
 def is_export(folder: Path) -> bool:
-    """Return whether the weights in a folder were written by [`export_checkpoint`], and none of them by anything else."""
+    """Return whether the weights in a folder were written by [`export_checkpoint`], and none of them by anything
+    else."""
     # A later `save_pretrained` may leave either file behind, so all that are there must say so.
     found = []
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -1,8 +1,8 @@
 """
 The low-bit policy in a copy of a GGUF file of its base model, for llama.cpp and what is built on it.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Low-bit codes are not quantized again, as blocks of GGUF hold
-them as they are, each of 32 weights along the input:
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Low-bit codes are not quantized again, as blocks of
+GGUF hold them as they are, each of 32 weights along the input:
 
 | container | GGUF type | a block |
 |---|---|---|
@@ -10,8 +10,9 @@ them as they are, each of 32 weights along the input:
 | `int8-packed` | `Q8_0` | the scale in fp16, then codes |
 | `mxfp4` | `MXFP4` | the scale's byte, then codes |
 
-Half bytes hold the codes `j` and `j + 16` of a block. A scale of more than 32 weights is repeated. What is not quantized is written in
-the policy's dtype, vectors in float32, as llama.cpp asks for. Metadata and tokenizer are those of the file.
+Half bytes hold the codes `j` and `j + 16` of a block. A scale of more than 32 weights is repeated. What is not
+quantized is written in the policy's dtype, vectors in float32, as llama.cpp asks for. Metadata and tokenizer are those
+of the file.
 """
 
 import math
@@ -47,7 +48,7 @@ _BLOCK = 32
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _DENSE_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _WRITTEN = ("general.architecture", "general.file_type", "general.quantization_version")
-# What llama.cpp takes where a file does not say.
+# llama.cpp's defaults for missing entries.
 _DEFAULTS = {"rope.freq_base": 10000.0}
 _ROPE = "rope_"
 # Numbers of llama.cpp's `llama_ftype`, for what the file is called when it is listed.
@@ -55,7 +56,8 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "MXFP4": 38
 
 
 def q4_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Blocks `(N, K / 32 * 18)`, uint8, of INT4 codes in words, int32 `(N, K / 8)`, with scales `(N, groups)` that fp16 holds."""
+    """Blocks `(N, K / 32 * 18)`, uint8, of INT4 codes in words, int32 `(N, K / 8)`, with scales `(N, groups)` that
+    fp16 holds."""
     return _blocks(_fp16_bytes(scale), _interleaved(qdata))
 
 
@@ -65,7 +67,8 @@ def q8_0_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def mxfp4_blocks(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Blocks `(N, K / 32 * 17)`, uint8, of E2M1 codes, uint8 `(N, K / 2)`, with exponents as scales, uint8 `(N, K / 32)`."""
+    """Blocks `(N, K / 32 * 17)`, uint8, of E2M1 codes, uint8 `(N, K / 2)`, with exponents as scales, uint8
+    `(N, K / 32)`."""
     return _blocks(scale.unsqueeze(-1), _interleaved(qdata))
 
 
@@ -90,7 +93,8 @@ def _fp16_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 
 def gguf_type(scheme: QuantScheme) -> str | None:
-    """Return the type of GGUF that holds the codes of a scheme, `None` where there is none or activations are low-bit too."""
+    """Return the type of GGUF that holds the codes of a scheme, `None` where there is none or activations are low-bit
+    too."""
     return format_of(scheme.container).gguf_type if scheme.is_quantized and scheme.activation is None else None
 
 
@@ -137,8 +141,8 @@ def export_gguf(
         model ([`~transformers.PreTrainedModel`]):
             Model prepared by [`prepare_model`] or converted by [`convert_model`], in one process.
         base (`gguf.GGUFReader`):
-            File of the same base model, from [`read_base`]: metadata, tokenizer and factors of rotary embeddings are taken from
-            it. Its weights are not read.
+            File of the same base model, from [`read_base`]: metadata, tokenizer and factors of rotary embeddings are
+            taken from it. Its weights are not read.
         path (`str` or `Path`):
             File to write. It is complete once it has this name.
         dtype (`torch.dtype`):
@@ -150,12 +154,13 @@ def export_gguf(
         `path`.
 
     Raises:
-        ValueError: if `base` is of another model, if a scheme has no type of GGUF, or if fp16 does not hold a scale; nothing is written.
+        ValueError: if `base` is of another model, if a scheme has no type of GGUF, or if fp16 does not hold a scale;
+        nothing is written.
     """
     inventory = Inventory.of(model)
     if is_adapted(model) and not inventory.holds_adapter:
         raise ValueError(
-            "A GGUF file has no place for an adapter beside the low-bit base. Train with lora_mode='merged', or export with "
+            "A GGUF file has no place for an adapter next to the low-bit base. Train with lora_mode='merged', or export with "
             "`--merge_adapter`, which says what is lost."
         )
     model = inventory.model
@@ -221,8 +226,8 @@ def _policy_tensors(inventory: Inventory) -> dict[str, torch.Tensor]:
 
 def _rotated_by_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     """
-    Return a tensor of q or k with its rows as llama.cpp has them for Llama: it rotates neighbours, transformers each row of the
-    first half of a head with one of the second.
+    Return a tensor of q or k with its rows as llama.cpp has them for Llama: it rotates neighbours, transformers each
+    row of the first half of a head with one of the second.
     """
     rows = torch.arange(len(tensor), device=tensor.device).view(num_heads, 2, -1).transpose(1, 2).flatten()
     if not isinstance(tensor, LowBitTensor):
@@ -251,7 +256,8 @@ def _copy_metadata(base: "GGUFReader", writer: Any, policy: dict[str, torch.Tens
 
     writer.data_alignment = base.alignment
     for field in base.fields.values():
-        # The reader's own, what the writer has written, what was said of other weights; the writer refuses arrays of nothing.
+        # The reader's own, what the writer has written, what was said of other weights; the writer refuses arrays of
+        # nothing.
         is_about_weights = field.name.startswith(("GGUF.", "quantize.imatrix.", "split.")) or field.name in _WRITTEN
         if not is_about_weights and (value := field.contents()) != []:
             kinds = field.types

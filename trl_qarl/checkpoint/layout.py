@@ -47,10 +47,11 @@ def iter_checkpoint_layers(
     model: nn.Module, dtype: torch.dtype, stacks_experts: bool = False
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """
-    Yield the tensors of the low-bit policy under their names in a checkpoint, a layer at a time, on the model's device. What is not
-    quantized is in `dtype`; of tied tensors, the first is there. Where masters are sharded, every process has to go through all
-    layers, as each is gathered when its turn comes. With `stacks_experts` the matrices of a layer's experts are one tensor,
-    under the name under which vLLM takes them all at once: of 128 experts six in place of 1,152.
+    Yield the tensors of the low-bit policy under their names in a checkpoint, a layer at a time, on the model's
+    device. What is not quantized is in `dtype`; of tied tensors, the first is there. Where masters are sharded, every
+    process has to go through all layers, as each is gathered when its turn comes. With `stacks_experts` the matrices
+    of a layer's experts are one tensor, under the name under which vLLM takes them all at once: of 128 experts six in
+    place of 1,152.
     """
     seen: set[Hashable] = set()
     inventory = Inventory.of(model)
@@ -113,13 +114,15 @@ def iter_checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tu
 
 
 def iter_whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors under their names, each gathered when its turn comes where it is sharded: every process has to go through all."""
+    """Yield tensors under their names, each gathered when its turn comes where it is sharded: every process has to go
+    through all."""
     return ((name, whole(tensor)) for name, tensor in tensors.items())
 
 
 def quantization_config(inventory: Inventory) -> dict[str, Any]:
     """
-    Return the `quantization_config` entry of a model's `config.json`, as compressed-tensors defines it; empty where nothing is quantized.
+    Return the `quantization_config` entry of a model's `config.json`, as compressed-tensors defines it; empty where
+    nothing is quantized.
 
     One group when all layers share scheme and group size; otherwise one for each, its layers named by a regular
     expression.
@@ -143,8 +146,9 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
             "output_activations": None,
             "format": scheme.container.checkpoint_format,
         }
-    # transformers 5.23 with compressed-tensors 0.18 cannot hold packed zero points, but reads them into dense weights; of several
-    # groups it would take the first for all. Drop it once the upstream layout on the meta device packs them.
+    # transformers 5.23 with compressed-tensors 0.18 cannot hold packed zero points, but reads them into dense weights;
+    # of several groups it would take the first for all. Drop it once the upstream layout on the meta device packs
+    # them.
     unpacked = {"dequantize": True} if len(groups) == 1 and _has_zero_points(formats) else {}
     checkpoint_formats = {group["format"] for group in groups.values()}
     return {
@@ -164,8 +168,8 @@ def _has_zero_points(formats: Mapping[str, tuple[QuantScheme, int | None]]) -> b
 
 def problem_of_zero_points(inventory: Inventory | None = None) -> str | None:
     """
-    Return why the installed transformers does not read zero points in an export of a model, or `None` if it does. Without an
-    inventory, return what holds for layers of several schemes or group sizes.
+    Return why the installed transformers does not read zero points in an export of a model, or `None` if it does.
+    Without an inventory, return what holds for layers of several schemes or group sizes.
     """
     formats = {} if inventory is None else inventory.formats
     if inventory is not None and (len({*formats.values()}) == 1 or not _has_zero_points(formats)):
@@ -189,7 +193,8 @@ def _is_matrix(name: str, module: nn.Module) -> bool:
 
 
 def loads_in_transformers(inventory: Inventory) -> bool:
-    """True if transformers reads the checkpoint. Among experts it supports FP8 codes, and packed codes without zero points (5.17)."""
+    """True if transformers reads the checkpoint. Among experts it supports FP8 codes, and packed codes without zero
+    points (5.17)."""
     return problem_of_zero_points(inventory) is None and not any(
         isinstance(layer, QuantizedExperts) and not format_of(layer.scheme.container).experts_in_transformers
         for layer in inventory.layers.values()

@@ -1,7 +1,8 @@
 """
 Loads a low-bit checkpoint as a model whose quantized layers hold only codes and scales, without a high-precision copy.
 
-Format: https://github.com/vllm-project/compressed-tensors, as [`~trl_qarl.checkpoint.export.export_checkpoint`] writes it.
+Format: https://github.com/vllm-project/compressed-tensors, as [`~trl_qarl.checkpoint.export.export_checkpoint`] writes
+it.
 """
 
 import json
@@ -132,9 +133,9 @@ def load_frozen_model(
 @torch.no_grad()
 def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
     """
-    Load a low-bit checkpoint, such as one that AWQ, GPTQ or AutoRound made, as a model in float32 to train: quantized with the scheme and
-    group size of the checkpoint, which the log says, it has its codes and scales ([`trl_qarl.quantization.own_grid`]). A warning says of how
-    many groups it has not.
+    Load a low-bit checkpoint, such as one that AWQ, GPTQ or AutoRound made, as a model in float32 to train: quantized
+    with the scheme and group size of the checkpoint, which the log says, it has its codes and scales
+    ([`trl_qarl.quantization.own_grid`]). A warning says of how many groups it has not.
 
     Args:
         name_or_path (`str`):
@@ -179,8 +180,9 @@ def load_masters(name_or_path: str, **options: Any) -> PreTrainedModel:
 
 def load_deployed(name_or_path: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """
-    Load a model in `dtype`, by default that of its checkpoint, as transformers does, but what it may not read, low-bit experts and zero points
-    ([`~trl_qarl.checkpoint.layout.loads_in_transformers`]) and compact codes, as [`load_frozen_model`] does.
+    Load a model in `dtype`, by default that of its checkpoint, as transformers does, but what it may not read, low-bit
+    experts and zero points ([`~trl_qarl.checkpoint.layout.loads_in_transformers`]) and compact codes, as
+    [`load_frozen_model`] does.
     """
     if is_low_bit_checkpoint(name_or_path):
         folder = Path(name_or_path)
@@ -245,8 +247,8 @@ def _names_in(path: Path) -> list[str]:
 
 def _schemes(described: dict[str, Any], source: str) -> list[tuple[list[str], QuantScheme]]:
     """
-    Targets and scheme of each group of a checkpoint's `quantization_config`; the group size of each layer follows from its
-    scales.
+    Targets and scheme of each group of a checkpoint's `quantization_config`; the group size of each layer follows from
+    its scales.
     """
     groups = described["config_groups"]
     found = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
@@ -259,7 +261,8 @@ def _schemes(described: dict[str, Any], source: str) -> list[tuple[list[str], Qu
 
 
 def _scheme_of(name: str, schemes: list[tuple[list[str], QuantScheme]], folder: Path) -> QuantScheme:
-    """The scheme of a layer, whose name is matched as compressed-tensors does: names, then expressions, then classes."""
+    """The scheme of a layer, whose name is matched as compressed-tensors does: names, then expressions, then
+    classes."""
     for fits in (
         lambda target: target == name,
         lambda target: target.startswith("re:") and re.match(target[3:], name),

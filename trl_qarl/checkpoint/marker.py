@@ -66,7 +66,8 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def problem_of(folder: str | Path) -> str | None:
-    """Return why no run can resume from the checkpoint in `folder`, to follow the words "it is", or `None` if it can."""
+    """Return why no run can resume from the checkpoint in `folder`, to follow the words "it is", or `None` if it
+    can."""
     folder = Path(folder)
     incomplete = "incomplete: it was not written to its end"
     try:

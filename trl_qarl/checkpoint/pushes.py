@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 class PushesPolicy(_BaseTrainer):
     """
-    Pushes of a trainer that upload what `hub_export` names of its `policy`, and cards that say so. To be inherited from before
-    TRL's trainer.
+    Pushes of a trainer that upload what `hub_export` names of its `policy`, and cards that say so. To be inherited
+    from before TRL's trainer.
 
     Attributes:
         policy ([`~trl_qarl.policy.Policy`]):
@@ -37,7 +37,7 @@ class PushesPolicy(_BaseTrainer):
     args: Any
     policy: Any
     export_dir: Path
-    # What a card was told last: cards that later saves write are told nothing.
+    # Facts of the last card: later saves write cards without facts.
     _card_arguments: dict[str, Any] = {}
     # The last one that was written here.
     _card: ModelCard | None = None
@@ -130,9 +130,10 @@ class PushesPolicy(_BaseTrainer):
         **kwargs,
     ):
         """
-        Uploads what `hub_export` names. Masters and low-bit policy are on disk before the Hub is asked for anything, and
-        [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `private` is for
-        repositories that have to be made, `args.hub_private_repo` by default. `kwargs` are those of `create_model_card`.
+        Uploads what `hub_export` names. Masters and low-bit policy are on disk before the Hub is asked for anything,
+        and [`~trl_qarl.checkpoint.uploads.PushFailed`] says how to repeat what failed. `private` is for
+        repositories that have to be made, `args.hub_private_repo` by default. `kwargs` are those of
+        `create_model_card`.
         """
         args, token, private = self.args, token or self.args.hub_token, self._is_private(private)
         self.callback_handler.on_push_begin(args, self.state, self.control)

@@ -1,4 +1,5 @@
-"""`qarl.json`, the quantization settings saved next to weights, and the search for the checkpoint to resume from. Needs no torch."""
+"""`qarl.json`, the quantization settings saved next to weights, and the search for the checkpoint to resume from.
+Needs no torch."""
 
 import json
 import logging
@@ -111,7 +112,8 @@ def last_complete_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def check_record(folder: str | Path, record: dict[str, Any]) -> None:
-    """Raises `ValueError` if the adapter in `folder` was trained beside another base or scheme than those of `record`."""
+    """Raises `ValueError` if the adapter in `folder` was trained over another base or scheme than those of
+    `record`."""
     path = Path(folder) / SCHEME_FILE
     if not path.is_file():
         logger.warning(
@@ -127,14 +129,14 @@ def check_record(folder: str | Path, record: dict[str, Any]) -> None:
     ]
     if differing:
         raise ValueError(
-            f"The adapter in {folder} was trained beside another low-bit base ({'; '.join(differing)}); `base` is a "
+            f"The adapter in {folder} was trained over another low-bit base ({'; '.join(differing)}); `base` is a "
             "fingerprint of its scales. Use the same base, scheme, group_size and bf16, or train a new adapter."
         )
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
     """
-    Read the `qarl.json` that a trainer wrote beside its master weights.
+    Read the `qarl.json` that a trainer wrote next to its master weights.
 
     Raises:
         ValueError: naming the file and what is wrong with it: not JSON, an entry missing or of another kind.

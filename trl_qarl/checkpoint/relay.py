@@ -8,8 +8,9 @@ Writes the policies of a training to files for object storage: the first one who
 | `manifest.json` | which run it is, and for each version its files with their SHA-256, a digest of its weights, and the SHA-256 of the entry before |
 | `lock` | held by the trainer that writes |
 
-A file gets its name when it is complete, and the manifest names it after that: whatever ends a trainer, or fills the disk, all
-versions of the manifest can be read. The entries are a chain, so that a reader who has seen its end notices another beginning.
+A file gets its name when it is complete, and the manifest names it after that: whatever ends a trainer, or fills the
+disk, all versions of the manifest can be read. The entries are a chain, so that a reader who has seen its end notices
+another beginning.
 """
 
 import hashlib
@@ -48,7 +49,8 @@ logger = logging.getLogger(__name__)
 
 class Relay:
     """
-    The folder of a run, while it trains. It keeps a copy of the last version, which is as large as an export, in host memory.
+    The folder of a run, while it trains. It keeps a copy of the last version, which is as large as an export, in host
+    memory.
 
     Args:
         folder (`str` or `Path`):
@@ -117,8 +119,8 @@ class Relay:
 
     def write(self, version: int, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], Any]) -> None:
         """
-        Add a version, unless it is the last one already. Where the disk cannot keep it, that is logged, and the next version has its
-        changes too.
+        Add a version, unless it is the last one already. Where the disk cannot keep it, that is logged, and the next
+        version has its changes too.
 
         Args:
             version (`int`):
@@ -217,7 +219,8 @@ class Relay:
 
 def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = None) -> int:
     """
-    Write the export of a version, byte for byte but for the page about it, which is that of the base, and return its number.
+    Write the export of a version, byte for byte but for the page about it, which is that of the base, and return its
+    number.
 
     Args:
         folder (`str` or `Path`):
@@ -228,7 +231,8 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
             Updates done; by default the last version.
 
     Raises:
-        ValueError: if there is no such version, or a file of it is missing, damaged or belongs to another version; the message names it.
+        ValueError: if there is no such version, or a file of it is missing, damaged or belongs to another version; the
+        message names it.
     """
     folder = Path(folder)
     entries = _entries_until(folder, version)

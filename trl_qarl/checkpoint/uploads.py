@@ -8,8 +8,8 @@ Uploads to the Hub: the files, their repository, and the commands that repeat a 
 | `"master"` | masters, and checkpoints as above | - |
 | `"adapter"` | the adapter, and checkpoints as above | - |
 
-Masters have a repository of their own because `from_pretrained` and `vllm serve` take a name: a folder beside the policy
-could not be served, and every download of the policy would include the masters.
+Masters have a repository of their own because `from_pretrained` and `vllm serve` take a name: a folder next to the
+policy could not be served, and every download of the policy would include the masters.
 """
 
 import logging
@@ -61,9 +61,11 @@ _CHECKPOINT_STATE = (
     ),
     COMPLETE_FILE,
 )
-# `training_args.bin` holds a token that was given as an option; completions and logs stay on the machine of the training.
+# `training_args.bin` holds a token that was given as an option; completions and logs stay on the machine of the
+# training.
 _PRIVATE = ("training_args.bin", "*.jsonl", "run.json", "*.log", "completions/*", ".*", "_*")
-# A model that was in the repository before may have had more shards, or an adapter, which `from_pretrained` would load.
+# A model that was in the repository before may have had more shards, or an adapter, which `from_pretrained` would
+# load.
 _STALE = ("model*.safetensors", "model.safetensors.index.json", "adapter_*", "model.gguf")
 
 
@@ -251,7 +253,8 @@ def create_repositories(hub_export: str, name: str, token: str | None, private: 
 
 
 def full_name(name: str, token: str | None) -> str:
-    """Return `name` with the user's namespace, or as it is where the Hub does not say whose the token is: the push will."""
+    """Return `name` with the user's namespace, or as it is where the Hub does not say whose the token is: the push
+    will."""
     if "/" in name:
         return name
     try:
@@ -296,7 +299,7 @@ def _api() -> HfApi:
 
 
 def _describe(error: Exception) -> str:
-    # What uploads in threads names the file, and its cause what happened.
+    # An error of an upload in a thread names the file; its cause says what happened.
     causes = [error, error.__cause__] if type(error) is RuntimeError and error.__cause__ else [error]
     text = " ".join(" ".join(str(cause).split()) or type(cause).__name__ for cause in causes)
     status = getattr(getattr(causes[-1], "response", None), "status_code", None)

@@ -32,7 +32,7 @@ _HONOURED = {
     "layers_to_transform",
     "layers_pattern",
     "task_type",
-    # What a configuration says about itself.
+    # Contradictions inside the configuration.
     "peft_type",
     "peft_version",
     "base_model_name_or_path",
@@ -96,7 +96,8 @@ def is_nf4(quantization_config: Any) -> bool:
 
 
 def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool) -> Iterator[str]:
-    """Yield what contradicts a base that is loaded quantized: bitsandbytes' 4 bits beneath an adapter (QLoRA) are possible."""
+    """Yield what contradicts a base that is loaded quantized: bitsandbytes' 4 bits beneath an adapter (QLoRA) are
+    possible."""
     if quantization_config is None:
         return
     if not is_nf4(quantization_config):
@@ -131,7 +132,8 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
 
 
 def problems_of_adapter(config: Any, is_served: bool = False) -> Iterator[str]:
-    """Yield what is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and for vLLM, if that serves it."""
+    """Yield what is wrong with `config`, a `PeftConfig`, for a base that stays frozen and low-bit, and for vLLM, if
+    that serves it."""
     if not hasattr(config, "peft_type"):
         yield f"`peft_config` must be a `peft.LoraConfig`, got {type(config).__name__}."
         return
@@ -185,7 +187,7 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
         decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
         yield (
             f"peft_config: target_modules names {adapted[0]!r} and {len(adapted) - 1} more {around[adapted[0]]}, where vLLM is not asked to serve an "
-            f"adapter, and none has been tried. Name layers of the language model alone: target_modules={rf'{decoder}.*_proj'!r}."
+            f"adapter, and none has been tried. Name only layers of the language model: target_modules={rf'{decoder}.*_proj'!r}."
         )
     for name, module in wrapped.items():
         if id(module) in outside or id(module.base_layer) in outside:

@@ -41,7 +41,8 @@ _PICTURE_COLUMNS = {"image", "images"}
 
 
 def check_dropout(model: nn.Module, args: Any) -> None:
-    """Switch off the dropout that TRL's `disable_dropout` leaves on, and require it for objectives that need one policy throughout."""
+    """Switch off the dropout that TRL's `disable_dropout` leaves on, and require it for objectives that need one
+    policy throughout."""
     active = {
         (name, key): value
         for name, module in model.named_modules()
@@ -170,7 +171,8 @@ def _problems_of_videos(datasets: tuple, environment_factory: Any) -> Iterator[s
 
 
 def _problems_of_ahead(args: Any, train_dataset: Any, turns: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what contradicts batches that are drawn before their turn; `turns` are arguments that ask an engine more than once."""
+    """Yield what contradicts batches that are drawn before their turn; `turns` are arguments that ask an engine more
+    than once."""
     if not args.rollout_ahead:
         return
     said = f"rollout_ahead={args.rollout_ahead}"

@@ -1,4 +1,5 @@
-"""Checks of a [`QaRLConfig`]: each function yields problems. Only `check_scheme` changes the configuration: it parses `precisions`."""
+"""Checks of a [`QaRLConfig`]: each function yields problems. Only `check_scheme` changes the configuration: it parses
+`precisions`."""
 
 import json
 import math
@@ -147,7 +148,8 @@ def _check_transport(config) -> Iterator[str]:
 
 
 def _check_gpu(config) -> Iterator[str]:
-    """Yield the schemes that an engine on this machine's GPU must not run; a server elsewhere checks this itself when it starts."""
+    """Yield the schemes that an engine on this machine's GPU must not run; a server elsewhere checks this itself when
+    it starts."""
     is_here = config.vllm_mode == "colocate" or config.vllm_server_autostart
     gpu = Gpu.here() if is_here and not config.use_cpu else None
     # Errors of the plan itself come from `check_scheme`.
@@ -243,7 +245,7 @@ def check_ahead(config) -> Iterator[str]:
             "out one of them."
         )
     with suppress(ValueError):
-        # What is wrong with the objective itself is said elsewhere.
+        # Problems of the objective itself are reported elsewhere.
         if get_objective(config).is_on_policy:
             yield f"{said} contradicts objective={config.objective!r}: its batches are of earlier weights. Leave out one of them."
     if config.old_logps == "version" and not config.quantize_learner:
@@ -327,7 +329,8 @@ def raise_problems(problems: list[str]) -> None:
 
 
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None:
-    """Return what is wrong with masters in `dtype`: nothing where it is float32, or known once the weights are loaded only."""
+    """Return what is wrong with masters in `dtype`: nothing where it is float32, or known once the weights are loaded
+    only."""
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype) or dtype.itemsize >= 4:
         return None

@@ -10,7 +10,7 @@ __all__ = [
 ]
 
 LORA_MODES = ("adapter", "merged")
-"""Place of an adapter: beside the low-bit weights or inside them."""
+"""Place of an adapter: next to the low-bit weights or inside them."""
 
 GENERATION_KWARGS_THAT_RESHAPE = frozenset(
     [
@@ -108,7 +108,7 @@ REFUSED_BY_LORA = {
     "use_dora": f"{_NOT_IN_VLLM}, and it needs the base weight in high precision; leave it out",
     "bias": "biases belong to the frozen base; use bias='none'",
     "lora_bias": f"{_NOT_IN_VLLM}; leave it out",
-    "modules_to_save": "they would be trained in full beside the base, which stays frozen and low-bit; leave it out",
+    "modules_to_save": "they would be trained in full, but the base stays frozen and low-bit; leave it out",
     "target_parameters": "parameters that are not linear layers, such as stacked experts, are not quantized; use "
     "`target_modules`",
     "trainable_token_indices": "the embedding belongs to the frozen base; leave it out",

@@ -19,7 +19,8 @@ _OTHER_LAUNCHES = "it has not been tried. Leave it out, or launch with FSDP2 or 
 
 
 def given_configuration() -> Mapping[str, Any]:
-    """Return the content of the file `deepspeed_config_file`, which accelerate completes; empty without such a file."""
+    """Return the content of the file `deepspeed_config_file`, which accelerate completes; empty without such a
+    file."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     return {} if file == "none" else HfDeepSpeedConfig(file).config
 

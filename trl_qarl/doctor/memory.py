@@ -1,8 +1,8 @@
 """
 Memory that a training needs on each GPU, calculated from the shapes of a model.
 
-With `P` parameters, of which `M` are in linear layers other than the head, on `N` GPUs, of which each holds `1/s` of the state
-(`s = 1` with DDP, `s = N` with FSDP2):
+With `P` parameters, of which `M` are in linear layers other than the head, on `N` GPUs, of which each holds `1/s` of
+the state (`s = 1` with DDP, `s = N` with FSDP2):
 
 | part | bytes |
 |---|---|
@@ -15,12 +15,13 @@ With `P` parameters, of which `M` are in linear layers other than the head, on `
 | weight sync | one chunk, [`~trl_qarl.rollout.publisher.largest_chunk`] |
 | engine | the share of the GPU that a colocated vLLM is given |
 
-Beside LoRA, with `A` parameters in adapters on all linear layers and `Q` quantized ones of the base, `4 (P - Q + A) / s` take the place of
-the masters, and gradients and optimizer are those of `A`, with AdamW; neither the gradients of a layer nor of the head are gathered.
+With LoRA, with `A` parameters in adapters on all linear layers and `Q` quantized ones of the base, `4 (P - Q + A) / s`
+take the place of the masters, and gradients and optimizer are those of `A`, with AdamW; neither the gradients of a
+layer nor of the head are gathered.
 
-`T` is the number of tokens of a micro-batch, `H`, `I` and `V` are the sizes of hidden state, MLP and vocabulary. The factors of `T H` and `T I`
-are those that fit what tensors take on a CPU, within 10 % in all. Kernels, attention and the allocator of a GPU add to them. What the state
-takes is exact.
+`T` is the number of tokens of a micro-batch, `H`, `I` and `V` are the sizes of hidden state, MLP and vocabulary. The
+factors of `T H` and `T I` are those that fit what tensors take on a CPU, within 10 % in all. Kernels, attention and
+the allocator of a GPU add to them. What the state takes is exact.
 """
 
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ class Run:
         optim (`str`): one of [`OPTIMIZERS`].
         num_tokens (`int`): tokens of a micro-batch, prompts and completions.
         engine_bytes (`int`): what a colocated engine is given of each GPU.
-        lora_rank (`int`): rank of the adapters on all linear layers, beside a frozen base; 0 without.
+        lora_rank (`int`): rank of the adapters on all linear layers, over a frozen base; 0 without.
         accumulates (`bool`): whether gradients of several micro-batches are added up, without `sync_each_batch`.
     """
 

@@ -1,8 +1,8 @@
 """
 Named benchmarks with lm-evaluation-harness, which brings problems, prompts and scoring. Our samplers complete them.
 
-What is scored is thus what was deployed. Sampling options are those of the sampler, a task's own (mostly greedy decoding)
-are not used, but for the texts at which a completion ends.
+Scores are thus those of the deployed policy. Sampling options are those of the sampler, a task's own (mostly greedy
+decoding) are not used, but for the texts at which a completion ends.
 """
 
 import random
@@ -25,7 +25,8 @@ HARNESS_TASKS = {
     "gpqa_diamond": ("gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot.yaml", "exact_match", "flexible-extract"),
 }
 OWN_TASKS = ("amc", "minerva", "olympiad")
-"""Sets without a task in the harness, in a file of this folder each. The harness' `minerva_math` is MATH, another set."""
+"""Sets without a task in the harness, in a file of this folder each. The harness' `minerva_math` is MATH, another
+set."""
 
 
 def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
@@ -36,8 +37,8 @@ def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
         `{name: task}`; a name of a group has several.
 
     Raises:
-        ValueError: for an unknown name, a task that asks for log-probs instead of completions, or if lm-eval is missing.
-        OSError: if the Hub is needed and does not answer.
+        ValueError: for an unknown name, a task that asks for log-probs instead of completions, or if lm-eval is
+        missing. OSError: if the Hub is needed and does not answer.
     """
     try:
         from lm_eval import tasks as harness
@@ -64,7 +65,7 @@ def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
         try:
             found = manager.load([spec])["tasks"]
         except (ImportError, AssertionError) as error:
-            # What `minerva_math` raises without the versions of the extra.
+            # Raised by `minerva_math` without the versions of the extra.
             raise ValueError(f'--tasks {name} needs `pip install "trl-qarl[eval]"` ({error}).') from error
         for task_name, task in found.items():
             if task.get_config("output_type") != "generate_until":
@@ -78,7 +79,8 @@ def _is_harness_name(name: str) -> bool:
 
 
 def score_mathematics(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Score a completion of a problem of [`OWN_TASKS`] as TRL's `accuracy_reward` does; its answer has `$` around it or none."""
+    """Score a completion of a problem of [`OWN_TASKS`] as TRL's `accuracy_reward` does; its answer has `$` around it
+    or none."""
     answer = doc["final_answer"][0] if "final_answer" in doc else doc["answer"]
     return {"exact_match": is_right(results[0], f"${str(answer).strip('$')}$")}
 
@@ -143,7 +145,7 @@ def evaluate_benchmarks(
         chat (`bool`):
             Whether prompts, and examples in them, go through the chat template.
         limit (`int`, *optional*):
-            The first problems of each task alone.
+            Only the first problems of each task.
 
     Returns:
         `{name: scores}`, a score for each problem.
@@ -166,7 +168,8 @@ def evaluate_benchmarks(
 
 
 def _task_scores(name: str, rows: list[dict[str, Any]]) -> list[float]:
-    """Return the score of each problem in order. A task that is no preset counts by its first metric and last filter."""
+    """Return the score of each problem in order. A task that is no preset counts by its first metric and last
+    filter."""
     _, metric, chosen = HARNESS_TASKS.get(name, (None, rows[0]["metrics"][0], rows[-1]["filter"]))
     rows = sorted((row for row in rows if row["filter"] == chosen), key=lambda row: row["doc_id"])
     return [float(row[metric]) for row in rows]

@@ -1,8 +1,9 @@
 """
 Share of problems that a policy solves, over several samples of each: pass@1 with its standard error.
 
-Completions come from transformers, or from vLLM with the kernels of rollouts ([`~trl_qarl.rollout.engines.load_engine`]).
-Problems come from a JSON Lines file, or from a benchmark ([`~trl_qarl.evaluation.benchmarks`]).
+Completions come from transformers, or from vLLM with the kernels of rollouts
+([`~trl_qarl.rollout.engines.load_engine`]). Problems come from a JSON Lines file, or from a benchmark
+([`~trl_qarl.evaluation.benchmarks`]).
 """
 
 import json
@@ -38,9 +39,11 @@ def load_problems(path: str | Path, scoring: str = "math") -> list[dict[str, Any
 
     Args:
         path (`str` or `Path`):
-            File with an object on each line: `prompt`, a text or a list of messages, and `answer` or `solution`, a text.
+            File with an object on each line: `prompt`, a text or a list of messages, and `answer` or `solution`, a
+            text.
         scoring (`str`, *optional*, defaults to `"math"`):
-            `"math"`: [`trl.rewards.accuracy_reward`], `"exact"`: the completion is the answer, but for space around it.
+            `"math"`: [`trl.rewards.accuracy_reward`], `"exact"`: the completion is the answer, but for space around
+            it.
 
     Returns:
         `{"prompt", "answer"}` of each.
@@ -85,7 +88,8 @@ def _accuracy(completion: str, answer: str) -> float | None:
 
 
 def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
-    """Return the tokens of a prompt as in training: special ones are added unless the chat template has written them."""
+    """Return the tokens of a prompt as in training: special ones are added unless the chat template has written
+    them."""
     return tokenizer(text, add_special_tokens=not templated)["input_ids"]
 
 
@@ -157,7 +161,8 @@ def make_transformers_sampler(
 
 
 def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top_p: float, max_model_len: int | None):
-    """Return a sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the engine."""
+    """Return a sampler over an export in vLLM as it is deployed, its tokenizer, and a function that ends the
+    engine."""
     import torch
     from vllm import SamplingParams
 
@@ -169,8 +174,9 @@ def make_vllm_sampler(path: str, *, max_new_tokens: int, temperature: float, top
 
     def sample(prompts: list[list[int]], seed: int, stop: Sequence[str]) -> list[str]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        # A seed per prompt: equal prompts differ, and a run repeats itself. On a CPU vLLM dies of one where a prompt is prefilled
-        # in pieces ("CPU Generator does not use offset"); there its worker draws from this process' generator.
+        # A seed per prompt: equal prompts differ, and a run repeats itself. On a CPU vLLM dies of one where a prompt
+        # is prefilled in pieces ("CPU Generator does not use offset"); there its worker draws from this process'
+        # generator.
         if on_cpu:
             torch.manual_seed(seed)
         parameters = [

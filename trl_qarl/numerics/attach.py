@@ -1,8 +1,8 @@
 """
 Putting the engine's operations into a transformers model, and taking them out.
 
-A module gets an operation as the `forward` of its instance, a quantized layer a product. Its class stays, so do parameters, names,
-hooks and ties.
+A module gets an operation as the `forward` of its instance, a quantized layer a product. Its class stays, so do
+parameters, names, hooks and ties.
 """
 
 from collections.abc import Iterator
@@ -52,20 +52,22 @@ def attach_engine_numerics(
     Have `model` compute every log-prob as the engine does, bit for bit; with gradients.
 
     Layers that are quantized run the engine's product of their scheme; all other parameters stay float32 masters which
-    are rounded to `dtype` wherever they are used. Autocast has no effect on the model any more. Logits come in `dtype`; take
-    log-probs with [`~trl_qarl.numerics.ops.token_log_probs`], or give `labels` and `fused_lm_head=True`, as TRL does.
+    are rounded to `dtype` wherever they are used. Autocast has no effect on the model any more. Logits come in
+    `dtype`; take log-probs with [`~trl_qarl.numerics.ops.token_log_probs`], or give `labels` and `fused_lm_head=True`,
+    as TRL does.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             A model of a class in [`~trl_qarl.numerics.availability.COVERED_CLASSES`], prepared by
-            [`~trl_qarl.prepare_model`] or not quantized; also with LoRA beside its layers or in their low-bit weights.
+            [`~trl_qarl.prepare_model`] or not quantized; also with LoRA next to its layers or in their low-bit
+            weights.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
             Dtype in which the engine runs the model.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, for calls with `fused_lm_head=True`.
         adapter_rank (`int`, *optional*):
-            Rank to which the engine fills up adapters beside the layers with zeros, on which the last bit depends. Defaults to
-            their own.
+            Rank to which the engine fills up adapters next to the layers with zeros, on which the last bit depends.
+            Defaults to their own.
 
     Raises:
         ValueError: from [`~trl_qarl.numerics.availability.check_engine_numerics`], or if they are attached already.
@@ -84,7 +86,7 @@ def attach_engine_numerics(
             module.forward = operation(module, dtype, device)
     for _, layer in adapters_beside(model):
         layer.forward = LoraOperation(layer, dtype, device, adapter_rank)
-    # Who wraps the model's forward later, as accelerate does, hides it.
+    # accelerate wraps the model's forward later, which hides it.
     model._engine_forward = model.forward = _ModelForward(model, dtype, device, temperature)
     if is_sharded(model):
         keep_no_products(model)
@@ -109,7 +111,8 @@ def has_engine_numerics(model: nn.Module) -> bool:
 
 def keep_no_products(model: nn.Module) -> None:
     """
-    Have operations round and pack weights at each use: FSDP2 gathers other values into the same tensors without a trace.
+    Have operations round and pack weights at each use: FSDP2 gathers other values into the same tensors without a
+    trace.
     """
     for module in model.modules():
         if (operation := operation_of(module)) is not None:
@@ -137,8 +140,8 @@ def _true_positions(module, args, kwargs):
 @dataclass
 class _LogProbsOutput(ModelOutput):
     """
-    The fields that TRL reads from a call with `fused_lm_head=True`: `(B, T - 1)` each, 0 where the label is -100; and the load-balancing loss of a
-    mixture of experts, where router logits were asked for.
+    The fields that TRL reads from a call with `fused_lm_head=True`: `(B, T - 1)` each, 0 where the label is -100; and
+    the load-balancing loss of a mixture of experts, where router logits were asked for.
     """
 
     log_probs: torch.Tensor | None = None
@@ -148,8 +151,9 @@ class _LogProbsOutput(ModelOutput):
 
 def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None:
     """
-    Return the inputs of a padded batch with all its tokens in one row, told apart by their positions: their bits do not depend on what
-    they are computed with, and nothing is computed for padding. `None` if there is none, or the inputs are of another form.
+    Return the inputs of a padded batch with all its tokens in one row, told apart by their positions: their bits do
+    not depend on what they are computed with, and nothing is computed for padding. `None` if there is none, or the
+    inputs are of another form.
 
     Args:
         kwargs (`dict`): keyword arguments of the model.
@@ -172,7 +176,8 @@ def _pack(kwargs: dict[str, Any], scored: torch.Tensor) -> dict[str, Any] | None
 
 
 class _ModelForward(EngineOperation):
-    """The model's forward, but for calls that ask for log-probs (TRL's `add_fused_lm_head`), which get the engine's."""
+    """The model's forward, but for calls that ask for log-probs (TRL's `add_fused_lm_head`), which get the
+    engine's."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str, temperature: float):
         super().__init__(model, dtype, device)
@@ -213,7 +218,7 @@ class _ModelForward(EngineOperation):
             # Of tokens without padding the loss for balance needs no mask.
             hidden, mask = hidden[0].index_select(0, places[:, :-1][scored]), None
         head = model.get_output_embeddings()
-        # FSDP2 gathers the head with the last norm; beside an adapter only where the head itself is called.
+        # FSDP2 gathers the head with the last norm; with an adapter only where the head itself is called.
         weight, bias = (None if master is None else whole(master) for master in (head.weight, head.bias))
         product = operation_of(head).product(weight)
         values = ops.head_log_probs(hidden, weight, bias, product, labels[scored], self.temperature)

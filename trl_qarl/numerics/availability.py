@@ -1,7 +1,8 @@
 """
-Decides if the learner of a run can compute as the engine does, bit for bit, and says why not. Everything that is asked or refused on that
-account is answered here: by the options alone ([`contradicting_options`]), by a model ([`check_engine_numerics`]), and for a run
-([`choose_numerics`]). Whether the engine that answered has the same arithmetic is seen in [`trl_qarl.numerics.exact`].
+Decides if the learner of a run can compute as the engine does, bit for bit, and says why not. Everything that is asked
+or refused on that account is answered here: by the options ([`contradicting_options`]), by a model
+([`check_engine_numerics`]), and for a run ([`choose_numerics`]). Whether the engine that answered has the same
+arithmetic is seen in [`trl_qarl.numerics.exact`].
 """
 
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[
         ValueError: if engine numerics were asked for and the kernels they need turn out not to be there.
     """
     if config.numerics == "engine":
-        # What can be said without loading vLLM, the configuration has said.
+        # The configuration has checked everything that needs no vLLM.
         for problem in contradicting_options(config, loads_vllm=True):
             raise ValueError(f"numerics='engine' contradicts {problem}, or use numerics='fast'.")
     if config.numerics is not None:
@@ -70,10 +71,11 @@ def choose_numerics(config: Any, model: nn.Module, dtype: torch.dtype) -> tuple[
 
 def obstacles(config: Any, model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """
-    Yield why a learner does not compute as the engine does where nobody has asked for it. The last that are looked for load vLLM.
+    Yield why a learner does not compute as the engine does where nobody has asked for it. The last that are looked for
+    load vLLM.
 
-    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be gained
-    or nobody has looked: without vLLM, and on a GPU.
+    `"engine"` costs no more than `"fast"` where it exists (docs/alignment.md). It is not chosen where nothing would be
+    gained or nobody has looked: without vLLM, and on a GPU.
     """
     if not config.use_vllm:
         yield "rollouts are the learner's own"
@@ -94,7 +96,8 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         config ([`QaRLConfig`]):
             Configuration of the run.
         loads_vllm (`bool`, *optional*, defaults to `False`):
-            Whether vLLM may be loaded to see whether its kernels can be called, which a configuration does not do while it is made.
+            Whether vLLM may be loaded to see whether its kernels can be called, which a configuration does not do
+            while it is made.
     """
     # A run on a CPU must not wake a GPU.
     against_gpu = None
@@ -128,7 +131,7 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         (
             config.cache_implementation is None,
             f"cache_implementation={config.cache_implementation!r}",
-            "the engine's attention reads transformers' default cache alone. Remove it",
+            "the engine's attention reads only transformers' default cache. Remove it",
         ),
         (
             config.vllm_tensor_parallel_size == 1 or not config.use_vllm,
@@ -193,7 +196,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     windows = {window for module in model.modules() if (window := window_of(module)) is not None}
     yield (
         is_engine or not windows,
-        f"layers attend to windows of {sorted(windows)} tokens, which vLLM's CPU kernels alone have",
+        f"layers attend to windows of {sorted(windows)} tokens, which only vLLM's CPU kernels have",
     )
     for option in ("attn_logit_softcapping", "final_logit_softcapping"):
         yield not getattr(config, option, None), f"the model caps logits ({option}={getattr(config, option, None)})"
@@ -205,7 +208,7 @@ def _conditions(model: Any, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     fits = head_dim % 8 == 0 and head_dim <= 256
     yield not on_gpu or fits, f"head_dim={head_dim} is no multiple of 8 up to 256, which FlashAttention takes"
     for path, layer in adapters_beside(model):
-        yield not on_gpu, f"{path!r} has an adapter beside it, whose product on a GPU has not been compared"
+        yield not on_gpu, f"{path!r} has an adapter next to it, whose product on a GPU has not been compared"
         is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
         yield is_lora, f"{path!r} has an adapter of another kind than LoRA of a linear layer"
         rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]

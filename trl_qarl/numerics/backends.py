@@ -21,7 +21,8 @@ __all__ = ["Backend", "Product", "backend_of", "is_on_gpu"]
 
 
 class Product(Protocol):
-    """A matrix product with one weight `(N, K)`, made once; it takes `(..., K)` in the weight's dtype and a bias `(N,)` in any."""
+    """A matrix product with one weight `(N, K)`, made once; it takes `(..., K)` in the weight's dtype and a bias
+    `(N,)` in any."""
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor: ...
 
@@ -30,11 +31,13 @@ class Backend(Protocol):
     """The operations that each of the modules has."""
 
     def PackedLinear(self, weight: torch.Tensor) -> Product:
-        """Return the product with `weight`, `(N, K)` bfloat16 or float32, which is copied: later changes have no effect."""
+        """Return the product with `weight`, `(N, K)` bfloat16 or float32, which is copied: later changes have no
+        effect."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """
-        `x / sqrt(mean(x**2) + epsilon) * weight` in float32; on a CPU rounded before the product with `weight` and after it.
+        `x / sqrt(mean(x**2) + epsilon) * weight` in float32; on a CPU rounded before the product with `weight` and
+        after it.
 
         Args:
             x (`torch.Tensor`): `(..., H)`, float32 if it is the residual stream, else in the engine's dtype.
@@ -78,7 +81,8 @@ class Backend(Protocol):
             query_lengths (`tuple[int, ...]`): number of queries of each sequence.
             key_lengths (`tuple[int, ...]`): number of keys of each sequence.
             scale (`float`): factor of the scores.
-            window (`int`, *optional*): number of last keys that a query sees, its own among them; only with vLLM's kernels for CPUs.
+            window (`int`, *optional*): number of last keys that a query sees, its own among them; only with vLLM's
+                kernels for CPUs.
 
         Returns:
             `(sum(query_lengths), heads, head_dim)`, with the same bits for any other number of queries.

@@ -1,9 +1,10 @@
 """
-A release of vLLM against the learner: products, an attention and on GPUs norms, each by the learner's function and by the class or
-function that vLLM's own layers call. All bits must be equal, also for other numbers of rows.
+A release of vLLM against the learner: products, an attention and on GPUs norms, each by the learner's function and by
+the class or function that vLLM's own layers call. All bits must be equal, also for other numbers of rows.
 
-This stands in for a list of releases: what has moved or changed is named, whatever the release is called. What is not compared here
-(norms, rotation, sampling) shows in the first batch, every one of which is checked ([`trl_qarl.numerics.exact`]).
+This stands in for a list of releases: what has moved or changed is named, whatever the release is called. What is not
+compared here (norms, rotation, sampling) shows in the first batch, every one of which is checked
+([`trl_qarl.numerics.exact`]).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -211,7 +212,7 @@ def _flash_attentions(attention, block_size, random) -> Iterator[tuple[torch.Ten
     cache = query.new_zeros(num_blocks, key_heads, block_size, 2 * head_dim)
     slots = torch.arange(num_keys, device=query.device)
     engine.do_kv_cache_update(layer, key, value, cache, slots)
-    # What a release has besides is for cascades and several devices.
+    # Other parameters of a release are for cascades and several devices.
     required = [f.name for f in fields(flash_attn.FlashAttentionMetadata) if f.default is MISSING]
     for rows in (1, num_keys):
         integers = partial(torch.tensor, dtype=torch.int32, device=query.device)

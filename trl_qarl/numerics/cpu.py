@@ -1,9 +1,10 @@
 """
-Forward kernels of vLLM on a CPU, without gradients, in forms that give a token the same bits whatever it is computed with.
+Forward kernels of vLLM on a CPU, without gradients, in forms that give a token the same bits whatever it is computed
+with.
 
-A rollout computes a token in a batch of one or of many rows (decode, prefill), scoring and loss in other batches; equal
-log-probs need kernels whose result for a row does not depend on the number of rows. Measured on a Xeon with AMX, with vLLM
-0.31 and one or two threads:
+A rollout computes a token in a batch of one or of many rows (decode, prefill), scoring and loss in other batches;
+equal log-probs need kernels whose result for a row does not depend on the number of rows. Measured on a Xeon with AMX,
+with vLLM 0.31 and one or two threads:
 
 | kernel | the same bits for any number of rows |
 |---|---|
@@ -53,7 +54,8 @@ __all__ = [
 
 
 MIN_ROWS, MIN_ROWS_ONEDNN = 5, 2
-"""Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`), and oneDNN sum a row in another order."""
+"""Fewer rows make `weight_packed_linear` take another kernel with AMX (`can_use_brgemm`), and oneDNN sum a row in
+another order."""
 
 
 def has_engine_kernels() -> bool:
@@ -63,7 +65,8 @@ def has_engine_kernels() -> bool:
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the learner here."""
+    """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the
+    learner here."""
     reason = reason_not_to_call()
     if reason is not None:
         return reason
@@ -84,7 +87,8 @@ def reason_against() -> str | None:
 
 
 def reason_against_installation() -> str | None:
-    """Return why vLLM's kernels for CPUs cannot be called here, as far as that can be said without loading vLLM, or `None`."""
+    """Return why vLLM's kernels for CPUs cannot be called here, as far as that can be said without loading vLLM, or
+    `None`."""
     if find_spec("vllm") is None:
         return "vLLM for CPUs is not installed"
     # Elsewhere oneDNN has no product in bfloat16, and vLLM's rotation other bits.
@@ -163,8 +167,8 @@ class PackedLinear:
 
 def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return what an adapter adds to `rows` `(M, K)`, as vLLM's `torch_ops.bgmv_shrink` and `bgmv_expand` compute it, where each row has an
-    adapter of its own: one product for each row.
+    Return what an adapter adds to `rows` `(M, K)`, as vLLM's `torch_ops.bgmv_shrink` and `bgmv_expand` compute it,
+    where each row has an adapter of its own: one product for each row.
 
     Args:
         rows (`torch.Tensor`): `(M, K)` bfloat16.
@@ -181,7 +185,7 @@ def lora(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Te
 def rotate(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """[`~trl_qarl.numerics.backends.Backend.rotate`]."""
     y = x.reshape(x.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    # The kernel turns queries and keys at once; a query alone is allowed.
+    # The kernel rotates queries and keys at once; queries without keys are allowed.
     torch.ops._C.rotary_embedding(positions, y, None, x.shape[-1], cache, True)
     return y.view_as(x)
 

@@ -8,7 +8,7 @@ import torch
 __all__ = ["IN_ONE_PASS", "KV_BLOCK_SIZE", "attend_with_vllm", "one_pass_requests", "queries_in_one_pass"]
 
 IN_ONE_PASS = "requests of one pass"
-"""What an engine says of its attention that runs as [`one_pass_requests`] has it."""
+"""Version string of an engine whose attention runs as in [`one_pass_requests`]."""
 
 KV_BLOCK_SIZE = 128
 
@@ -51,11 +51,13 @@ def attend_with_vllm(query, key, value, query_lengths, key_lengths, scale, windo
 
 def queries_in_one_pass(isa: str, num_heads: int, num_key_heads: int, has_window: bool = False) -> int:
     """
-    Number of queries of a sequence that vLLM's attention computes in one pass over the keys; they have the bits of each alone.
+    Number of queries of a sequence that vLLM's attention computes in one pass over the keys; they have the bits of
+    each alone.
 
-    The kernel sizes a tile of keys such that it, the queries and the scores fit half the L2 cache, so that sums over several
-    tiles depend on the number of queries. Up to one pass of rows it counts a whole pass, and lets the keys stream (vLLM 0.31,
-    `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`). A window moves the first tile with the first query, so there each is alone.
+    The kernel sizes a tile of keys such that it, the queries and the scores fit half the L2 cache, so that sums over
+    several tiles depend on the number of queries. Up to one pass of rows it counts a whole pass, and lets the keys
+    stream (vLLM 0.31, `csrc/cpu/cpu_attn_impl.hpp`, `calcu_tile_size_with_constant_q`). A window moves the first tile
+    with the first query, so there each is alone.
     """
     if has_window:
         return 1
@@ -89,7 +91,8 @@ def one_pass_requests(
 
 @lru_cache(maxsize=4)
 def _layout(query_lengths, key_lengths, num_heads, num_key_heads, head_dim, dtype, num_threads, window):
-    """Return what all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the threads."""
+    """Return what all layers of a forward share: slots of the keys, blocks of each sequence, schedule of the
+    threads."""
     import vllm._custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -1,18 +1,19 @@
 """
-Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients. They are what
-[`trl_qarl.numerics.cpu`] is for CPUs.
+Forward kernels of vLLM on NVIDIA GPUs in its batch-invariant mode (`VLLM_BATCH_INVARIANT=1`), without gradients. They
+are what [`trl_qarl.numerics.cpu`] is for CPUs.
 
-**None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines. On a CPU the tests check
-what surrounds the kernels: arguments and layouts. On a GPU each process compares the release that
-is installed before it uses any of it ([`reason_against`]): in 0.24 and 0.26 norms depend on the number of rows, from 0.32 on a bias
-is added before a product is rounded, and after it until 0.31.
+**None of this has run on a GPU.** It follows the sources of vLLM 0.31 to 0.33; benchmarks/alignment.md has the lines.
+On a CPU the tests check what surrounds the kernels: arguments and layouts. On a GPU each process compares the release
+that is installed before it uses any of it ([`reason_against`]): in 0.24 and 0.26 norms depend on the number of rows,
+from 0.32 on a bias is added before a product is rounded, and after it until 0.31.
 
-What differs from a CPU:
+Differences from a CPU:
 
-- The residual stream is rounded to bfloat16 at every addition, before it is normed. vLLM's `fused_add_rms_norm` does both at once; it
-  gets zeros to add to a stream that is summed already. Norms of anything else are another kernel.
-- vLLM has no product of low-bit weights that gives a row the same bits in any batch. So the engine runs [`low_bit_linear`], as
-  the learner does ([`trl_qarl.vllm_plugin.cuda_kernels`]). It computes more than vLLM's own kernels: this mode is slower.
+- The residual stream is rounded to bfloat16 at every addition, before it is normed. vLLM's `fused_add_rms_norm` does
+  both at once; it gets zeros to add to a stream that is summed already. Norms of anything else are another kernel.
+- vLLM has no product of low-bit weights that gives a row the same bits in any batch. So the engine runs
+  [`low_bit_linear`], as the learner does ([`trl_qarl.vllm_plugin.cuda_kernels`]). It computes more than vLLM's own
+  kernels: this mode is slower.
 """
 
 import os
@@ -87,12 +88,13 @@ def reason_against_installation() -> str | None:
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the learner here."""
+    """Return why they cannot be used in this process, or `None`. Whatever its release, vLLM is compared with the
+    learner here."""
     if reason := reason_against_installation():
         return reason
     from vllm import envs
 
-    # Whoever only asks starts no other engine than before.
+    # A question must not change the engine that is started.
     with patch.dict(os.environ):
         prepare_process()
         difference = first_difference_on_gpu(sys.modules[__name__], torch.device("cuda"))
@@ -102,7 +104,7 @@ def reason_against() -> str | None:
 
 def describe_arithmetic(config=None) -> dict[str, Any]:
     """
-    Return what decides which bits an engine on this GPU computes, beside its inputs.
+    Return what decides which bits an engine on this GPU computes, apart from its inputs.
 
     Args:
         config (`vllm.config.VllmConfig`, *optional*):
@@ -135,8 +137,8 @@ def use_one_tiling() -> None:
     """
     Have every product take the same tiles of input features.
 
-    vLLM has tables by the shape of a weight. The engine's fused query, key and value have another shape than the learner's
-    three layers, and other tiles are other sums.
+    vLLM has tables by the shape of a weight. The engine's fused query, key and value have another shape than the
+    learner's three layers, and other tiles are other sums.
     """
     try:
         from vllm.model_executor.determinism import batch_invariant_configs as tables
@@ -150,7 +152,8 @@ def prepare_process() -> None:
     """
     Do what a process needs before it calls the first kernel, or starts the engine.
 
-    vLLM's kernels read `VLLM_BATCH_INVARIANT` once: where an engine ran in this process without it, they go on without.
+    vLLM's kernels read `VLLM_BATCH_INVARIANT` once: where an engine ran in this process without it, they go on
+    without.
     """
     from vllm import envs
 
@@ -170,7 +173,8 @@ def covered_schemes() -> list[str]:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` `(N,)` in any dtype, or `None`. vLLM decides when it is added."""
+    """`x @ weight.T + bias` of `(M, K)` and `(N, K)` bfloat16; `bias` `(N,)` in any dtype, or `None`. vLLM decides
+    when it is added."""
     return _batch_invariant().linear_batch_invariant(x, weight, None if bias is None else bias.to(x.dtype))
 
 
@@ -186,7 +190,8 @@ class PackedLinear:
 
 
 def low_bit_linear(x: torch.Tensor, weight, bias: torch.Tensor | None):
-    """[`~trl_qarl.quantization.gemm.low_bit_linear`] with the same bits for a row in any batch; `x` `(M, K)` bfloat16."""
+    """[`~trl_qarl.quantization.gemm.low_bit_linear`] with the same bits for a row in any batch; `x` `(M, K)`
+    bfloat16."""
     scheme = weight.scheme
     if scheme.activation is None:
         return linear(x, weight.dequantize(x.dtype), bias), (x,), INT4_KERNEL
@@ -268,7 +273,8 @@ def attention(query, key, value, query_lengths, key_lengths, scale, window=None)
 @lru_cache(maxsize=4)
 def _layout(query_lengths, key_lengths, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Return where each key is among all blocks, which blocks each sequence has, where its queries start, and how many keys it has.
+    Return where each key is among all blocks, which blocks each sequence has, where its queries start, and how many
+    keys it has.
 
     Beyond a sequence's own blocks the table is not read; it names some that exist.
     """

@@ -1,4 +1,5 @@
-"""The check that learner and sampler give every sampled token the same log-prob, and the search for where they part."""
+"""The check that learner and sampler give every sampled token the same log-prob, and the search for where they
+part."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -35,8 +36,8 @@ class Exactness:
 
     Args:
         exact (`str` or `None`):
-            As configured: `"require"` raises, `"warn"` logs each batch. `None` requires it of engine numerics that were asked
-            for; of others, the first such batch is logged.
+            As configured: `"require"` raises, `"warn"` logs each batch. `None` requires it of engine numerics that
+            were asked for; of others, the first such batch is logged.
         is_asked_for (`bool`):
             Whether engine numerics were.
 
@@ -106,7 +107,7 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
         on_gpu (`bool`, *optional*, defaults to `False`):
             Whether the learner is on a GPU.
         adapter_rank (`int`, *optional*):
-            Rank to which the learner fills up adapters beside its layers.
+            Rank to which the learner fills up adapters next to its layers.
 
     Raises:
         ValueError: naming both values of everything that differs.
@@ -132,8 +133,8 @@ def largest_difference(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor
 ) -> tuple[float, int, int]:
     """
-    Return the largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column. NaN, a log-prob that is not
-    known, counts as infinite.
+    Return the largest `|old - sampling|` over the tokens of `mask`, all `(B, T)`, and its row and column. NaN, a
+    log-prob that is not known, counts as infinite.
     """
     difference = (old_per_token_logps - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
     difference = difference.masked_fill(~mask.bool(), 0.0)
@@ -156,8 +157,9 @@ def choose_versions(
             `(B, T)`, bool, the tokens that count.
 
     Returns:
-        The log-probs `(B, T)` by the weights of each token, and their place `(B, T)` in `by_version`. These are the first weights, not
-        before those of the token before, whose log-prob is the sampler's. Where there are none it is the closest, which is not equal.
+        The log-probs `(B, T)` by the weights of each token, and their place `(B, T)` in `by_version`. These are the
+        first weights, not before those of the token before, whose log-prob is the sampler's. Where there are none it
+        is the closest, which is not equal.
     """
     difference = (by_version - sampling_per_token_logps).abs().nan_to_num(nan=torch.inf)
     all_places = torch.arange(len(by_version), device=mask.device)[:, None]
@@ -179,8 +181,8 @@ def describe_difference(
     score: Callable[[list[list[int]]], list[list[dict[int, float]]]] | None = None,
 ) -> str:
     """
-    Return which token of a generation batch differs most, and the first layer, or else the first token, that differs when the engine is
-    given the whole sequence.
+    Return which token of a generation batch differs most, and the first layer, or else the first token, that differs
+    when the engine is given the whole sequence.
 
     Args:
         output (`dict[str, Any]`):
@@ -201,7 +203,7 @@ def describe_difference(
         f"learner and sampler give token {column} of completion {row} (id {output['completion_ids'][row, column].item()}) "
         f"log-probs {old[row, column].item():.6f} and {sampling[row, column].item():.6f}"
     )
-    # Where masters are sharded, no process computes alone.
+    # With sharded masters, all processes have to compute together.
     if largest == 0 or is_sharded(model):
         return text
     prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
@@ -238,8 +240,9 @@ def _ask_again(model: nn.Module, score, ids: list[int], num_prompt: int) -> str:
 @torch.no_grad()
 def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
     """
-    Return which of the learner's modules, of embedding, decoder layers and final norm, is the first whose output for `ids` is not the
-    engine's, and of a mixture which token its router sends to other experts, if there is one. `None` if all agree.
+    Return which of the learner's modules, of embedding, decoder layers and final norm, is the first whose output for
+    `ids` is not the engine's, and of a mixture which token its router sends to other experts, if there is one. `None`
+    if all agree.
 
     Args:
         model (`nn.Module`):
@@ -274,8 +277,8 @@ def first_difference(model: nn.Module, llm: Any, ids: list[int]) -> str | None:
 @contextmanager
 def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Tensor]]:
     """
-    While open, the first output of each named module is kept, `(tokens, hidden_size)` float32, and under `"router of "` and the name of
-    a layer the experts `(tokens, k)` that its router chooses.
+    While open, the first output of each named module is kept, `(tokens, hidden_size)` float32, and under
+    `"router of "` and the name of a layer the experts `(tokens, k)` that its router chooses.
     """
     outputs: dict[str, torch.Tensor] = {}
 
@@ -298,7 +301,8 @@ def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Ten
 
 
 def _watch_router(stack: ExitStack, module: nn.Module, outputs: dict[str, torch.Tensor], key: str) -> None:
-    """Keep the experts that `module` chooses, if it is a router of the learner or has one of vLLM's, until `stack` is closed."""
+    """Keep the experts that `module` chooses, if it is a router of the learner or has one of vLLM's, until `stack` is
+    closed."""
 
     def keep(ids):
         outputs.setdefault(key, ids.long())

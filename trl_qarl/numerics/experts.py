@@ -6,7 +6,8 @@ Mixtures of experts as vLLM computes them on a CPU, with gradients: routing, and
     y[k]        = (silu(x @ gate[ids[k]].T) * (x @ up[ids[k]].T)) @ down[ids[k]].T
     out         = weights[0] * y[0] + weights[1] * y[1] + ...    in float32, in the order of `ids`, rounded once
 
-Experts with low-bit weights have one product on both sides ([`~trl_qarl.quantization.experts_product.experts_product`]).
+Experts with low-bit weights have one product on both sides
+([`~trl_qarl.quantization.experts_product.experts_product`]).
 """
 
 import torch
@@ -21,7 +22,7 @@ from . import cpu as kernels
 __all__ = ["EXPERT_FEATURES", "PackedExperts", "experts", "route"]
 
 EXPERT_FEATURES = 32
-"""What vLLM's product of unquantized experts wants hidden and intermediate sizes to be multiples of."""
+"""Number that hidden and intermediate sizes must be multiples of in vLLM's product of unquantized experts."""
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,8 +84,8 @@ def _linear_in_blocks(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def experts(x, ids, weights, gate_up, down, product) -> torch.Tensor:
     """
-    The output `(T, H)` of unquantized experts through `product`, made of the rounded matrices, with gradients to `x`, `weights`
-    and both masters. Experts without a token get a gradient of 0.
+    The output `(T, H)` of unquantized experts through `product`, made of the rounded matrices, with gradients to `x`,
+    `weights` and both masters. Experts without a token get a gradient of 0.
 
     Args:
         x (`torch.Tensor`): `(T, H)` in the engine's dtype.

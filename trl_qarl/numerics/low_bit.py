@@ -1,16 +1,16 @@
 """
-Products of low-bit weights that learner and engine share: of those that give a row the same bits among any others, the fastest that
-this processor has. A layer's operand is made once for each version of its weight.
+Products of low-bit weights that learner and engine share: of those that give a row the same bits among any others, the
+fastest that this processor has. A layer's operand is made once for each version of its weight.
 
 | weights by activations on a CPU | product | operand, bytes per weight |
 |---|---|---|
 | any by 16-bit, or by E4M3 codes | [`~trl_qarl.numerics.cpu.PackedLinear`], which unquantized layers have | bf16, 2; without bf16 instructions float32, 4 |
 | INT8 by INT8 | vLLM's `int8_scaled_mm_with_quant`, which quantizes rows itself; needs VNNI | 1 |
 | INT4 by INT8 | vLLM's `int4_scaled_mm_cpu`, the same | 0.5 |
-| all, without AVX512, without vLLM or not in bfloat16 | [`~trl_qarl.quantization.gemm.low_bit_linear`] | none beside the codes, or less than 1 |
+| all, without AVX512, without vLLM or not in bfloat16 | [`~trl_qarl.quantization.gemm.low_bit_linear`] | none in addition to the codes, or less than 1 |
 
-Codes and scales stay in memory beside the operand. With `TRL_QARL_CPU_WEIGHTS=packed` the first row is left to the last one, which takes
-less memory and more time. Both sides have to agree on that, so an engine says which it has
+Codes and scales stay in memory in addition to the operand. With `TRL_QARL_CPU_WEIGHTS=packed` the first row is left to
+the last one, which takes less memory and more time. Both sides have to agree on that, so an engine says which it has
 ([`describe_arithmetic`]).
 """
 
@@ -61,7 +61,7 @@ def low_bit_linear(
 
 
 def multiply(rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the output of [`low_bit_linear`] alone, on a CPU: what an engine needs."""
+    """Return only the output of [`low_bit_linear`], on a CPU, for an engine."""
     product = _product_of(low_bit, rows.dtype)
     return gemm.low_bit_linear(rows, low_bit, bias, row_invariant=True)[0] if product is None else product(rows, bias)
 
@@ -72,7 +72,7 @@ def _product_of(low_bit: LowBitTensor, dtype: torch.dtype) -> Any:
 
 
 def describe_arithmetic() -> dict[str, Any]:
-    """Return what decides which bits a process on a CPU computes in bfloat16, beside its inputs."""
+    """Return what decides which bits a process on a CPU computes in bfloat16, apart from its inputs."""
     from vllm import envs
 
     products = ((name, _fastest(get_scheme(name))) for name in ("w4a16", "fp8", "w8a8", "w4a8-int8"))
@@ -88,7 +88,8 @@ def describe_arithmetic() -> dict[str, Any]:
 
 
 class _Expanded:
-    """The dequantized weight in the product of unquantized layers; codes of activations are exact there, and their scale comes after."""
+    """The dequantized weight in the product of unquantized layers; codes of activations are exact there, and their
+    scale comes after."""
 
     name = "expanded once + vLLM's product of unquantized layers"
 
@@ -109,7 +110,8 @@ class _Expanded:
         if self.scheme.activation is None:
             return self._product(rows.to(self.dtype), bias).to(rows.dtype)
         scale = e4m3_scale(rows)
-        # The values of `quantize_activation`'s codes, without a detour through codes. PyTorch's own mixed `bfloat16 * float32` is slower.
+        # The values of `quantize_activation`'s codes, without a detour through codes. PyTorch's own mixed
+        # `bfloat16 * float32` is slower.
         values = round_to_grid(rows.float().mul_(scale.reciprocal()))
         y = self._product(values.to(self.dtype)).float().mul_(scale).to(rows.dtype)
         return y if bias is None else y.add_(bias)
@@ -164,7 +166,8 @@ class _Int4(_Int8):
 
 
 def _fastest(scheme: QuantScheme) -> type | None:
-    """Return what makes the operand of a layer of `scheme`, or `None` where nothing beats the learner's own product."""
+    """Return what makes the operand of a layer of `scheme`, or `None` where nothing beats the learner's own
+    product."""
     if reason_not_to_call() is not None:
         return None
     if scheme.activation == INT8:
@@ -176,7 +179,8 @@ def _fastest(scheme: QuantScheme) -> type | None:
 @lru_cache(maxsize=2)
 @torch.no_grad()
 def _computes(make: type) -> bool:
-    """Return whether a product of vLLM's is here, is right, and gives a row the same bits among others, on this processor."""
+    """Return whether a product of vLLM's is here, is right, and gives a row the same bits among others, on this
+    processor."""
     if not torch.cpu._is_vnni_supported():
         return False
     generator = torch.Generator().manual_seed(0)

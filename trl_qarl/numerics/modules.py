@@ -1,7 +1,7 @@
 """
 The engine's operations, by the class of transformers' module whose forward they replace.
 
-What passes between decoder layers is the residual stream in float32, before the engine's rounding
+Decoder layers pass on the residual stream in float32, before the engine's rounding
 ([`~trl_qarl.numerics.ops.add`]), so each layer stays one unit for gradient checkpointing and sharding.
 """
 
@@ -54,7 +54,8 @@ def head_dim_of(config) -> int:
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Number of last keys that a query of an attention layer sees, or `None` if it sees all, for which configurations also have 0."""
+    """Number of last keys that a query of an attention layer sees, or `None` if it sees all, for which configurations
+    also have 0."""
     if isinstance(module, (mistral.MistralAttention, mixtral.MixtralAttention)):
         return module.config.sliding_window or None
     return getattr(module, "sliding_window", None) or None
@@ -62,8 +63,8 @@ def window_of(module: nn.Module) -> int | None:
 
 class EngineOperation:
     """
-    The forward of a module in the engine's arithmetic. As the attribute `forward` of the instance it takes the place of that of the
-    class, for torch, transformers and PEFT alike; it is copied and pickled with the module.
+    The forward of a module in the engine's arithmetic. As the attribute `forward` of the instance it takes the place
+    of that of the class, for torch, transformers and PEFT alike; it is copied and pickled with the module.
 
     Args:
         module (`nn.Module`): the module.
@@ -117,8 +118,8 @@ class _RMSNorm(EngineOperation):
 
 class _Packed(EngineOperation):
     """
-    A module whose `weights` are not quantized. What `packing` makes of them, rounded to the engine's dtype, is kept for as long as the
-    masters' values stay.
+    A module whose `weights` are not quantized. What `packing` makes of them, rounded to the engine's dtype, is kept
+    for as long as the masters' values stay.
     """
 
     weights: tuple[str, ...]
@@ -152,8 +153,8 @@ class _Linear(_Packed):
 
 class LoraOperation(EngineOperation):
     """
-    PEFT's LoRA layer, whose adapter runs beside the layer inside it: factors are rounded as the engine is sent them, B with its
-    scaling, and filled up with zeros to `rank` as the engine holds them.
+    PEFT's LoRA layer, whose adapter runs beside the layer inside it: factors are rounded as the engine is sent them, B
+    with its scaling, and filled up with zeros to `rank` as the engine holds them.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: str, rank: int | None):
@@ -243,7 +244,8 @@ class _MLP(EngineOperation):
 
 
 class Router(_Linear):
-    """Logits in the engine's dtype, weights in float32, and experts in the engine's order, which is not that of the weights."""
+    """Logits in the engine's dtype, weights in float32, and experts in the engine's order, which is not that of the
+    weights."""
 
     def forward(self, x):
         module = self.module
@@ -328,9 +330,11 @@ def _attend(module, query, key, value, attention_mask, scaling, position_ids=Non
         query (`torch.Tensor`): `(B, heads, T, head_dim)`.
         key (`torch.Tensor`): `(B, key_heads, S, head_dim)`, with a cache `S > T`.
         value (`torch.Tensor`): as `key`.
-        attention_mask (`torch.Tensor` or `None`): `(B, S)`, true where there is a token; `None` if there is one everywhere.
+        attention_mask (`torch.Tensor` or `None`): `(B, S)`, true where there is a token; `None` if there is one
+            everywhere.
         scaling (`float`): factor of the scores.
-        position_ids (`torch.Tensor`, *optional*): `(B, T)`; where they start again, without a mask, so does a sequence.
+        position_ids (`torch.Tensor`, *optional*): `(B, T)`; where they start again, without a mask, so does a
+            sequence.
         sliding_window (`int`, *optional*): number of last keys that a query sees.
 
     Returns:

@@ -1,9 +1,9 @@
 """
-The engine's operations with gradients: forward, the engine's kernel; backward, the ordinary gradient of the mathematical
-operation at the same point, in high precision.
+The engine's operations with gradients: forward, the engine's kernel; backward, the ordinary gradient of the
+mathematical operation at the same point, in high precision.
 
-Parameters arrive as float32 masters; an operation rounds them to the engine's dtype itself and hands the gradient straight
-through that rounding.
+Parameters arrive as float32 masters; an operation rounds them to the engine's dtype itself and hands the gradient
+straight through that rounding.
 """
 
 import torch
@@ -30,7 +30,8 @@ LOGIT_ROWS = 1024
 """Rows whose logits are held at a time, in the engine's dtype. Backward has the last of them from forward."""
 
 LOGITS_IN_CACHE = 2**18
-"""Logits of each thread that are in float32 at a time, so that what is computed of them stays in a processor's cache."""
+"""Logits of each thread that are in float32 at a time, so that what is computed of them stays in a processor's
+cache."""
 
 WINDOW_ROWS = 512
 """Queries whose mask of a window is held at a time."""
@@ -40,14 +41,15 @@ def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """
     Return the residual stream after a block, in float32: `x + residual`, both rounded to the engine's dtype already.
 
-    The engine on a CPU norms this sum, that on a GPU its rounded value; both store the rounded value. So it passes from layer to
-    layer unrounded.
+    The engine on a CPU norms this sum, that on a GPU its rounded value; both store the rounded value. So it passes
+    from layer to layer unrounded.
     """
     return x.float() + residual.float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> torch.Tensor:
-    """[`~trl_qarl.numerics.backends.Backend.rms_norm`] of `x` by a master `weight`, rounded to `dtype`, with gradients to both."""
+    """[`~trl_qarl.numerics.backends.Backend.rms_norm`] of `x` by a master `weight`, rounded to `dtype`, with gradients
+    to both."""
     return _RMSNorm.apply(x, weight, epsilon, dtype)
 
 
@@ -373,7 +375,8 @@ def _score(logits, tokens, temperature, has_entropies=True) -> tuple[torch.Tenso
 
 def _grad_logits(logits, tokens, log_probs, grad_log_probs, temperature, of_entropies=None) -> torch.Tensor:
     """
-    Overwrite `logits` `(M, V)` by their gradient: of `log_probs` of `tokens` and, if they are given with their gradient, of entropies.
+    Overwrite `logits` `(M, V)` by their gradient: of `log_probs` of `tokens` and, if they are given with their
+    gradient, of entropies.
     """
     size = _rows_in_cache(logits)
     tensors = (logits, tokens[:, None], log_probs[:, None], (grad_log_probs / temperature)[:, None])

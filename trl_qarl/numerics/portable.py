@@ -1,9 +1,11 @@
 """
-The engine's operations in torch, where vLLM's kernels are not installed: decoding with a cache and scoring agree bit for bit.
+The engine's operations in torch, where vLLM's kernels are not installed: decoding with a cache and scoring agree bit
+for bit.
 
-A row of a matrix product keeps its bits only if the shapes of the product stay the same, as BLAS chooses the order of sums by
-them. So everything that is summed here is a product of one fixed shape, filled up with zeros, and sums over several of them are
-taken from the first to the last. Queries, keys and values are bfloat16; products and sums are float32.
+A row of a matrix product keeps its bits only if the shapes of the product stay the same, as BLAS chooses the order of
+sums by them. So everything that is summed here is a product of one fixed shape, filled up with zeros, and sums over
+several of them are taken from the first to the last. Queries, keys and values are bfloat16; products and sums are
+float32.
 """
 
 import torch

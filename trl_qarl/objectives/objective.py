@@ -1,8 +1,9 @@
 """
-Defines [`Objective`], the single interface through which configuration, trainer and telemetry see a training objective.
+Defines [`Objective`], the single interface through which configuration, trainer and telemetry see a training
+objective.
 
-An objective is one file: an object of this class or of a subclass, and whatever it computes with. `registry.py` lists them. The
-class itself is a loss of TRL's by its `loss_type` name. Needs no torch.
+An objective is one file: an object of this class or of a subclass, and whatever it computes with. `registry.py` lists
+them. The class itself is a loss of TRL's by its `loss_type` name. Needs no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +48,8 @@ class Loss(NamedTuple):
 @dataclass(frozen=True)
 class Objective:
     """
-    An objective. As it stands: a loss of TRL's, with the correction of the mismatch that TRL applies to rollouts of vLLM.
+    An objective. As it stands: a loss of TRL's, with the correction of the mismatch that TRL applies to rollouts of
+    vLLM.
 
     Args:
         name (`str`):
@@ -91,10 +93,11 @@ class Objective:
         """TRL's `loss_type`."""
         return "grpo" if ":" in self.name else self.name
 
-    # What is computed.
+    # Computation.
 
     def weight(self, config: Any, batch: "Batch") -> "torch.Tensor | None":
-        """Return what multiplies the loss on account of the mismatch, `(B, T)` or `(B, 1)`, where TRL does not apply it itself."""
+        """Return what multiplies the loss on account of the mismatch, `(B, T)` or `(B, 1)`, where TRL does not apply
+        it itself."""
         return None
 
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -124,18 +127,20 @@ class Objective:
         return {}
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a resumed run needs, the same in every process, of numbers, tensors and lists; `None` for nothing."""
+        """Return what a resumed run needs, the same in every process, of numbers, tensors and lists; `None` for
+        nothing."""
         return None
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Continue from the `state` of a checkpoint. Raises `ValueError` if it is that of another objective or of other settings."""
+        """Continue from the `state` of a checkpoint. Raises `ValueError` if it is that of another objective or of
+        other settings."""
         if state is not None:
             raise ValueError(
                 f"The checkpoint has a state of its objective ({', '.join(state)}), and objective={self.name!r} keeps none. Resume with "
                 "the same settings, or start a new run from its masters by passing it as the model."
             )
 
-    # What the telemetry shows.
+    # Telemetry.
 
     def is_corrected(self, config: Any) -> bool:
         """Return whether TRL's mismatch weight, of tokens or of sequences, is part of the loss."""
@@ -164,8 +169,8 @@ class Objective:
 
     def token_bounds(self, config: Any) -> dict[str, dict[str, Bounds]]:
         """
-        Bounds of each token's `"token_ratio"` and `"token_mismatch_weight"`, for `"positive"` and `"negative"` advantages; `None`
-        for a side without bound, which is every side for an objective of sequence ratios.
+        Bounds of each token's `"token_ratio"` and `"token_mismatch_weight"`, for `"positive"` and `"negative"`
+        advantages; `None` for a side without bound, which is every side for an objective of sequence ratios.
         """
         is_of_tokens = config.importance_sampling_level == "token"
         return {
@@ -175,7 +180,8 @@ class Objective:
 
     def sequence_bounds(self, config: Any) -> dict[str, dict[str, Bounds]] | None:
         """
-        Bounds of the sequence-level `"ratio"` and `"mismatch_weight"`, likewise; `None` for an objective of token ratios.
+        Bounds of the sequence-level `"ratio"` and `"mismatch_weight"`, likewise; `None` for an objective of token
+        ratios.
         """
         if config.importance_sampling_level != "sequence":
             return None
@@ -185,11 +191,12 @@ class Objective:
         return {"ratio": both_signs(*self.ratio_bounds(config)), "mismatch_weight": both_signs(weight)}
 
     def histogram_bounds(self, config: Any) -> list[tuple[str, str, Bounds]]:
-        """Quantity, sign of the advantage and bounds of each histogram: tokens, and for ratios of sequences sequences."""
+        """Quantity, sign of the advantage and bounds of each histogram: tokens, and for ratios of sequences
+        sequences."""
         bounds = self.token_bounds(config) | (self.sequence_bounds(config) or {})
         return [(name, sign, pair) for name, signs in bounds.items() for sign, pair in signs.items()]
 
-    # What a configuration must not say.
+    # Configuration checks.
 
     def contradictions(self, config: Any) -> Iterator[str]:
         """Yield what contradicts the objective's name, in the options as they were given."""
@@ -229,8 +236,8 @@ def both_signs(positive: Bounds, negative: Bounds | None = None) -> dict[str, Bo
 
 def reduce_metrics(metrics: "Mapping[str, torch.Tensor]") -> dict[str, float]:
     """
-    Reduce gathered metrics of a [`Loss`] over the sequences that count: names in `/min` and `/max` by minimum and maximum, all
-    others by mean. A metric for which no sequence counts is left out.
+    Reduce gathered metrics of a [`Loss`] over the sequences that count: names in `/min` and `/max` by minimum and
+    maximum, all others by mean. A metric for which no sequence counts is left out.
     """
     reduced = {}
     for name, values in metrics.items():

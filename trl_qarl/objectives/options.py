@@ -26,7 +26,8 @@ UNSET = (
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
 )
-"""Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's default."""
+"""Options whose default is `None` here, so that a value that was given is told from one that was not, and TRL's
+default."""
 
 TRUST_BANDS, TRUST_BAND_SHARE = ("fixed", "auto"), 0.25
 
@@ -50,7 +51,7 @@ BOUNDS_OF_MISMATCH = (
     "vllm_importance_sampling_cap",
 )
 
-# Beside TRL's own defaults.
+# In addition to TRL's own defaults.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0.0,)}
 
 
@@ -71,7 +72,8 @@ def clip_offsets(config: Any) -> tuple[float, float]:
 
 
 def is_unused(config: Any, name: str, *neutral: Any) -> bool:
-    """Return whether the option `name` has a value that asks for nothing: one of `neutral`, or one that does what a default does."""
+    """Return whether the option `name` has a value that asks for nothing: one of `neutral`, or one that does what a
+    default does."""
     return getattr(config, name) in (*neutral, *_NEUTRAL.get(name, ()))
 
 

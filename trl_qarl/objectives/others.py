@@ -4,13 +4,14 @@ Objectives of other projects against the mismatch between learner and sampler, a
 With `r` and `w` of `presets.py`, `b = r w` the token ratio to the sampler and `W_g = exp(mean_t log w)`:
 
     icepop          1[low <= w <= high] w min(r A, clip(r) A)         https://huggingface.co/papers/2510.18855
-    kpop            1[KL <= d] w min(r A, clip(r) A)                  https://ringtech.notion.site/kpop; KL of (p_old, 1 - p_old)
+    kpop            1[KL <= d] w min(r A, clip(r) A)                  https://ringtech.notion.site/kpop; KL of (p_old,
+    1 - p_old)
                                                                       and (p_s, 1 - p_s), the larger of both directions
     geo-mask        1[low <= W_g <= high] min(r A, clip(r) A)         the first step of SkyRL's ladder
     bypass          min(b A, clip(b) A)                               no forward that scores the rollout
 
-A token whose sampling log-prob is not known has `w = 1`, except under `bypass`, where there is no other ratio: there it does not
-count. Losses of tokens that TRL does not have are in `token_losses.py`.
+A token whose sampling log-prob is not known has `w = 1`, except under `bypass`, where there is no other ratio: there
+it does not count. Losses of tokens that TRL does not have are in `token_losses.py`.
 """
 
 from collections.abc import Iterator
@@ -108,7 +109,8 @@ class _Bypass(SamplerRule):
 
     @override
     def for_trl(self, config: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch with the sampler's log-probs instead of the learner's at rollout; a token without one has advantage 0."""
+        """Return the batch with the sampler's log-probs instead of the learner's at rollout; a token without one has
+        advantage 0."""
         sampling = inputs["sampling_per_token_logps"]
         advantages = inputs["advantages"].unsqueeze(1) * ~sampling.isnan()
         return inputs | {"old_per_token_logps": sampling.nan_to_num(0.0), "advantages": advantages}

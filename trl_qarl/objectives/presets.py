@@ -1,5 +1,6 @@
 r"""
-The objectives that the [QaRL paper](https://huggingface.co/papers/2604.07853) compares with TBPO, as presets of TRL's loss.
+The objectives that the [QaRL paper](https://huggingface.co/papers/2604.07853) compares with TBPO, as presets of TRL's
+loss.
 
 With the token ratio `r = pi_learner(theta) / pi_learner(theta_old)`, the token mismatch
 `w = pi_learner(theta_old) / pi_sampler(theta_old)` and their products or means over a completion of `L` tokens:
@@ -11,8 +12,9 @@ With the token ratio `r = pi_learner(theta) / pi_learner(theta_old)`, the token 
     gspo            min(R A, clip(R) A)                               R = exp(mean_t log r)
     mis-gspo        1[W <= C] W min(R A, clip(R) A)                   MIS: rejection by W = exp(sum_t log w)
 
-Token terms are averaged over each completion, then over completions (`loss_type="grpo"`). TRL computes all of it; what it
-leaves to us is the weight of the mismatch where rollouts do not come from vLLM, and the positive part of the advantages.
+Token terms are averaged over each completion, then over completions (`loss_type="grpo"`). TRL computes all of it; what
+it leaves to us is the weight of the mismatch where rollouts do not come from vLLM, and the positive part of the
+advantages.
 """
 
 from collections.abc import Iterator
@@ -44,7 +46,7 @@ class Preset(Objective):
     is_positive_only: bool = False
 
     weighs_by_sampler: ClassVar[bool] = False
-    """Whether the sampling log-probs are used in a way that TRL has no option for, with vLLM and without."""
+    """True if the sampling log-probs are used in a way that TRL has no option for, with vLLM and without."""
 
     @property
     @override
@@ -141,7 +143,7 @@ COMPARISON = (
         _SEQUENCE_CLIP,
     ),
 )
-"""What the paper compares TBPO with."""
+"""Objectives that the paper compares with TBPO."""
 
 TRLS_LOSSES = (
     *(Objective(name) for name in ("grpo", "bnpo", "dr_grpo", "dapo")),

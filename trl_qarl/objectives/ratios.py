@@ -27,13 +27,14 @@ def mismatch_ratio(
     clip_max: float | None,
 ) -> torch.Tensor:
     """
-    Probability ratio between learner and sampler at rollout, bounded: what TRL multiplies the loss of vLLM rollouts with.
+    Probability ratio between learner and sampler at rollout, bounded: what TRL multiplies the loss of vLLM rollouts
+    with.
 
         w_t = exp(old_t - sampling_t)                `token_*`, shape `(B, T)`
         W   = exp(sum_t (old_t - sampling_t))        `sequence_*`, shape `(B, 1)`
 
-    `*_truncate` clamps to `[clip_min, clip_max]` (TIS, https://fengyao.notion.site/off-policy-rl); `*_mask` sets ratios
-    outside to 0 (MIS). `None` leaves that side open. The result has no gradient.
+    `*_truncate` clamps to `[clip_min, clip_max]` (TIS, https://fengyao.notion.site/off-policy-rl); `*_mask` sets
+    ratios outside to 0 (MIS). `None` leaves that side open. The result has no gradient.
 
     Args:
         old_per_token_logps (`torch.Tensor` of shape `(B, T)`):
@@ -80,8 +81,8 @@ def kpop_weight(
     old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor, threshold: float
 ) -> torch.Tensor:
     """
-    Token mismatch `w` where neither direction of [`binary_kl`] between learner and sampler exceeds `threshold` nats, else 0:
-    shape `(B, T)`. Tokens are handled as in [`mismatch_ratio`].
+    Token mismatch `w` where neither direction of [`binary_kl`] between learner and sampler exceeds `threshold` nats,
+    else 0: shape `(B, T)`. Tokens are handled as in [`mismatch_ratio`].
     """
     counts = mask.bool() & ~sampling_per_token_logps.isnan()
     old = torch.where(counts, old_per_token_logps, -1.0)
@@ -107,8 +108,9 @@ def kl_to_reference(
     correction: torch.Tensor | float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    TRL's estimate of the divergence of the learner from the reference, `exp(r) - r - 1` of `r = ref - now`, times `correction`: its
-    mean over the tokens of each completion and then over completions, 0-d, and what it is of, `(B, T)`. All with gradients.
+    TRL's estimate of the divergence of the learner from the reference, `exp(r) - r - 1` of `r = ref - now`, times
+    `correction`: its mean over the tokens of each completion and then over completions, 0-d, and what it is of,
+    `(B, T)`. All with gradients.
     """
     log_ratio = ref_per_token_logps - per_token_logps
     per_token_kl = (torch.exp(log_ratio) - log_ratio - 1) * correction
@@ -122,8 +124,8 @@ def weigh_advantages(
     """
     Advantages that carry a preset's weights into TRL's loss: `max(A, 0)` if `is_positive_only`, times `ratio`.
 
-    Every clipped loss is positively homogeneous in the advantage, `min(r w A, clip(r) w A) = w min(r A, clip(r) A)` for
-    `w >= 0`, so a weight of the loss may stand at its advantage.
+    Every clipped loss is positively homogeneous in the advantage, `min(r w A, clip(r) w A) = w min(r A, clip(r) A)`
+    for `w >= 0`, so a weight of the loss may stand at its advantage.
 
     Args:
         advantages (`torch.Tensor` of shape `(B,)`):
@@ -149,7 +151,7 @@ def sequence_log_ratio(
 
     All arguments have shape `(B, T)`, the result `(B,)`, float32 or wider. Positions where `mask` is zero may hold
     anything, NaN and inf included. A token whose reference is NaN (vLLM may return it) counts in `L` with a difference
-    of 0; a NaN in `per_token_logps` alone is not hidden. An empty completion gives 0.
+    of 0; only a NaN in `per_token_logps` is not hidden. An empty completion gives 0.
     """
     mask = mask.bool()
     has_both = mask & ~torch.isnan(reference_per_token_logps)

@@ -1,4 +1,5 @@
-"""The table of objectives, and objectives of a user's own by the place they are defined at. Its names need no torch."""
+"""The table of objectives, and objectives of a user's own by the place they are defined at. Its names need no
+torch."""
 
 import json
 import os
@@ -36,7 +37,8 @@ OBJECTIVES = (
     "luspo",
     "vespo",
 )
-"""TBPO, the paper's comparison, what others use against the mismatch, and TRL's own losses by their `loss_type` names."""
+"""TBPO, the paper's comparison, what others use against the mismatch, and TRL's own losses by their `loss_type`
+names."""
 
 
 @cache
@@ -62,10 +64,10 @@ def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
 
     Args:
         name (`str`):
-            One of [`OBJECTIVES`], or `"module:Name"`: an [`Objective`], or a subclass of it, in a module that can be imported from the
-            current folder or from the environment.
+            One of [`OBJECTIVES`], or `"module:Name"`: an [`Objective`], or a subclass of it, in a module that can be
+            imported from the current folder or from the environment.
         options (`Mapping[str, Any]`, *optional*):
-            Arguments of the class, beside `name`.
+            Arguments of the class, in addition to `name`.
 
     Raises:
         ValueError: if there is no such objective, or if it does not take the options.

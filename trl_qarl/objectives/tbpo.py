@@ -158,9 +158,10 @@ def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torc
     """
     One value per sequence for each `tbpo/*` metric, shape `(B,)`, NaN where the sequence does not count.
 
-    Gather over processes, then [`~trl_qarl.objectives.objective.reduce_metrics`]: exact for any split of the batch. `tbpo/ratio/*` counts
-    completions that are not empty; of these, `tbpo/dropped/positive_high` counts those with a positive advantage,
-    `tbpo/dropped/negative_{low,high}` those with a negative one, `tbpo/dropped/total` those with either.
+    Gather over processes, then [`~trl_qarl.objectives.objective.reduce_metrics`]: exact for any split of the batch.
+    `tbpo/ratio/*` counts completions that are not empty; of these, `tbpo/dropped/positive_high` counts those with a
+    positive advantage, `tbpo/dropped/negative_{low,high}` those with a negative one, `tbpo/dropped/total` those with
+    either.
     """
     ratio = output.ratio.masked_fill(output.is_empty, math.nan)
     positive, negative = advantages > 0, advantages < 0

@@ -1,13 +1,13 @@
 r"""
-Losses of tokens that TRL has no option for, of what others use against the mismatch. With `r` and `w` of `presets.py`, `b = r w`,
-and `p` the probabilities of a token under the learner, `p_s` under the sampler:
+Losses of tokens that TRL has no option for, of what others use against the mismatch. With `r` and `w` of `presets.py`,
+`b = r w`, and `p` the probabilities of a token under the learner, `p_s` under the sampler:
 
-    dppo-tv         1[sign(A) (p - p_s) <= d] min(b, 20) A log p      https://huggingface.co/papers/2602.04879; min(b, 20) constant
-    acr             min(w, C) min(r A, clip(r, 1 - e, (1 + e_high) max(1, w / C)) A)
+    dppo-tv         1[sign(A) (p - p_s) <= d] min(b, 20) A log p      https://huggingface.co/papers/2602.04879; min(b,
+    20) constant acr             min(w, C) min(r A, clip(r, 1 - e, (1 + e_high) max(1, w / C)) A)
                                                                       https://huggingface.co/papers/2602.13953
 
-As TRL's `loss_type="grpo"`, terms are averaged over the tokens of a completion, then over completions. A token whose sampling
-log-prob is not known has `w = 1` under `acr` and does not count under `dppo-tv`.
+As TRL's `loss_type="grpo"`, terms are averaged over the tokens of a completion, then over completions. A token whose
+sampling log-prob is not known has `w = 1` under `acr` and does not count under `dppo-tv`.
 """
 
 import math
@@ -26,7 +26,8 @@ from .others import OPTIONS, SamplerRule, problems_of_threshold
 __all__ = ["ACR", "DPPO_TV", "MAX_RATIO", "acr_loss", "dppo_tv_loss"]
 
 MAX_RATIO = 20.0
-"""Bound of the ratio to the sampler by which `dppo-tv` weighs a token, as in https://huggingface.co/papers/2602.04879."""
+"""Bound of the ratio to the sampler by which `dppo-tv` weighs a token, as in
+https://huggingface.co/papers/2602.04879."""
 
 
 def dppo_tv_loss(
@@ -37,8 +38,8 @@ def dppo_tv_loss(
     threshold: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    DPPO with the total variation of one token: a token counts while its probability has not moved by more than `threshold`
-    from the sampler's, in the direction of its advantage.
+    DPPO with the total variation of one token: a token counts while its probability has not moved by more than
+    `threshold` from the sampler's, in the direction of its advantage.
 
     Args:
         per_token_logps (`torch.Tensor` of shape `(B, T)`):
@@ -77,8 +78,8 @@ def acr_loss(
     cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Clipped loss of tokens weighted by the truncated mismatch `min(w, cap)`, whose upper clip widens by `w / cap` where that
-    weight was truncated: truncation has scaled the ratio to the sampler down by as much.
+    Clipped loss of tokens weighted by the truncated mismatch `min(w, cap)`, whose upper clip widens by `w / cap` where
+    that weight was truncated: truncation has scaled the ratio to the sampler down by as much.
 
     Args:
         per_token_logps, old_per_token_logps, sampling_per_token_logps (`torch.Tensor` of shape `(B, T)`):

@@ -7,7 +7,8 @@ With `x = r - 1` of the completions of recent updates, and `Q` the quantile that
     negative_epsilon_low  = 3 s                      s = max(0, Q(max(-x / 3, x / 7))) over those with A < 0
     negative_epsilon_high = 7 s
 
-So the bands of negative advantages keep the proportion of the paper's, 3e-4 to 7e-4, and every band includes the ratio 1.
+So the bands of negative advantages keep the proportion of the paper's, 3e-4 to 7e-4, and every band includes the ratio
+1.
 """
 
 import math
@@ -78,8 +79,9 @@ class EstimatedBands:
     """
     Bands of a run, and the log-ratios that they are estimated from.
 
-    Updates whose ratios are all 1 say nothing of how far the others go: those on a fresh batch, and those that follow one with a learning
-    rate of 0. They are left out, but take their place in the window, so that it always spans whole generation batches.
+    Updates whose ratios are all 1 say nothing of how far the others go: those on a fresh batch, and those that follow
+    one with a learning rate of 0. They are left out, but take their place in the window, so that it always spans whole
+    generation batches.
 
     Args:
         share (`float`):

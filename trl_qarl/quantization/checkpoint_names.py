@@ -2,7 +2,8 @@
 Names that a model's tensors have in a checkpoint, where they differ from those in the model: in a mixture of experts.
 
 transformers stacks matrices of experts that lie apart in a checkpoint, and renames what is around them (Mixtral's
-`mlp` is `block_sparse_moe` there). It has one conversion for each model, which is asked here with marks in place of tensors.
+`mlp` is `block_sparse_moe` there). It has one conversion for each model, which is asked here with marks in place of
+tensors.
 """
 
 from collections.abc import Mapping
@@ -48,10 +49,10 @@ def find_checkpoint_names(
     model: nn.Module, modules: Mapping[str, nn.Module], is_mixture: bool = True
 ) -> CheckpointNames:
     """
-    Return the names that `model`, with these `modules`, has in a checkpoint. There are none for a model without experts that can be
-    quantized, or whose checkpoints do not have the experts' matrices one by one. With `is_mixture=False` there are
-    names for any model: those that `save_pretrained` writes, as `visual.` for Qwen2.5-VL's `model.visual.`, where
-    exports and engines take both.
+    Return the names that `model`, with these `modules`, has in a checkpoint. There are none for a model without
+    experts that can be quantized, or whose checkpoints do not have the experts' matrices one by one. With
+    `is_mixture=False` there are names for any model: those that `save_pretrained` writes, as `visual.` for
+    Qwen2.5-VL's `model.visual.`, where exports and engines take both.
     """
     stacked = {
         f"{name}.{leaf}": (module.num_experts, blocks)

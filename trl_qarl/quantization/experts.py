@@ -1,9 +1,11 @@
 """
-The experts of a mixture on the low-bit form of their matrices, straight through to the masters that transformers stacks.
+The experts of a mixture on the low-bit form of their matrices, straight through to the masters that transformers
+stacks.
 
-transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, whose first `I` rows are an
-expert's gate and the others its up projection, and `down_proj`, `(E, H, I)`. A row has scales of its own, so each parameter is
-quantized as one matrix of `E * N` rows, of which an expert's tensors are views. An expert without tokens gets a gradient of zeros.
+transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, whose first
+`I` rows are an expert's gate and the others its up projection, and `down_proj`, `(E, H, I)`. A row has scales of its
+own, so each parameter is quantized as one matrix of `E * N` rows, of which an expert's tensors are views. An expert
+without tokens gets a gradient of zeros.
 """
 
 from collections.abc import Sequence
@@ -33,8 +35,9 @@ class QuantizedExperts(QuantizedLayer):
     """
     The experts of a layer with a quantized forward and a straight-through gradient to their masters.
 
-    Made by [`~QuantizedExperts.from_experts`]. It computes by itself, whatever experts' implementation the model's configuration
-    names. What [`~trl_qarl.quantization.linear.QuantizedLinear`] says of its cache holds for both parameters.
+    Made by [`~QuantizedExperts.from_experts`]. It computes by itself, whatever experts' implementation the model's
+    configuration names. What [`~trl_qarl.quantization.linear.QuantizedLinear`] says of its cache holds for both
+    parameters.
 
     Attributes:
         num_experts (`int`): number of experts, and the index that stands for a slot to skip.
@@ -51,7 +54,8 @@ class QuantizedExperts(QuantizedLayer):
         cls, experts: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedExperts":
         """
-        Make a `QuantizedExperts` to be put into the place of `experts`. The two share parameters and hooks, now and later.
+        Make a `QuantizedExperts` to be put into the place of `experts`. The two share parameters and hooks, now and
+        later.
 
         Args:
             experts (`nn.Module`):
@@ -63,8 +67,8 @@ class QuantizedExperts(QuantizedLayer):
 
         Raises:
             TypeError: if the experts are laid out in another way.
-            ValueError: if the scheme has no quantized weight, if the experts have no weights or were made in inference mode, or if
-                no group size of the scheme divides both sizes.
+            ValueError: if the scheme has no quantized weight, if the experts have no weights or were made in inference
+                mode, or if no group size of the scheme divides both sizes.
         """
         if problem := problem_of_experts(experts):
             raise TypeError(f"{type(experts).__name__} cannot be quantized: {problem}.")
@@ -110,8 +114,8 @@ class QuantizedExperts(QuantizedLayer):
     ) -> torch.Tensor:
         """
         Multiply tokens `(T, H)` by the experts `(T, k)` that the router chose, weighted by `(T, k)`, as
-        [`~trl_qarl.quantization.experts_product.experts_product`] does; under autocast in its dtype, as linear layers. On GPUs as
-        [`~trl_qarl.quantization.grouped.grouped_experts`] does, where that pays.
+        [`~trl_qarl.quantization.experts_product.experts_product`] does; under autocast in its dtype, as linear layers.
+        On GPUs as [`~trl_qarl.quantization.grouped.grouped_experts`] does, where that pays.
         """
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
@@ -181,7 +185,8 @@ def has_stacked_matrices(name: str, module: nn.Module) -> bool:
 
 
 def problem_of_experts(module: nn.Module) -> str | None:
-    """Return why experts with stacked matrices cannot be quantized, or `None`: whether their layout is the one described above."""
+    """Return why experts with stacked matrices cannot be quantized, or `None`: whether their layout is the one
+    described above."""
     if not hasattr(module, "is_concatenated"):
         return "its class has no interface of transformers for the computation of experts"
     if getattr(module, "is_transposed", False):
@@ -205,7 +210,8 @@ def problem_of_experts(module: nn.Module) -> str | None:
 
 def experts_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
     """
-    Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for the experts of a layer.
+    Return `scheme`, and the one group size of both matrices: engines and checkpoints have one for the experts of a
+    layer.
 
     Raises:
         ValueError: if no group size divides both, naming the sizes, and for formats that no reader of experts knows.

@@ -5,10 +5,11 @@ For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
 
     gate, up = x @ gate_up[e].T         rounded to the dtype of `x`, as a linear layer of an engine does
     y_e = (silu(gate) * up) @ down[e].T
-    out = w_1 y_1 + ... + w_k y_k       float32, in this order, each product and sum rounded by itself; rounded once to the dtype
+    out = w_1 y_1 + ... + w_k y_k       float32, in this order, each product and sum rounded by itself; rounded once to
+    the dtype
 
-Each expert multiplies the tokens routed to it in one product, so with a product whose rows do not depend on each other no token's
-result depends on what else is computed.
+Each expert multiplies the tokens routed to it in one product, so with a product whose rows do not depend on each other
+no token's result depends on what else is computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,8 @@ def experts_product(
     activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
 ) -> torch.Tensor:
     """
-    Multiply each token by the experts it is routed to, and add up what they give; with gradients where `linear` has them.
+    Multiply each token by the experts it is routed to, and add up what they give; with gradients where `linear` has
+    them.
 
     Args:
         x (`torch.Tensor`):
@@ -72,9 +74,9 @@ def routed(
     product: Callable[[torch.Tensor, list[int]], torch.Tensor],
 ) -> torch.Tensor:
     """
-    Return what [`experts_product`] does, given what multiplies: `product` takes the rows of all tokens and experts, `(S, H)`, those of one
-    expert after those of the one before, and how many each of the `num_experts` has, and returns their outputs `(S, H)`. It is not called
-    without rows.
+    Return what [`experts_product`] does, given what multiplies: `product` takes the rows of all tokens and experts,
+    `(S, H)`, those of one expert after those of the one before, and how many each of the `num_experts` has, and
+    returns their outputs `(S, H)`. It is not called without rows.
     """
     num_tokens, topk = ids.shape
     slots = ids.reshape(-1).long()

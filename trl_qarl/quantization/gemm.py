@@ -1,11 +1,11 @@
 """
 Low-bit matrix products, chosen by device, scheme, dtype and number of rows.
 
-[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed. Two properties hold
-for every choice: it depends on nothing that differs between rollout, scoring and loss but the number of rows, and every
-kernel of a scheme computes the same sum of products with float32 accumulation, up to rounding of the weight to 16 bits
-and the order of summation. With `row_invariant=True` it does not depend on the number of rows either, and the result of a
-row is the same bits whatever rows come with it: an engine needs this, whose prefill and decode must agree.
+[`low_bit_linear`] runs one and says its name, so that what ran can be reported rather than assumed. Two properties
+hold for every choice: it depends on nothing that differs between rollout, scoring and loss but the number of rows, and
+every kernel of a scheme computes the same sum of products with float32 accumulation, up to rounding of the weight to
+16 bits and the order of summation. With `row_invariant=True` it does not depend on the number of rows either, and the
+result of a row is the same bits whatever rows come with it: an engine needs this, whose prefill and decode must agree.
 
 On a CPU the thresholds, here and in `formats/`, are where the measured times cross (`learner` and `decode` of
 `python -m benchmarks.bench`, benchmarks/learner.md):
@@ -15,14 +15,14 @@ On a CPU the thresholds, here and in `formats/`, are where the measured times cr
 - INT8 weights, 16-bit activations: the same with a crossover at 16 rows. ATen's kernel reads 16 (without AVX512: 8)
   input features at once, from aligned addresses, and checks neither: other numbers of features are expanded at any
   number of rows.
-- Row-invariant: ATen's INT4 and INT8 kernels at any number of rows, as they compute each row by itself. Where they cannot
-  run, the weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because BLAS
-  chooses the order of summation by the number of rows. INT8 x INT8 is exact.
+- Row-invariant: ATen's INT4 and INT8 kernels at any number of rows, as they compute each row by itself. Where they
+  cannot run, the weight is expanded and multiplied with blocks of 48 rows, the last one filled up with zeros, because
+  BLAS chooses the order of summation by the number of rows. INT8 x INT8 is exact.
 - INT8 x INT8: `torch._int_mm`; without VNNI instructions and above 256 rows, and for a single input feature, a float32
   product of the integers, exact within blocks of 1,024 input features.
 - INT4 x FP8: the weight is expanded to FP8 as the engine's kernel does it in registers, then as FP8.
-- FP8 and INT4 x INT8: x86 processors have no such arithmetic in PyTorch. The codes of activations are exact in bf16 and float32, so they go
-  through a weight-only product, and the result is multiplied by their scale.
+- FP8 and INT4 x INT8: x86 processors have no such arithmetic in PyTorch. The codes of activations are exact in bf16
+  and float32, so they go through a weight-only product, and the result is multiplied by their scale.
 """
 
 from collections.abc import Callable
@@ -91,8 +91,8 @@ def low_bit_linear(
             Whether to use one kernel for any number of rows, such that no row changes the result of another. On a CPU.
 
     Returns:
-        The output `(M, N)` in the dtype of `x`; what the backward pass needs to rebuild the activations the product saw
-        (`(x,)`, or codes and scale); and the kernel's name.
+        The output `(M, N)` in the dtype of `x`; what the backward pass needs to rebuild the activations the product
+        saw (`(x,)`, or codes and scale); and the kernel's name.
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
@@ -120,7 +120,8 @@ def low_bit_matmul(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, str]:
     """
-    `dtype((x_codes @ w_codes.T) * x_scale * w_scale)` for 8-bit codes of both operands; those of FP8 on GPUs that multiply them.
+    `dtype((x_codes @ w_codes.T) * x_scale * w_scale)` for 8-bit codes of both operands; those of FP8 on GPUs that
+    multiply them.
 
     Args:
         x_codes (`torch.Tensor`): `(M, K)`, int8 or float8_e4m3fn.
@@ -162,7 +163,8 @@ def _weight_only_linear(x, weight, bias, row_invariant):
 
 
 def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
-    """Return the name of a product with a weight of `scheme` that is expanded to `dtype` before: `EXPANDED` or `GROUPED`, filled in."""
+    """Return the name of a product with a weight of `scheme` that is expanded to `dtype` before: `EXPANDED` or
+    `GROUPED`, filled in."""
     container = scheme.container
     codes = f"INT{container.num_bits}" if container.type == "int" else container.name.upper()
     return product.format(weight=codes, dtype=str(dtype).removeprefix("torch."))
@@ -213,5 +215,6 @@ def _has_vnni() -> bool:
 
 @lru_cache(maxsize=1)
 def has_fast_bf16() -> bool:
-    """Return whether this processor multiplies bf16 matrices natively (AVX512-BF16 or AMX); else float32 is several times faster."""
+    """Return whether this processor multiplies bf16 matrices natively (AVX512-BF16 or AMX); else float32 is several
+    times faster."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

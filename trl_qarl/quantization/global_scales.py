@@ -1,8 +1,10 @@
 """
-Global scales, such as NVFP4's: one for all layers that vLLM fuses into one matrix, chosen when a model is prepared and then constant.
+Global scales, such as NVFP4's: one for all layers that vLLM fuses into one matrix, chosen when a model is prepared and
+then constant.
 
-vLLM takes the largest of such a matrix for all of it, so with several it would multiply by other weights than were trained. They are
-powers of two with room for weights that grow ([`trl_qarl.quantization.formats.nvfp4`]), so they need not follow them.
+vLLM takes the largest of such a matrix for all of it, so with several it would multiply by other weights than were
+trained. They are powers of two with room for weights that grow ([`trl_qarl.quantization.formats.nvfp4`]), so they need
+not follow them.
 """
 
 from collections import defaultdict
@@ -18,7 +20,8 @@ __all__ = ["check_global_scales", "share_global_scales"]
 
 def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str, float] | None = None) -> None:
     """
-    Give each group of layers with global scales its own: that of `known`, by names of layers, else the one of its largest weight.
+    Give each group of layers with global scales its own: that of `known`, by names of layers, else the one of its
+    largest weight.
 
     Raises:
         ValueError: if `known` lacks a layer.
@@ -43,7 +46,8 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
 
 
 def check_global_scales(scales: Mapping[str, float]) -> None:
-    """Raises `ValueError` where layers that vLLM holds as one matrix have several global scales, given by the layers' names."""
+    """Raises `ValueError` where layers that vLLM holds as one matrix have several global scales, given by the layers'
+    names."""
     of_group: dict[str, dict[str, float]] = defaultdict(dict)
     for name, scale in scales.items():
         of_group[_group_of(name)][name] = scale

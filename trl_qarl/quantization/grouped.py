@@ -1,15 +1,17 @@
 """
 One product for all experts of a layer: that of fast numerics on GPUs.
 
-Rows are sorted by expert, and `torch.nn.functional.grouped_mm` multiplies each group of rows `G_e` by its expert's matrix:
+Rows are sorted by expert, and `torch.nn.functional.grouped_mm` multiplies each group of rows `G_e` by its expert's
+matrix:
 
     y[G_e]      = x[G_e] @ w'[e].T
     grad x[G_e] = grad y[G_e] @ w'[e]
     grad w[e]   = grad y[G_e].T @ x[G_e]     straight through to the master; 0 for an expert without rows
 
-`w'` are the low-bit weights of all experts, expanded to the dtype of `x` at each use. With one product per expert those of experts with
-rows are expanded, so up to the order of summation the numbers are the same. Engine numerics, whose bits these are not, keep one product per
-expert, as do schemes with activations in 8 bits: `scaled_grouped_mm` is on GPUs alone and wants scales in another layout.
+`w'` are the low-bit weights of all experts, expanded to the dtype of `x` at each use. With one product per expert
+those of experts with rows are expanded, so up to the order of summation the numbers are the same. Engine numerics,
+whose bits these are not, keep one product per expert, as do schemes with activations in 8 bits: `scaled_grouped_mm`
+exists only on GPUs and wants scales in another layout.
 """
 
 from collections.abc import Callable

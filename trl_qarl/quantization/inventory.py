@@ -1,7 +1,8 @@
 """
 [`Inventory`]: the layers of one model, found in one walk over its modules and kept with the model.
 
-Everything outside a forward asks it which layers are quantized, how, what they are called in a checkpoint, and what was left alone.
+Everything outside a forward asks it which layers are quantized, how, what they are called in a checkpoint, and what
+was left alone.
 """
 
 from collections.abc import Iterator
@@ -74,12 +75,13 @@ class Inventory:
     """
     The layers of one model, by their names in the base model: an adapted layer has its own name, its wrapper has none.
 
-    It holds modules and names. Tensors are read from the modules when they are asked for, as sharding and loading replace them, and so
-    are schemes, which `precisions` changes during training.
+    It holds modules and names. Tensors are read from the modules when they are asked for, as sharding and loading
+    replace them, and so are schemes, which `precisions` changes during training.
 
     Args:
         model (`nn.Module`):
-            The model, also a [`~peft.PeftModel`]. Call [`Inventory.of`], which makes an inventory only where there is none.
+            The model, also a [`~peft.PeftModel`]. Call [`Inventory.of`], which makes an inventory only where there is
+            none.
 
     Attributes:
         model (`nn.Module`):
@@ -105,7 +107,8 @@ class Inventory:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Inventory":
-        """Return the inventory of `model`, a new one if a module has been replaced, added or removed since the last call."""
+        """Return the inventory of `model`, a new one if a module has been replaced, added or removed since the last
+        call."""
         attributes = vars(base_model(model))
         known = attributes.get(_ATTRIBUTE)
         if known is None or known._modules != list(known.model.modules()):
@@ -138,7 +141,8 @@ class Inventory:
 
     @property
     def stacked_experts(self) -> dict[str, nn.Parameter]:
-        """Parameters in which a mixture keeps the matrices of all experts in high precision, as transformers 5 does."""
+        """Parameters in which a mixture keeps the matrices of all experts in high precision, as transformers 5
+        does."""
         return {
             f"{name}.{leaf}": getattr(module, leaf)
             for name, module in self.quantizable.items()
@@ -165,8 +169,9 @@ class Inventory:
         """
         Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`.
 
-        Where masters are sharded, these are the parts that this process holds. [`~trl_qarl.quantization.storage.whole`] gathers one
-        tensor at a time, so that no more than one is held whole in high precision.
+        Where masters are sharded, these are the parts that this process holds.
+        [`~trl_qarl.quantization.storage.whole`] gathers one tensor at a time, so that no more than one is held whole
+        in high precision.
         """
         for layer, members in groupby(self.tensors().items(), key=lambda item: layer_of(item[0])):
             tensors = dict(members)
@@ -181,7 +186,8 @@ class Inventory:
             )
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Yield every quantized weight on the same walk, by the name of its linear layer, or of the experts' parameter."""
+        """Yield every quantized weight on the same walk, by the name of its linear layer, or of the experts'
+        parameter."""
         for layer in self.walk():
             yield from ((name.removesuffix(".weight"), weight) for name, weight in layer.quantized.items())
 

@@ -1,14 +1,15 @@
 """
 A linear layer whose forward runs on the low-bit form of its weight and whose backward reaches the master weight.
 
-    forward   y = kernel(Q(x), Q(w)) + b          the tensors the rollout engine holds, through a low-bit matrix product
-    backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both quantizers
+    forward   y = kernel(Q(x), Q(w)) + b          the tensors the rollout engine holds, through a low-bit matrix
+    product backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both
+    quantizers
 
-`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. A layer has two parts: its
-*source* says which weight is quantized and where gradients go ([`MasterSource`]: the layer's own), its *product* multiplies by
-the low-bit weight ([`~trl_qarl.quantization.gemm.low_bit_linear`] unless another was set). It shares the `Parameter` objects of
-the `nn.Linear` it was made from, so ties, `state_dict` keys, optimizer groups and hooks survive.
-Paper: https://huggingface.co/papers/2604.07853, section "Rollout-aligned quantization-aware training".
+`w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. A layer has two
+parts: its *source* says which weight is quantized and where gradients go ([`MasterSource`]: the layer's own), its
+*product* multiplies by the low-bit weight ([`~trl_qarl.quantization.gemm.low_bit_linear`] unless another was set). It
+shares the `Parameter` objects of the `nn.Linear` it was made from, so ties, `state_dict` keys, optimizer groups and
+hooks survive. Paper: https://huggingface.co/papers/2604.07853, section "Rollout-aligned quantization-aware training".
 """
 
 import torch
@@ -37,11 +38,11 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     """
     `nn.Linear` with a quantized forward and a straight-through gradient to its master weight.
 
-    Made by [`~QuantizedLinear.from_linear`]; `weight` and `bias` stay the high-precision masters. The low-bit weight is
-    computed once per version of the master and cached. Another tensor or storage in the master's place, in-place updates that
-    PyTorch counts, `step()` of any optimizer, `load_state_dict` and `.to` invalidate the cache; code that writes through
-    `.data`, numpy or dlpack outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards. The cache is not part
-    of the `state_dict`, nor of a pickle or copy of the module.
+    Made by [`~QuantizedLinear.from_linear`]; `weight` and `bias` stay the high-precision masters. The low-bit weight
+    is computed once per version of the master and cached. Another tensor or storage in the master's place, in-place
+    updates that PyTorch counts, `step()` of any optimizer, `load_state_dict` and `.to` invalidate the cache; code that
+    writes through `.data`, numpy or dlpack outside an optimizer must call [`~QuantizedLinear.invalidate`] afterwards.
+    The cache is not part of the `state_dict`, nor of a pickle or copy of the module.
 
     Attributes:
         scheme ([`QuantScheme`]): the scheme.
@@ -60,8 +61,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         cls, linear: nn.Linear, scheme: QuantScheme, scale_dtype: torch.dtype | None = None
     ) -> "QuantizedLinear":
         """
-        Make a `QuantizedLinear` to be put into the place of `linear`. The two share parameters, buffers and hooks, now and
-        later: what is assigned to one is in the other, and handles of hooks work.
+        Make a `QuantizedLinear` to be put into the place of `linear`. The two share parameters, buffers and hooks, now
+        and later: what is assigned to one is in the other, and handles of hooks work.
 
         Args:
             linear (`nn.Linear`):
@@ -73,8 +74,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 
         Raises:
             TypeError: if `linear` is not a plain `nn.Linear`.
-            ValueError: if the scheme has no quantized weight, if the layer has no weights or was made in inference mode, or
-                if the scheme cannot quantize `in_features`.
+            ValueError: if the scheme has no quantized weight, if the layer has no weights or was made in inference
+                mode, or if the scheme cannot quantize `in_features`.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
@@ -92,8 +93,9 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 
     def to_linear(self) -> nn.Linear:
         """
-        Make the `nn.Linear` to be put into this layer's place, as [`~QuantizedLinear.from_linear`] does the other way. Masters are
-        untouched. An adapter in the low-bit weight runs beside the layer again, unless the layer is frozen with it.
+        Make the `nn.Linear` to be put into this layer's place, as [`~QuantizedLinear.from_linear`] does the other way.
+        Masters are untouched. An adapter in the low-bit weight runs next to the layer again, unless the layer is
+        frozen with it.
         """
         if not self.is_frozen:
             self.source.release()
@@ -105,7 +107,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 
     @override
     def convert(self) -> nn.Linear:
-        """Make the `nn.Linear` with the frozen low-bit weight, which computes what this layer does; the master is gone."""
+        """Make the `nn.Linear` with the frozen low-bit weight, which computes what this layer does; the master is
+        gone."""
         self.freeze()
         return self.to_linear()
 

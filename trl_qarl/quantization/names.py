@@ -1,8 +1,9 @@
 """
-Modules and tensors under the names they have in a checkpoint of the model alone, also where PEFT has wrapped its layers.
+Modules and tensors under the names they have in a checkpoint of the model alone, also where PEFT has wrapped its
+layers.
 
-PEFT puts a model into `base_model.model` and a layer it adapts into `base_layer` of a wrapper that holds the adapters. Both are
-recognised by their attributes, as PEFT is optional.
+PEFT puts a model into `base_model.model` and a layer it adapts into `base_layer` of a wrapper that holds the adapters.
+Both are recognised by their attributes, as PEFT is optional.
 """
 
 import re
@@ -49,7 +50,8 @@ def architecture(model: nn.Module) -> str:
 
 
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` of the model without its adapters: an adapted layer goes by its own name, its wrapper not at all."""
+    """`named_modules` of the model without its adapters: an adapted layer goes by its own name, its wrapper not at
+    all."""
     yield from _walk(base_model(model), "", set())
 
 
@@ -73,7 +75,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` under the names of the `state_dict`, from which torch's activation checkpointing takes its own part."""
+    """`named_modules` under the names of the `state_dict`, from which torch's activation checkpointing takes its own
+    part."""
     for name, module in model.named_modules():
         yield name.replace(f"{_CHECKPOINTED}.", ""), module
 
@@ -99,7 +102,8 @@ def _split(name: str, wrappers: set[str]) -> tuple[str | None, str]:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Return whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a configuration of it."""
+    """Return whether `model` is a `PeftModel`; PEFT is imported only where it is installed and something has a
+    configuration of it."""
     if not isinstance(model, nn.Module) or not hasattr(model, "peft_config"):
         return False
     from peft import PeftModel
@@ -108,6 +112,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer that a tensor is part of: its name up to the first number, such as `"model.layers.3"`, else its module."""
+    """Return the layer that a tensor is part of: its name up to the first number, such as `"model.layers.3"`, else its
+    module."""
     match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return match[0] if match else name.rpartition(".")[0] or name

@@ -1,10 +1,10 @@
 r"""
 Masters for codes that another tool chose, such that the rule of the scheme gives these codes and scales back.
 
-AWQ, GPTQ and AutoRound choose scales by rules of their own, and codes for them. A scheme computes the scale of a group from its masters
-([`~trl_qarl.quantization.quantize`]), so the dequantized weights have it only where they are as far apart as the rule takes for granted. But
-a code is that of all masters within half a step, and the largest code that of all beyond it. So one master of a group is put where the
-rule looks for it:
+AWQ, GPTQ and AutoRound choose scales by rules of their own, and codes for them. A scheme computes the scale of a group
+from its masters ([`~trl_qarl.quantization.quantize`]), so the dequantized weights have it only where they are as far
+apart as the rule takes for granted. But a code is that of all masters within half a step, and the largest code that of
+all beyond it. So one master of a group is put where the rule looks for it:
 
 | grid | where the rule finds the scale | what is moved, in steps |
 |---|---|---|
@@ -12,9 +12,9 @@ rule looks for it:
 | with zero points | the ends are 15 (255) steps apart | nothing where -8 and 7 occur; else, where one end is a single code short, both ends |
 | signed scales | the largest weight is -8 steps | nothing |
 
-The scale so found is off by up to 0.00014 of its value, which rounding to 16 bits takes back. Groups that are one more code short have no
-such masters: one of their codes is moved by one, outwards, and the others, scale and zero point are kept. Groups of still fewer codes get
-the dequantized weights, a smaller scale, and other codes.
+The scale so found is off by up to 0.00014 of its value, which rounding to 16 bits takes back. Groups that are one more
+code short have no such masters: one of their codes is moved by one, outwards, and the others, scale and zero point are
+kept. Groups of still fewer codes get the dequantized weights, a smaller scale, and other codes.
 """
 
 import torch
@@ -25,16 +25,18 @@ from .tensors import LowBitTensor
 
 __all__ = ["compare_groups", "masters_on_grid"]
 
-# Of a step: how far from a tie a master is put that belongs to the code beside it.
+# Of a step: how far from a tie a master is put that belongs to the neighboring code.
 _FROM_TIE = 1e-3
-# Of a scale with zero points: how much smaller it is made, so that the zero point is no tie either. 16-bit floats are further apart.
+# Of a scale with zero points: how much smaller it is made, so that the zero point is no tie either. 16-bit floats are
+# further apart.
 _SMALLER = 2.0**-13
 
 
 @torch.no_grad()
 def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
     """
-    Return masters of an integer weight, in float32, that [`LowBitTensor.from_hp`] quantizes to `low_bit` wherever there are such.
+    Return masters of an integer weight, in float32, that [`LowBitTensor.from_hp`] quantizes to `low_bit` wherever
+    there are such.
 
     Args:
         low_bit ([`LowBitTensor`]):
@@ -61,8 +63,8 @@ def masters_on_grid(low_bit: LowBitTensor) -> torch.Tensor:
 
 def compare_groups(ours: LowBitTensor, theirs: LowBitTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return of two weights of one scheme which groups, `(N, K / group_size)`, have the same scale and zero point, and in how many of their
-    codes they differ.
+    Return of two weights of one scheme which groups, `(N, K / group_size)`, have the same scale and zero point, and in
+    how many of their codes they differ.
     """
     codes, other_codes = (weight.codes().view(*weight.scale.shape, -1) for weight in (ours, theirs))
     pairs = zip(ours.parts()[1:], theirs.parts()[1:], strict=True)
@@ -85,7 +87,8 @@ def _symmetric(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def _with_zero_points(codes: torch.Tensor, zero: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Masters for schemes with zero points, whose scale is the distance of the ends, zero included; in steps from the code 0."""
+    """Masters for schemes with zero points, whose scale is the distance of the ends, zero included; in steps from the
+    code 0."""
     smallest, largest = grid.quant_range
     span = grid.scale_divisor * (1 - _SMALLER)
     low, high = _ends(codes, zero)
@@ -95,7 +98,8 @@ def _with_zero_points(codes: torch.Tensor, zero: torch.Tensor, grid: Grid) -> to
     codes = torch.where(is_lower & _first(codes == low), low - 1, codes)
     codes = torch.where(is_short & ~is_lower & _first(codes == high), high + 1, codes)
     low, high = _ends(codes, zero)
-    # One end, `near`, comes next to a tie with the code that does not occur, the other as far from it as the scale asks for.
+    # One end, `near`, comes next to a tie with the code that does not occur, the other as far from it as the scale
+    # asks for.
     places = codes
     for is_short, near, end, sign in (
         ((low == smallest + 1) & (high == largest), low, high, -1.0),

@@ -33,7 +33,8 @@ def num_elements(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def writes_to(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return numbers of which one changes when the parameter, or this process' part of it, is written to or replaced."""
+    """Return numbers of which one changes when the parameter, or this process' part of it, is written to or
+    replaced."""
     local = storage_of(parameter).local(parameter)
     return parameter._version, local._version, local.data_ptr()
 
@@ -46,10 +47,11 @@ _num_optimizer_steps = 0
 @torch.compiler.disable
 def weight_version(weight: torch.Tensor) -> tuple[Any, ...] | None:
     """
-    Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not kept.
+    Equal for two calls if the tensor and the number of writes to it are; `None`, equal to nothing, for one that is not
+    kept.
 
-    Addresses are no identity: a new tensor may lie where an old one was. As long as a weak reference to a storage exists, no
-    other storage compares equal to it.
+    Addresses are no identity: a new tensor may lie where an old one was. As long as a weak reference to a storage
+    exists, no other storage compares equal to it.
     """
     if weight.is_inference():
         if isinstance(weight, nn.Parameter):

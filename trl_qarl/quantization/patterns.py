@@ -1,7 +1,8 @@
 """
 Patterns of layer names. Needs no torch.
 
-A pattern is the whole name of a layer, `"re:"` and an expression over whole names, or `"_default"` for all that no other fits.
+A pattern is the whole name of a layer, `"re:"` and an expression over whole names, or `"_default"` for all that no
+other fits.
 """
 
 import re
@@ -41,7 +42,8 @@ def fits(pattern: str) -> Callable[[str], Any]:
 
 def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]] = ()) -> str | None:
     """
-    Return which of `patterns` counts for a layer: its name, then the first expression, then `"_default"`; `None` if none does.
+    Return which of `patterns` counts for a layer: its name, then the first expression, then `"_default"`; `None` if
+    none does.
 
     Args:
         patterns (`Iterable[str]`):

@@ -1,5 +1,6 @@
 """
-Assigns a scheme to each layer: patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's `FqnToConfig` has them. Needs no torch.
+Assigns a scheme to each layer: patterns of names in order ([`trl_qarl.quantization.patterns`]), as torchao's
+`FqnToConfig` has them. Needs no torch.
 
 A plan is written as the name of one scheme, or as a mapping from patterns to schemes:
 
@@ -9,8 +10,8 @@ A plan is written as the name of one scheme, or as a mapping from patterns to sc
 | `"re:.*mlp.*"` | those whose whole name the expression matches |
 | `"_default"` | all others; without it they stay in high precision |
 
-A name comes before expressions, of which the first one in the order of the mapping counts. A value is the name of a scheme,
-`{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision, which is scheme `"bf16"`.
+A name comes before expressions, of which the first one in the order of the mapping counts. A value is the name of a
+scheme, `{"scheme": "w4a16", "group_size": 32}`, or `None` for high precision, which is scheme `"bf16"`.
 """
 
 import json
@@ -101,7 +102,8 @@ class QuantPlan:
 
     @property
     def described(self) -> dict[str, Any]:
-        """`scheme`, the plan's name, for a mapping `layers`, what is written, and `grids`: what reports and cards show."""
+        """`scheme`, the plan's name, for a mapping `layers`, what is written, and `grids`: what reports and cards
+        show."""
         layers = {} if self._is_named else {"layers": self.written}
         return {"scheme": self.name, **layers, "grids": self.grids}
 
@@ -141,12 +143,12 @@ class QuantPlan:
             parts (`Mapping[str, Sequence[Sequence[str]]]`, *optional*):
                 For layers of several matrices that share a scheme, what these are called, in one or more ways.
             outside (`Mapping[str, str]`, *optional*):
-                Layers that stay in high precision unless a pattern fits such layers alone, and why: those around a
+                Layers that stay in high precision unless a pattern fits only such layers, and why: those around a
                 language model.
 
         Raises:
-            ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only layers that are skipped, and if more
-                decoder layers are to stay in high precision than there are.
+            ValueError: if a pattern matches no layer, or some of the parts of one, or with a quantized scheme only
+                layers that are skipped, and if more decoder layers are to stay in high precision than there are.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
         hits = self._check_patterns(names, skipped, parts)
@@ -218,15 +220,16 @@ def get_plan(
 
     Args:
         scheme (`str`, [`QuantScheme`], [`QuantPlan`] or `Mapping`):
-            One scheme for every layer, or schemes by patterns as above; a plan is returned as it is, with other edges if given.
+            One scheme for every layer, or schemes by patterns as above; a plan is returned as it is, with other edges
+            if given.
         group_size (`int`, *optional*):
             Group size of each scheme with groups that does not say its own.
         high_precision_first, high_precision_last (`int`, *optional*, defaults to `0`):
             How many decoder layers at either end stay in high precision.
 
     Raises:
-        ValueError: for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression that is none, or
-            a negative number of layers.
+        ValueError: for an unknown scheme, a group size that no kernel accepts or no scheme takes, an expression that
+            is none, or a negative number of layers.
     """
     for option, count in (
         ("high_precision_first", high_precision_first),
@@ -272,7 +275,8 @@ def parse_scheme(text: Any) -> Any:
 
 def check_fused(schemes: Mapping[str, QuantScheme], names: Iterable[str]) -> None:
     """
-    Refuse layers that vLLM holds as one matrix and that do not share a scheme: it would take that of the first for all.
+    Refuse layers that vLLM holds as one matrix and that do not share a scheme: it would take that of the first for
+    all.
 
     Args:
         schemes (`Mapping[str, QuantScheme]`):

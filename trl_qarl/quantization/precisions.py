@@ -1,9 +1,10 @@
 """
 One set of masters read at several precisions, one after the other. Needs no torch.
 
-Grids with signed scales nest: the scale of `b` bits is the largest weight of a group over `-2^(b-1)`, so that of 3 bits is twice that of
-4 and that of 2 four times, exactly. In one container a change of precision is other codes and scales of the same shapes: an engine
-that was started for 4 bits runs 3 and 2 as they are published, and each comes from the masters.
+Grids with signed scales nest: the scale of `b` bits is the largest weight of a group over `-2^(b-1)`, so that of 3
+bits is twice that of 4 and that of 2 four times, exactly. In one container a change of precision is other codes and
+scales of the same shapes: an engine that was started for 4 bits runs 3 and 2 as they are published, and each comes
+from the masters.
 
 | written | precision |
 |---|---|
@@ -11,7 +12,8 @@ that was started for 4 bits runs 3 and 2 as they are published, and each comes f
 | `{0: 4, 60: 3}` | of the batches that begin at this update or later |
 
 A precision is a number of bits for all layers, or a mapping from patterns of names to bits, as a plan has them
-([`trl_qarl.quantization.plan`]): `{"re:.*layers\\.0\\..*": 3, "_default": 4}`. Layers that no pattern fits have the bits of their scheme.
+([`trl_qarl.quantization.plan`]): `{"re:.*layers\\.0\\..*": 3, "_default": 4}`. Layers that no pattern fits have the
+bits of their scheme.
 """
 
 import json
@@ -49,7 +51,8 @@ class _Layer(Protocol):
 
 def parse_precisions(value: Any) -> Precisions | None:
     """
-    Return the precisions that an option says: a list, or a mapping whose keys are numbers; JSON of either, as on a command line.
+    Return the precisions that an option says: a list, or a mapping whose keys are numbers; JSON of either, as on a
+    command line.
 
     Raises:
         ValueError: for anything else, also within, and for a mapping that does not begin at update 0.
@@ -101,7 +104,8 @@ def bits_of(precisions: Precisions) -> list[int]:
 
 
 def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: int) -> Iterator[str]:
-    """Yield what is wrong with `precisions` for the schemes of `plan` and a run of `max_steps` updates, -1 for an unknown number."""
+    """Yield what is wrong with `precisions` for the schemes of `plan` and a run of `max_steps` updates, -1 for an
+    unknown number."""
     nesting = [scheme.grid.num_bits for scheme in plan.schemes if scheme.grid and scheme.grid.has_signed_scales]
     if not nesting:
         signed = [name for name, scheme in SCHEMES.items() if scheme.grid and scheme.grid.has_signed_scales]
@@ -125,7 +129,8 @@ def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: i
 
 
 def problems_of_patterns(precisions: Precisions, schemes: Mapping[str, QuantScheme]) -> Iterator[str]:
-    """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`, by their names."""
+    """Yield which patterns of `precisions` change nothing in a model whose quantized layers have `schemes`, by their
+    names."""
     nesting = [name for name, scheme in schemes.items() if scheme.grid and scheme.grid.has_signed_scales]
     for pattern in _patterns(precisions):
         try:
@@ -142,7 +147,8 @@ def precision_at(precisions: Precisions, update: int, updates_per_batch: int) ->
 
 
 def at_bits(scheme: QuantScheme, bits: int) -> QuantScheme:
-    """Return `scheme` with the grid of `bits` bits that nests in its own; itself where it has no more, or no such grid."""
+    """Return `scheme` with the grid of `bits` bits that nests in its own; itself where it has no more, or no such
+    grid."""
     grid = scheme.grid
     if grid is None or not grid.has_signed_scales or grid.num_bits <= bits:
         return scheme

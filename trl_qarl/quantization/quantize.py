@@ -3,20 +3,20 @@ The one definition of a low-bit weight's numbers, on plain tensors.
 
 [`~trl_qarl.quantization.tensors.LowBitTensor`] is the object that carries them.
 
-The rules are in the files of [`trl_qarl.quantization.formats`]: symmetric grids and signed scales in `base.py`, zero points in
-`zero_points.py`, the scales of `w4a8` in `int4_packed.py`, MXFP4 and NVFP4 in their own. The forward pass, publication, checkpoint and
-export all come to [`quantize_weight`].
+The rules are in the files of [`trl_qarl.quantization.formats`]: symmetric grids and signed scales in `base.py`, zero
+points in `zero_points.py`, the scales of `w4a8` in `int4_packed.py`, MXFP4 and NVFP4 in their own. The forward pass,
+publication, checkpoint and export all come to [`quantize_weight`].
 
-Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors: `scale = amax / 127` for
-INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
+Activations, dynamic, one scale per token, follow the engine (vLLM) rather than compressed-tensors:
+`scale = amax / 127` for INT8 and `max(amax / 448, 1 / (448 * 512))` for FP8. Codes are rounded from
 
 | | CPU | CUDA |
 |---|---|---|
 | INT8 | `x * (1 / scale)` | `x * (127 / amax)` |
 | FP8 | `x * (1 / scale)` | `x / scale` |
 
-in float32, as vLLM's kernels do (`QuantFP8.forward_native`, `csrc/cpu/dnnl_kernels.cpp`, `csrc/quantization/w8a8`). In bf16 the
-quotient often lies half way between two codes, and one rounding more or less decides.
+in float32, as vLLM's kernels do (`QuantFP8.forward_native`, `csrc/cpu/dnnl_kernels.cpp`, `csrc/quantization/w8a8`). In
+bf16 the quotient often lies half way between two codes, and one rounding more or less decides.
 """
 
 import torch
@@ -59,17 +59,18 @@ def quantize_weight(
             What the scales of a format with global scales are divided by. Defaults to the one that fits `weight`.
 
     Returns:
-        The tensors of the scheme's format: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`, and the format's operands. None carries a
-        gradient.
+        The tensors of the scheme's format: `qdata`, `scale`, `(N, K / group_size)` or `(N, 1)`, and the format's
+        operands. None carries a gradient.
 
     Raises:
-        ValueError: if no group size divides `K`, if the codes of a row do not fill words of the checkpoint, or if weights have
-            outgrown `global_scale`.
+        ValueError: if no group size divides `K`, if the codes of a row do not fill words of the checkpoint, or if
+            weights have outgrown `global_scale`.
     """
     form = format_of(scheme.container)
     if global_scale is None:
         global_scale = form.choose_global_scale(weight)
-    # Every row is quantized by itself. What is computed on the way is several times as large as the weight, such as that of all experts.
+    # Every row is quantized by itself. What is computed on the way is several times as large as the weight, such as
+    # that of all experts.
     blocks = weight.split(max(1, BLOCK_OF_WEIGHTS // max(1, weight.shape[1])))
     # Quotients would inherit the strides of a transposed or sliced master, and codes are packed along rows.
     quantized = [form.quantize(block.contiguous(), scheme, scale_dtype, global_scale) for block in blocks]
@@ -84,11 +85,11 @@ def coarser(
     qdata: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme, to: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return codes and scales of the weight in fewer bits, made of its codes `(N, K)` alone: half a code for each bit less, rounded (a tie
-    to the even code) and clamped, at twice the scale.
+    Return codes and scales of the weight in fewer bits, made only of its codes `(N, K)`: half a code for each bit
+    less, rounded (a tie to the even code) and clamped, at twice the scale.
 
-    Where [`quantize_weight`] rounds the master once, this rounds it twice, so the same weight is a step off where the first rounding
-    has made a tie.
+    Where [`quantize_weight`] rounds the master once, this rounds it twice, so the same weight is a step off where the
+    first rounding has made a tie.
 
     Raises:
         ValueError: if the grid of `to` does not nest in that of `scheme`, or if `scale` cannot hold the larger scale.

@@ -62,7 +62,7 @@ class SwapReport:
     def __str__(self) -> str:
         if not self.plan.is_quantized:
             return f"scheme {self.plan.name}: every layer stays in high precision"
-        # Of one scheme alone the beginning of the line says which.
+        # With a single scheme, the beginning of the line names it.
         is_mixed = len({scheme.name for scheme in self.schemes.values()}) > 1
         groups = Counter(
             (f"{self.schemes[name].name} " if is_mixed else "", size) for name, size in self.converted.items()
@@ -94,7 +94,8 @@ class SwapReport:
 def report_layers(
     plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped: Mapping[str, str], has_masters: bool
 ) -> SwapReport:
-    """Return the report of quantized layers, by their names, and of why others are not; with the bytes of masters, or without."""
+    """Return the report of quantized layers, by their names, and of why others are not; with the bytes of masters, or
+    without."""
     weights = [weight for layer in layers.values() for weight in layer.quantized_weights.values()]
     return SwapReport(
         plan=plan,

@@ -1,10 +1,10 @@
 """
 Quantization schemes: one frozen description per scheme, read by every other part of the package.
 
-A scheme says how a weight becomes low-bit: on which *grid* its codes lie, in which *container* they are stored, sent and
-multiplied, how many input features share a scale, and on which grid the activations that meet it lie. A grid of fewer codes
-fits into the container of a wider one: engine, checkpoint and kernels see the container alone, so a policy of 3 bits runs
-wherever INT4 does. The arithmetic is in [`trl_qarl.quantization.formats`], behind
+A scheme says how a weight becomes low-bit: on which *grid* its codes lie, in which *container* they are stored, sent
+and multiplied, how many input features share a scale, and on which grid the activations that meet it lie. A grid of
+fewer codes fits into the container of a wider one: engine, checkpoint and kernels see only the container, so a policy
+of 3 bits runs wherever INT4 does. The arithmetic is in [`trl_qarl.quantization.formats`], behind
 [`~trl_qarl.quantization.quantize`]; nothing here imports torch, so the command line can list schemes at once.
 
 | name | weight | container | granularity | activations | checkpoint format |
@@ -56,10 +56,11 @@ class Grid:
         num_bits (`int`):
             Bits that tell its codes apart.
         has_signed_scales (`bool`, *optional*, defaults to `False`):
-            Whether the largest of the numbers that share a scale, with its sign, is the smallest code; else the largest
-            magnitude is half the range of codes.
+            Whether the largest of the numbers that share a scale, with its sign, is the smallest code; else the
+            largest magnitude is half the range of codes.
         has_zero_points (`bool`, *optional*, defaults to `False`):
-            Whether numbers that share a scale share the code of zero too: all codes lie between the smallest and the largest.
+            Whether numbers that share a scale share the code of zero too: all codes lie between the smallest and the
+            largest.
     """
 
     name: str
@@ -78,9 +79,9 @@ class Grid:
     @property
     def scale_divisor(self) -> float:
         """
-        Divisor of the largest number that gives the scale: half the code range, as compressed-tensors has it (7.5 for INT4,
-        127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4). With zero points
-        the distance of the smallest from the largest is divided, by the whole range (15 for INT4).
+        Divisor of the largest number that gives the scale: half the code range, as compressed-tensors has it (7.5 for
+        INT4, 127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code where scales are signed (-8 for INT4).
+        With zero points the distance of the smallest from the largest is divided, by the whole range (15 for INT4).
         """
         qmin, qmax = self.quant_range
         whole = qmax - qmin
@@ -96,7 +97,7 @@ GRIDS = {grid.name: grid for grid in _GRIDS}
 
 _AGAINST_SIGNED_SCALES = (
     "Signed scales are for weights of at most 4 bits that meet 16-bit or INT8 activations: the scales of 'w4a8' are chosen such that "
-    "vLLM's conversion to FP8 loses nothing, which holds for positive ones alone, and 8 bits have next to nothing to gain. "
+    "vLLM's conversion to FP8 loses nothing, which holds only for positive ones, and 8 bits have next to nothing to gain. "
     "Use 'w4a16', or another grid."
 )
 
@@ -132,11 +133,13 @@ class Container:
             Group sizes that its kernels accept, largest first; empty for one scale per output channel.
         activations (`tuple[Grid | None, ...]`, *optional*, defaults to `(None,)`):
             Grids of activations that its kernels multiply with; `None` for activations that are left alone.
-        has_zero_points (`bool`, *optional*, defaults to `False`): whether it holds grids with zero points, and no others.
+        has_zero_points (`bool`, *optional*, defaults to `False`): whether it holds grids with zero points, and no
+            others.
         has_global_scale (`bool`, *optional*, defaults to `False`):
             Whether all scales of what an engine holds as one matrix are divided by one number.
         takes_signed_scales (`bool`, *optional*, defaults to `False`):
-            Whether it holds grids with signed scales, which all its kernels for 16-bit activations multiply by as they are.
+            Whether it holds grids with signed scales, which all its kernels for 16-bit activations multiply by as they
+            are.
         scale_dtype (`str`, *optional*):
             Dtype of its scales, `None` where that is a matter of the scheme.
     """
@@ -216,8 +219,8 @@ class QuantScheme:
             Codes of dynamic per-token activations, `None` to leave activations alone.
 
     Raises:
-        ValueError: if the grid has codes that the container does not hold, or if no kernel multiplies the container with
-            such groups or activations.
+        ValueError: if the grid has codes that the container does not hold, or if no kernel multiplies the container
+            with such groups or activations.
     """
 
     name: str
@@ -364,7 +367,8 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
             Group size instead of the scheme's own; only for schemes with groups.
 
     Raises:
-        ValueError: for an unknown name, a group size that no kernel accepts, or a group size on a scheme without groups.
+        ValueError: for an unknown name, a group size that no kernel accepts, or a group size on a scheme without
+        groups.
     """
     if isinstance(scheme, str):
         if scheme not in SCHEMES:

@@ -30,8 +30,8 @@ EXPERT_LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
     """
-    Return what the matrices in each module of experts among `layers` are called, one by one and as they are stacked: a pattern that
-    names some of them does not name the module.
+    Return what the matrices in each module of experts among `layers` are called, one by one and as they are stacked: a
+    pattern that names some of them does not name the module.
     """
     return {
         name: [
@@ -46,7 +46,8 @@ def parts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str
 
 def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:
     """
-    Return how a quantizable layer, or what was made of it, is quantized under `scheme`: with which one, and which group size.
+    Return how a quantizable layer, or what was made of it, is quantized under `scheme`: with which one, and which
+    group size.
 
     Raises:
         ValueError: if no group size fits.

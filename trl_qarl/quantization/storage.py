@@ -1,8 +1,8 @@
 """
 How a process holds a parameter: all of it, or a part while other processes hold the rest.
 
-[`storage_of`] finds the [`Storage`] of a tensor. The two that hold parts are in [`trl_qarl.sharding`], which adds them to [`BACKENDS`];
-nothing else names a backend.
+[`storage_of`] finds the [`Storage`] of a tensor. The two that hold parts are in [`trl_qarl.sharding`], which adds them
+to [`BACKENDS`]; nothing else names a backend.
 """
 
 from typing import Any
@@ -36,7 +36,8 @@ class Storage:
         return tensor
 
     def rows(self, tensor: torch.Tensor) -> range:
-        """Return which rows `(..., K)` of all of `tensor` this process quantizes, those of all experts in one count."""
+        """Return which rows `(..., K)` of all of `tensor` this process quantizes, those of all experts in one
+        count."""
         return range(self.shape(tensor)[:-1].numel())
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,12 +68,14 @@ def storage_of(tensor: torch.Tensor) -> Storage:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether this process holds only a part of a model, so that every process takes part in what reads all of it."""
+    """Return whether this process holds only a part of a model, so that every process takes part in what reads all of
+    it."""
     return any(backend.is_of(model) for backend in BACKENDS)
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return all of a tensor, in `dtype` if given, where it is sharded gathered from the processes, which all have to call."""
+    """Return all of a tensor, in `dtype` if given, where it is sharded gathered from the processes, which all have to
+    call."""
     return storage_of(tensor).whole(tensor, dtype)
 
 

@@ -6,8 +6,8 @@ Turn a model's linear layers into quantized ones and back, or into frozen low-bi
 | prepared | the master; the forward quantizes it | [`prepare_model`], `quantize_(model, QaRLWeightConfig("w4a16"))` |
 | converted | a frozen [`LowBitTensor`], in an ordinary `nn.Linear` | [`convert_model`], the same with `step="convert"` |
 
-`quantize_` is torchao's (https://github.com/pytorch/ao). It passes every linear layer that its `filter_fn` lets through,
-by default the output head too; [`prepare_model`] knows which layers to leave alone.
+`quantize_` is torchao's (https://github.com/pytorch/ao). It passes every linear layer that its `filter_fn` lets
+through, by default the output head too; [`prepare_model`] knows which layers to leave alone.
 """
 
 from collections import Counter
@@ -55,7 +55,8 @@ __all__ = [
 @dataclass
 class QaRLWeightConfig(AOBaseConfig):
     """
-    Configuration of torchao's `quantize_`, which applies it layer by layer; inside a `FqnToConfig`, a scheme per layer.
+    Configuration of torchao's `quantize_`, which applies it layer by layer; inside a `FqnToConfig`, a scheme per
+    layer.
 
     Args:
         scheme (`str` or [`QuantScheme`], *optional*, defaults to `"w4a16"`):
@@ -63,9 +64,9 @@ class QaRLWeightConfig(AOBaseConfig):
         group_size (`int`, *optional*):
             Group size instead of the scheme's own.
         step (`str`, *optional*, defaults to `"prepare"`):
-            `"prepare"` replaces a plain `nn.Linear` by a [`QuantizedLinear`] with the same parameters; `"convert"` replaces
-            a prepared layer by an `nn.Linear` whose weight is the frozen [`LowBitTensor`], with the same outputs bit for
-            bit, and leaves other layers alone.
+            `"prepare"` replaces a plain `nn.Linear` by a [`QuantizedLinear`] with the same parameters; `"convert"`
+            replaces a prepared layer by an `nn.Linear` whose weight is the frozen [`LowBitTensor`], with the same
+            outputs bit for bit, and leaves other layers alone.
         scale_dtype (`torch.dtype`, *optional*):
             Dtype in which the rollout engine runs the model, for `"prepare"`. Defaults to each weight's dtype.
 
@@ -123,17 +124,18 @@ def prepare_model(
     scale_dtype: torch.dtype | None = None,
 ) -> SwapReport:
     """
-    Quantize the forward of every linear layer of `model`, and of the experts of a mixture: each is replaced by a [`QuantizedLinear`] or
-    [`~trl_qarl.quantization.experts.QuantizedExperts`] with the same parameters.
+    Quantize the forward of every linear layer of `model`, and of the experts of a mixture: each is replaced by a
+    [`QuantizedLinear`] or [`~trl_qarl.quantization.experts.QuantizedExperts`] with the same parameters.
 
     Output head, embeddings (and whatever shares their weight) and MoE routers are never touched. Layers around a
-    language model, as those of a vision tower, are quantized by a pattern that fits such layers alone.
+    language model, as those of a vision tower, are quantized by a pattern that fits only such layers.
 
     Args:
         model (`nn.Module`):
             Model in high precision.
         scheme (`str`, [`QuantScheme`], [`~trl_qarl.quantization.plan.QuantPlan`] or `Mapping`):
-            Scheme of every layer, or schemes by patterns of names ([`trl_qarl.quantization.plan`]). `"bf16"` converts nothing.
+            Scheme of every layer, or schemes by patterns of names ([`trl_qarl.quantization.plan`]). `"bf16"` converts
+            nothing.
         exclude_modules (`str` or `Sequence[str]`, *optional*):
             Layers to leave alone: names, their last components (`"o_proj"`, `"layers.0.mlp.down_proj"`), or regular
             expressions that must match the whole name. What names a layer is not read as an expression.
@@ -143,8 +145,9 @@ def prepare_model(
     Raises:
         ValueError: for a model that is quantized already, has been prepared
             already or was made in inference mode, when nothing matched, when a pattern matches no linear layer, when a
-            scheme cannot quantize a layer's number of input features, or when layers that vLLM holds as one matrix do not
-            share a scheme; when a pattern or `exclude_modules` names some of the experts of a layer, or one matrix of them.
+            scheme cannot quantize a layer's number of input features, or when layers that vLLM holds as one matrix do
+            not share a scheme; when a pattern or `exclude_modules` names some of the experts of a layer, or one matrix
+            of them.
     """
     plan = get_plan(scheme)
     _check_not_quantized(model)
@@ -197,8 +200,8 @@ def _quantized(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype 
 
 def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport:
     """
-    Return the report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters; `plan`, if given, is
-    one of several schemes that its layers have.
+    Return the report of a model from [`~trl_qarl.checkpoint.load.load_frozen_model`], which came without masters;
+    `plan`, if given, is one of several schemes that its layers have.
     """
     inventory = Inventory.of(model)
     plan = plan or QuantPlan.of_layers({name: layer.scheme for name, layer in inventory.layers.items()})
@@ -208,7 +211,8 @@ def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport
 
 def restore_model(model: nn.Module) -> int:
     """
-    Replace every quantized layer of `model` by what it was made from, with the same parameters, and return how many there were.
+    Replace every quantized layer of `model` by what it was made from, with the same parameters, and return how many
+    there were.
 
     Raises:
         ValueError: if the model has engine numerics.
@@ -222,10 +226,11 @@ def restore_model(model: nn.Module) -> int:
 
 def convert_model(model: nn.Module) -> int:
     """
-    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight, and freeze experts where they are.
+    Replace every [`QuantizedLinear`] of `model` by an `nn.Linear` with its frozen low-bit weight, and freeze experts
+    where they are.
 
-    The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed and
-    exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
+    The model computes what it computed before, bit for bit, and its masters are gone: it can be evaluated, deployed
+    and exported, not trained. Memory is freed once nothing else, such as an optimizer, holds the masters.
 
     Returns:
         The number of layers.
@@ -255,7 +260,8 @@ def _check_product(layer: QuantizedLayer) -> None:
 def _replace(
     model: nn.Module, modules: Iterable[nn.Module], make: Callable[[nn.Module], nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Put `make(module)` into the place of each of `modules`, wherever it is registered below `model`; returns new by old."""
+    """Put `make(module)` into the place of each of `modules`, wherever it is registered below `model`; returns new by
+    old."""
     modules = set(modules)
     if model in modules:
         raise ValueError(
@@ -274,9 +280,11 @@ def _replace(
 
 def freeze_model(model: nn.Module) -> int:
     """
-    Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return the bytes they took.
+    Drop the masters of every quantized layer of `model` that holds no adapter, in place, and return the bytes they
+    took.
 
-    The layers compute what they computed before, bit for bit, and pass gradients to their input and to adapters beside them.
+    The layers compute what they computed before, bit for bit, and pass gradients to their input and to adapters next
+    to them.
     """
     layers = [layer for layer in quantized_layers(model).values() if not layer.holds_adapter]
     weights = [weight for layer in layers for weight in layer.quantized_weights.values()]
@@ -292,7 +300,8 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 def disable_quantized_forward(model: nn.Module) -> None:
-    """Give every quantized layer of `model` the forward of the one it was made from; its low-bit weight can still be published."""
+    """Give every quantized layer of `model` the forward of the one it was made from; its low-bit weight can still be
+    published."""
     for layer in quantized_layers(model).values():
         layer.use_quantized_forward = False
 
@@ -315,8 +324,8 @@ def engine_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     While open, every floating tensor of the `state_dict` but the quantized layers' weights is rounded to `dtype`.
 
-    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in the
-    precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
+    The model then computes what an engine computes with its export: the learner keeps embeddings, norms and biases in
+    the precision of the masters, an export has them in `dtype`. The masters come back on leaving, bit for bit.
     """
     # Tied tensors share storage; rounding twice is harmless, and restoring in any order gives the same values.
     tensors = [

@@ -35,13 +35,13 @@ class LowBitTensor(TorchAOBaseTensor):
     A quantized weight `(N, K)` that takes no gradient.
 
     `F.linear` multiplies by it with the products of [`~trl_qarl.quantization.gemm`], with gradients to input and bias.
-    `.to` moves it; a floating dtype given to `.to` changes `orig_dtype` alone, neither codes nor scales. `copy_` takes
+    `.to` moves it; a floating dtype given to `.to` changes only `orig_dtype`, neither codes nor scales. `copy_` takes
     another low-bit tensor of the same scheme and shape. After an import of this module `torch.load` reads it with
     `weights_only=True`.
 
     `torch.equal` of two low-bit tensors compares scheme, dtype, codes and scales: whether the weight has changed.
-    With a dense tensor, and in `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, it counts as its dense values,
-    those of [`~LowBitTensor.dequantize`].
+    With a dense tensor, and in `torch.isclose`, `torch.allclose` and `torch.testing.assert_close`, it counts as its
+    dense values, those of [`~LowBitTensor.dequantize`].
 
     Args:
         qdata (`torch.Tensor`):
@@ -53,10 +53,12 @@ class LowBitTensor(TorchAOBaseTensor):
         orig_dtype (`torch.dtype`):
             Dtype of the master weight, the one this tensor shows and [`~LowBitTensor.dequantize`] gives by default.
         gathered_shape (`tuple[int, ...]`, *optional*):
-            Shape of the sharded master whose codes and scales FSDP2 has gathered, `(N, K)` or that of stacked experts, which this
-            tensor shows. FSDP2 frees them after use and fills them again, so nothing that is made of them is kept.
+            Shape of the sharded master whose codes and scales FSDP2 has gathered, `(N, K)` or that of stacked experts,
+            which this tensor shows. FSDP2 frees them after use and fills them again, so nothing that is made of them
+            is kept.
         operands (`torch.Tensor`, by the names of [`~trl_qarl.quantization.formats.registry.OPERANDS`], *optional*):
-            The further tensors of the container's format, with a row for each of the weight; `None` for those that it has not.
+            The further tensors of the container's format, with a row for each of the weight; `None` for those that it
+            has not.
     """
 
     tensor_data_names = ["qdata", "scale"]
@@ -125,7 +127,8 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @classmethod
     def stack(cls, matrices: "Sequence[LowBitTensor]") -> "LowBitTensor":
-        """Return the rows of all `matrices`, of one scheme and width, one after the other: what [`~LowBitTensor.row_blocks`] undoes."""
+        """Return the rows of all `matrices`, of one scheme and width, one after the other: what
+        [`~LowBitTensor.row_blocks`] undoes."""
         if len(matrices) == 1:
             return matrices[0]
         parts = map(torch.cat, zip(*(m.parts() for m in matrices), strict=True))
@@ -154,19 +157,23 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the dense weight: the exact product of scale and code, rounded once to `output_dtype` or `orig_dtype`."""
+        """Return the dense weight: the exact product of scale and code, rounded once to `output_dtype` or
+        `orig_dtype`."""
         return self.format.dequantize(output_dtype or self.orig_dtype, *self.parts())
 
     def gemm_weight(self) -> "LowBitTensor":
-        """Return what the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32 scales."""
+        """Return what the engine's product multiplies by: this tensor, for `w4a8` one of FP8 codes and float32
+        scales."""
         return self.cached(_fp8_tensor) if self.scheme.has_fp8_scales else self
 
     def coarser(self, scheme: QuantScheme) -> "LowBitTensor":
-        """Return the weight in the fewer bits of `scheme`, made of these codes as [`~trl_qarl.quantization.quantize.coarser`] does."""
+        """Return the weight in the fewer bits of `scheme`, made of these codes as
+        [`~trl_qarl.quantization.quantize.coarser`] does."""
         return LowBitTensor(*coarser(self.qdata, self.scale, self.scheme, scheme), scheme, self.orig_dtype)
 
     def cached(self, make: Callable[["LowBitTensor"], _Operands]) -> _Operands:
-        """`make(self)`, such as the operands of a kernel, computed at the first call, or at each where codes are gathered."""
+        """`make(self)`, such as the operands of a kernel, computed at the first call, or at each where codes are
+        gathered."""
         if make in self._kept:
             return self._kept[make]
         # Tensors made in inference mode could not take part in training later.
@@ -182,8 +189,8 @@ class LowBitTensor(TorchAOBaseTensor):
 
     def row_blocks(self, num_blocks: int) -> "tuple[LowBitTensor, ...]":
         """
-        Return equal blocks of the rows as views, such as the matrices of experts. The same objects are returned at each call, as
-        kernels keep operands with them.
+        Return equal blocks of the rows as views, such as the matrices of experts. The same objects are returned at
+        each call, as kernels keep operands with them.
         """
         return (self,) if num_blocks == 1 and self.dim() == 2 else self.cached(_RowBlocks(num_blocks))
 
@@ -242,8 +249,8 @@ def straight_through_linear(
     """
     `x @ w'.T + bias` for `x` of any leading dimensions; under autocast in its dtype, as `nn.Linear`.
 
-    Gradients go to `x`, `bias` and `master`, each only where asked for: through the low-bit weight to its `master`, and
-    through the rounding of the activations, as if neither were rounded. `product` takes rows, weight and bias and
+    Gradients go to `x`, `bias` and `master`, each only where asked for: through the low-bit weight to its `master`,
+    and through the rounding of the activations, as if neither were rounded. `product` takes rows, weight and bias and
     returns what [`~trl_qarl.quantization.gemm.low_bit_linear`] does.
     """
     if torch.is_autocast_enabled(x.device.type):
@@ -326,7 +333,8 @@ def _copy(func, types, args, kwargs):
 
 @LowBitTensor.implements(torch.ops.aten.as_strided.default)
 def _as_strided(func, types, args, kwargs):
-    # FSDP2 gives what it has gathered the shape and strides of what it has sharded, a master or bytes; here it has its own.
+    # FSDP2 gives what it has gathered the shape and strides of what it has sharded, a master or bytes; here it has its
+    # own.
     self, size, stride = args[:3]
     if not self.is_gathered:
         raise NotImplementedError(
@@ -357,7 +365,7 @@ def _add(func, types, args, kwargs):
     # No TypeError, which `+=` would take for an operation that nobody defines.
     raise RuntimeError(
         "Nothing can be added to a low-bit weight: what PEFT's `merge_and_unload` adds would be rounded away. Serve the "
-        "adapter beside the base, or merge it with `trl-qarl export --merge_adapter`, which says what is lost."
+        "adapter next to the base, or merge it with `trl-qarl export --merge_adapter`, which says what is lost."
     )
 
 

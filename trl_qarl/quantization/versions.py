@@ -1,8 +1,9 @@
 """
 Weights of an earlier update, kept and put back for a forward or a weight sync.
 
-Of a quantized layer the codes and scales are kept, which a new master leaves alone, so they cost no copy; of what is trained in high
-precision (embeddings, norms, biases, adapters) a copy. Masters are not kept: a version computes and is published, it is not trained.
+Of a quantized layer the codes and scales are kept, which a new master leaves alone, so they cost no copy; of what is
+trained in high precision (embeddings, norms, biases, adapters) a copy. Masters are not kept: a version computes and is
+published, it is not trained.
 """
 
 from collections.abc import Iterator
@@ -61,15 +62,16 @@ def kept_version(model: nn.Module) -> KeptVersion:
 @contextmanager
 def at_version(model: nn.Module, kept: KeptVersion) -> Iterator[None]:
     """
-    While open, `model` computes and publishes what it did when `kept` was made, bit for bit. The masters of quantized layers stay,
-    and no code counts as changed.
+    While open, `model` computes and publishes what it did when `kept` was made, bit for bit. The masters of quantized
+    layers stay, and no code counts as changed.
     """
     parameters, weights = dict(model.named_parameters()), dict(Inventory.of(model).weights())
     current = {name: parameters[name].data for name in kept.others}
     with ExitStack() as stack:
         try:
             for name, value in kept.others.items():
-                # Not copied into the tensor: what is kept of its value is kept for its storage, and must find that again.
+                # Not copied into the tensor: what is kept of its value is kept for its storage, and must find that
+                # again.
                 parameters[name].data = value
             # After these, as an adapter may be part of what is quantized.
             for name, low_bit in kept.low_bit.items():
@@ -81,6 +83,7 @@ def at_version(model: nn.Module, kept: KeptVersion) -> Iterator[None]:
 
 
 def _low_bit(like: LowBitTensor, parts: Any = None) -> LowBitTensor:
-    """Return a weight of `parts`, its own unless they are given, without what products have made of the codes, which is larger."""
+    """Return a weight of `parts`, its own unless they are given, without what products have made of the codes, which
+    is larger."""
     parts = like.parts() if parts is None else parts
     return LowBitTensor.of_parts(parts, like.scheme, like.orig_dtype, like.gathered_shape)

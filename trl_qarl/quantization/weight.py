@@ -1,8 +1,8 @@
 """
 Per-weight quantization state, and the base class of quantized layers.
 
-A linear layer has one [`QuantizedWeight`], the experts of a mixture have two. Its *source* says which weight is quantized and
-where gradients go: [`MasterSource`], the layer's own parameter, unless another was set.
+A linear layer has one [`QuantizedWeight`], the experts of a mixture have two. Its *source* says which weight is
+quantized and where gradients go: [`MasterSource`], the layer's own parameter, unless another was set.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -28,17 +28,18 @@ Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torc
 
 class MasterSource:
     """
-    The weight that is quantized: the layer's own, of which this process may hold a part ([`storage_of`]). Other sources build it from
-    that one and from more.
+    The weight that is quantized: the layer's own, of which this process may hold a part ([`storage_of`]). Other
+    sources build it from that one and from more.
 
-    Each method is given the layer's parameter, which is read once per use: a parametrization computes a new tensor each time.
+    Each method is given the layer's parameter, which is read once per use: a parametrization computes a new tensor
+    each time.
     """
 
     is_frozen = False
-    """Whether there is no master: the parameter holds codes and scales in another form than a low-bit tensor."""
+    """True if there is no master: the parameter holds codes and scales in another form than a low-bit tensor."""
 
     holds_adapter = False
-    """Whether an adapter is part of the weight that is quantized."""
+    """True if an adapter is part of the quantized weight."""
 
     def active(self) -> Hashable:
         """Return which of its weights the source gives now; the low-bit form of each is kept."""
@@ -53,7 +54,8 @@ class MasterSource:
         return weight_version(weight)
 
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the high-precision weight that is quantized, with gradients; of a sharded one what this process quantizes."""
+        """Return the high-precision weight that is quantized, with gradients; of a sharded one what this process
+        quantizes."""
         return storage_of(weight).value(weight)
 
     def shape(self, weight: torch.Tensor) -> torch.Size:
@@ -65,7 +67,8 @@ class MasterSource:
         return storage_of(weight).rows(weight)
 
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor to which the gradient of the value can be given in its place; `None` if nothing takes one."""
+        """Return a tensor to which the gradient of the value can be given in its place; `None` if nothing takes
+        one."""
         return weight
 
     def is_trained(self, weight: torch.Tensor) -> bool:
@@ -84,8 +87,8 @@ class QuantizedWeight:
         layer (`nn.Module`):
             The layer.
         name (`str`):
-            Its parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices whose rows are quantized as those of one,
-            or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`.
+            Its parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices whose rows are quantized as those of
+            one, or the low-bit weight of a frozen layer, `(N, K)` or `(E * N, K)`.
         scheme ([`QuantScheme`]):
             The scheme.
         group_size (`int` or `None`):
@@ -95,7 +98,8 @@ class QuantizedWeight:
 
     Attributes:
         source ([`MasterSource`]): gives the weight that is quantized.
-        num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization on the same grid, 0-d int64.
+        num_flipped_codes (`torch.Tensor` or `None`): codes that changed at the last re-quantization on the same grid,
+            0-d int64.
         global_scale (`float` or `None`): what the scales of a format with global scales are divided by, chosen at
             the first use unless it was given.
     """
@@ -137,8 +141,8 @@ class QuantizedWeight:
 
     def low_bit_weight(self) -> LowBitTensor:
         """
-        Return the low-bit weight `(N, K)` or `(E * N, K)` of the current master. The same object is returned until its value
-        changes.
+        Return the low-bit weight `(N, K)` or `(E * N, K)` of the current master. The same object is returned until its
+        value changes.
 
         Raises:
             ValueError: if the master was made in inference mode, where PyTorch does not count updates.
@@ -167,7 +171,8 @@ class QuantizedWeight:
 
     @torch.no_grad()
     def whole_low_bit(self) -> LowBitTensor:
-        """Return all of the low-bit weight, where it is sharded gathered from the processes, which all have to call."""
+        """Return all of the low-bit weight, where it is sharded gathered from the processes, which all have to
+        call."""
         return storage_of(self.parameter).whole_low_bit(self)
 
     def quantize(self, weight: torch.Tensor) -> LowBitTensor:
@@ -210,7 +215,7 @@ class QuantizedWeight:
         self._kept = {active: (low_bit, None) for active, (low_bit, _) in self._kept.items()}
 
     def kept(self) -> list[LowBitTensor]:
-        """Return the low-bit weights that are kept beside the parameter."""
+        """Return the low-bit weights that are kept next to the parameter."""
         return [low_bit for low_bit, _ in self._kept.values()]
 
     def forget(self) -> None:
@@ -231,8 +236,8 @@ class QuantizedLayer(nn.Module):
     Attributes:
         quantized_weights (`dict[str, QuantizedWeight]`): the weights, by the names of their parameters.
         product ([`Product`]): multiplies by a low-bit weight.
-        use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of the layer it was
-            made from, while the low-bit weight can still be had for publication and export.
+        use_quantized_forward (`bool`): whether the forward is the quantized one; `False` makes it that of the layer it
+            was made from, while the low-bit weight can still be had for publication and export.
         kernel_name (`str` or `None`): name of the kernel of the last forward.
     """
 
@@ -258,7 +263,7 @@ class QuantizedLayer(nn.Module):
 
     @property
     def global_scale(self) -> float | None:
-        """What the scales are divided by, in a format with global scales, once it was chosen."""
+        """Divisor of the scales in a format with global scales, once chosen."""
         return self._first.global_scale
 
     @property
@@ -289,7 +294,8 @@ class QuantizedLayer(nn.Module):
         raise NotImplementedError
 
     def freeze(self) -> None:
-        """Replace the masters by their low-bit weights, in place: the layer computes what it did and cannot be trained."""
+        """Replace the masters by their low-bit weights, in place: the layer computes what it did and cannot be
+        trained."""
         for weight in self.quantized_weights.values():
             weight.freeze()
 

@@ -7,11 +7,12 @@ Rollouts that a server draws while the learner trains on the ones before.
                             ^
                             wait for t, publish the weights, ask for t+1
 
-Between two generation batches nothing is in flight: the learner waits for what the engine draws, publishes, and has a thread ask for
-more. The lag is fixed, so the weights that draw a batch depend on its number and never on who is faster: runs repeat and resume.
+Between two generation batches nothing is in flight: the learner waits for what the engine draws, publishes, and has a
+thread ask for more. The lag is fixed, so the weights that draw a batch depend on its number and never on who is
+faster: runs repeat and resume.
 
-With `in_flight_updates` the learner waits for its next batch alone, and what else is in flight goes on with the weights that it publishes:
-tokens are of the weights of several updates, and which these are depends on who is faster.
+With `in_flight_updates` the learner waits for its next batch alone, and what else is in flight goes on with the
+weights that it publishes: tokens are of the weights of several updates, and which these are depends on who is faster.
 """
 
 import logging
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 class InFlight:
     """
-    Completions that a thread of the main process waits for. In other processes none is started, and this holds the prompts.
+    Completions that a thread of the main process waits for. In other processes none is started, and this holds the
+    prompts.
 
     Args:
         prompts (`list[list[int]]`):
@@ -69,7 +71,8 @@ class InFlight:
 
     def start(self, request: Callable[[], Any]) -> None:
         """Have a thread make the `request`."""
-        # `concurrent.futures` would be joined when the interpreter ends, and a trainer that dies would wait for its server.
+        # `concurrent.futures` would be joined when the interpreter ends, and a trainer that dies would wait for its
+        # server.
         self._thread = threading.Thread(target=self._run, args=(request,), name="rollout-ahead", daemon=True)
         self._thread.start()
 
@@ -103,7 +106,8 @@ class Pending:
         prompt_ids (`list[list[int]]`):
             Token ids of the prompts, each as often as it is completed.
         versions (`list[tuple[int, KeptVersion]]`):
-            The update whose weights draw it, and these weights; further ones that were published while it was drawn, in their order.
+            The update whose weights draw it, and these weights; further ones that were published while it was drawn,
+            in their order.
         completion_ids (`list[list[int]]`, *optional*), logps (`list[list[float]]`, *optional*):
             Completions and the log-probs of their tokens, once they are there.
         seconds (`float`, *optional*):
@@ -140,7 +144,8 @@ class NextPrompts:
     """
     The prompts of generation batches that have not begun, from a sampler seeded as the one of the training.
 
-    The loader itself must not be asked ahead of time: it marks the end of its data, after which accelerate cuts what it gathers.
+    The loader itself must not be asked ahead of time: it marks the end of its data, after which accelerate cuts what
+    it gathers.
 
     Args:
         sampler:
@@ -167,11 +172,13 @@ class NextPrompts:
         self._per_epoch = sampler.num_samples // sampler.batch_size
 
     def number_at(self, epoch: int, micro_batch: int) -> int:
-        """Return the number, counted from the first epoch, of the generation batch that a micro-batch of an epoch belongs to."""
+        """Return the number, counted from the first epoch, of the generation batch that a micro-batch of an epoch
+        belongs to."""
         return epoch * self._per_epoch + micro_batch // self._num_repeats
 
     def prompts(self, number: int) -> list[Any]:
-        """Return the prompts of this process in a generation batch. Of earlier epochs than the last that was asked for there are none."""
+        """Return the prompts of this process in a generation batch. Of earlier epochs than the last that was asked for
+        there are none."""
         epoch, place = divmod(number, self._per_epoch)
         while self._num_drawn <= epoch:
             self._order = list(self._sampler)
@@ -182,7 +189,8 @@ class NextPrompts:
         return [self._dataset[index]["prompt"] for index in self._order[start : start + share]]
 
     def updates_before(self, number: int) -> int:
-        """Return how many updates are made before a generation batch. The last of an epoch may be of fewer micro-batches."""
+        """Return how many updates are made before a generation batch. The last of an epoch may be of fewer
+        micro-batches."""
         epoch, place = divmod(number, self._per_epoch)
         per_epoch = -(-self._per_epoch * self._num_repeats // self._accumulation)
         return epoch * per_epoch + place * self._num_repeats // self._accumulation
@@ -190,8 +198,8 @@ class NextPrompts:
 
 class Ahead:
     """
-    The generation batches that are drawn before their turn, and the weights that draw them. Every process has one, and all have to
-    call alike.
+    The generation batches that are drawn before their turn, and the weights that draw them. Every process has one, and
+    all have to call alike.
 
     Args:
         generation ([`~trl_qarl.rollout.generation.QaRLVLLMGeneration`]):
@@ -214,7 +222,8 @@ class Ahead:
         self._wait_seconds = 0.0
 
     def begin(self, sampler: Any, dataset: Any) -> None:
-        """Begin, or go on with, a training on `dataset`, whose prompts come in the order of a `sampler` that is this object's own."""
+        """Begin, or go on with, a training on `dataset`, whose prompts come in the order of a `sampler` that is this
+        object's own."""
         args, accelerator = self.args, self.generation.accelerator
         num_repeats = args.steps_per_generation * args.num_iterations
         processes = accelerator.num_processes, accelerator.process_index
@@ -222,8 +231,8 @@ class Ahead:
 
     def wait(self, number: int | None = None) -> None:
         """
-        Wait for what is in flight, of the next `number` batches if it is given. What has failed stays pending, to be drawn again by
-        [`~Ahead.collect`].
+        Wait for what is in flight, of the next `number` batches if it is given. What has failed stays pending, to be
+        drawn again by [`~Ahead.collect`].
         """
         start = time.perf_counter()
         for batch in islice(self.pending, number):
@@ -240,8 +249,9 @@ class Ahead:
 
     def collect(self, is_training: bool) -> bool:
         """
-        Wait for what is in flight, for training with `in_flight_updates` only for the next batch, and draw what was lost with the weights
-        that were to draw it, which are published again. Returns whether they were: then the engine no longer has the learner's.
+        Wait for what is in flight, for training with `in_flight_updates` only for the next batch, and draw what was
+        lost with the weights that were to draw it, which are published again. Returns whether they were: then the
+        engine no longer has the learner's.
 
         Raises:
             EngineLost: on every process, if the engine cannot be brought back. What is lost stays pending.
@@ -262,7 +272,8 @@ class Ahead:
         return bool(lost)
 
     def take(self, prompt_ids: list[list[int]]) -> Pending | None:
-        """Return the batch whose turn it is, if it was drawn ahead and of these prompts; others than those expected drop all."""
+        """Return the batch whose turn it is, if it was drawn ahead and of these prompts; others than those expected
+        drop all."""
         if not self.pending:
             return None
         batch = self.pending.popleft()
@@ -277,7 +288,8 @@ class Ahead:
         return batch
 
     def measure(self, now: int, seconds: float) -> dict[str, float]:
-        """Return what is logged of the batch in progress, which begins at update `now` and took the engine `seconds`."""
+        """Return what is logged of the batch in progress, which begins at update `now` and took the engine
+        `seconds`."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return {
             "rollout/age_updates": 0.0 if self.drawn is None else float(now - self.drawn.version),
@@ -287,8 +299,8 @@ class Ahead:
 
     def draw(self, place: tuple[int, int], state: Any, tokenize: Callable[[list], tuple]) -> None:
         """
-        Have the engine, which has the learner's weights, draw the batches that come next, as far as the training goes, and keep these
-        weights.
+        Have the engine, which has the learner's weights, draw the batches that come next, as far as the training goes,
+        and keep these weights.
 
         Args:
             place (`tuple[int, int]`):
@@ -299,7 +311,7 @@ class Ahead:
                 Makes token ids and pictures of prompts.
         """
         number, prompts = self._coming.number_at(*place), []
-        # What fails of one process' prompts must not leave the others waiting for it.
+        # An error in one process' prompts must not leave the others waiting.
         with all_or_none(self.generation.accelerator):
             for later in range(number + len(self.pending) + 1, number + self.args.rollout_ahead + 1):
                 if self._coming.updates_before(later) < state.max_steps:
@@ -319,13 +331,14 @@ class Ahead:
             self.pending.append(Pending(prompt_ids, [version], in_flight=launched))
 
     def at_drawn(self) -> AbstractContextManager:
-        """Return a context in which the learner has the weights that have drawn, or begun to draw, the batch in progress."""
+        """Return a context in which the learner has the weights that have drawn, or begun to draw, the batch in
+        progress."""
         return nullcontext() if self.drawn is None else at_version(self.generation.model, self.drawn.versions[0][1])
 
     def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
         """
-        Return, for files, what is pending in this process, of which what has failed has no completions, and the weights that draw it,
-        which all processes have alike.
+        Return, for files, what is pending in this process, of which what has failed has no completions, and the
+        weights that draw it, which all processes have alike.
         """
         self.wait()
         kept = {id(version): version for batch in self.pending for _, version in batch.versions}

@@ -15,12 +15,12 @@ __all__ = ["BadAnswer", "check_answer", "check_rollout", "checked_rollout_func",
 
 LARGEST_LOGP = 0.02
 """
-A log-prob is at most 0, up to rounding: a float32 sum over a vocabulary of 2**18, in the worst order, is off by a factor of
-2**18 * 2**-24 = 0.016, and so is the log-prob that is normalized by it.
+A log-prob is at most 0, up to rounding: a float32 sum over a vocabulary of 2**18, in the worst order, is off by a
+factor of 2**18 * 2**-24 = 0.016, and so is the log-prob that is normalized by it.
 """
 
 SMALLEST_LOGP = -9999.0
-"""What vLLM's HTTP API writes in place of minus infinity, which no token that was sampled can have."""
+"""Value that vLLM's HTTP API writes in place of minus infinity, which no token that was sampled can have."""
 
 
 class BadAnswer(ValueError):
@@ -29,8 +29,8 @@ class BadAnswer(ValueError):
 
 def vocabulary_size(model) -> int:
     """
-    Return how many token ids a model has rows for. The tokenizer may know fewer, as the rows are padded, and an engine samples from all
-    of them; it may also know more, which no model can score.
+    Return how many token ids a model has rows for. The tokenizer may know fewer, as the rows are padded, and an engine
+    samples from all of them; it may also know more, which no model can score.
     """
     return model.config.get_text_config().vocab_size
 
@@ -47,9 +47,9 @@ def check_answer(
 
     Args:
         answer (`dict`):
-            As TRL's client of a server returns it: `prompt_ids`, one list for each prompt; `completion_ids`, `logprobs` and
-            `logprob_token_ids`, one list for each completion, those of one prompt side by side. In the last two each token has
-            a list of its own, in which the sampled token is the first. NaN is `None`.
+            As TRL's client of a server returns it: `prompt_ids`, one list for each prompt; `completion_ids`,
+            `logprobs` and `logprob_token_ids`, one list for each completion, those of one prompt side by side. In the
+            last two each token has a list of its own, in which the sampled token is the first. NaN is `None`.
         prompts (`list[list[int]]`):
             Token ids of what was to be completed.
         num_generations (`int`):
@@ -90,8 +90,8 @@ def check_answer(
 
 def check_rollout(output: dict[str, Any], num_prompts: int, vocab_size: int) -> None:
     """
-    Check what a `rollout_func` returns. Its completions may be of any length, as several turns of an environment are, and NaN, or
-    `None`, stands for a log-prob that is unknown.
+    Check what a `rollout_func` returns. Its completions may be of any length, as several turns of an environment are,
+    and NaN, or `None`, stands for a log-prob that is unknown.
 
     Args:
         output (`dict`):

@@ -45,9 +45,9 @@ class QaRLClient(VLLMClient):
     """
     Client of a server started by `trl-qarl vllm-serve`.
 
-    It opens the server's session, so that no second trainer can change the weights, after both have proved that they know one
-    secret. Without a session only the requests of that handshake are sent, whoever listens there. Retries are left to the
-    caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
+    It opens the server's session, so that no second trainer can change the weights, after both have proved that they
+    know one secret. Without a session only the requests of that handshake are sent, whoever listens there. Retries are
+    left to the caller: TRL's client repeats failed requests on its own, and an update must not be repeated in part.
 
     Args:
         base_url (`str`):
@@ -71,8 +71,8 @@ class QaRLClient(VLLMClient):
 
     Raises:
         ConnectionError: if no server answers, with the command that starts one.
-        RuntimeError: if the server was started in another way, works for another trainer, has another secret or does not
-            prove that it knows it.
+        RuntimeError: if the server was started in another way, works for another trainer, has another secret or does
+            not prove that it knows it.
         ValueError: if the token file cannot be read or others can, or the server's certificate is not to be trusted.
     """
 
@@ -81,7 +81,7 @@ class QaRLClient(VLLMClient):
     """Token ids that stand for pictures."""
     communicator: Any = None
     _has_group = False
-    """Whether weights go over NCCL."""
+    """True if weights go over NCCL."""
     _joining: Future | None = None
     """Outcome of what joins NCCL's group; a request that fails meanwhile decides it."""
 
@@ -171,7 +171,8 @@ class QaRLClient(VLLMClient):
         self.transfer_mark = state.get("transfer_mark")
 
     def _find_token(self, named_by_server: Any) -> tuple[str, str]:
-        """Return the secret, and where it comes from in words. Read each time: a server that is started again may have another."""
+        """Return the secret, and where it comes from in words. Read each time: a server that is started again may have
+        another."""
         if self._token is not None:
             return self._token, "the server's start"
         path = self._token_file or named_by_server
@@ -267,8 +268,9 @@ class QaRLClient(VLLMClient):
 
     def reconnect(self, timeout: float) -> bool:
         """
-        Wait up to `timeout` seconds for the server and open a session again; returns whether it is another server process. What
-        answers and opens no session is not waited for: it works for another trainer, or has taken the port.
+        Wait up to `timeout` seconds for the server and open a session again; returns whether it is another server
+        process. What answers and opens no session is not waited for: it works for another trainer, or has taken the
+        port.
 
         Raises:
             ServerLost: if no server answers in time.
@@ -329,7 +331,8 @@ class QaRLClient(VLLMClient):
 
     @override
     def _generate_from_features(self, prompts, features, sampling_params, *args, **kwargs):
-        """Sends pictures with prompts that have one placeholder for each; returns the prompts that the server makes of them."""
+        """Sends pictures with prompts that have one placeholder for each; returns the prompts that the server makes of
+        them."""
         post = partial(self._post, f"{self.base_url}{PICTURE_PATH}")
         return complete_prompts(post, self.model, prompts, features, sampling_params, self.placeholders)
 
@@ -371,8 +374,8 @@ def _json(response: requests.Response) -> dict:
 
 class _SessionAdapter(HTTPAdapter):
     """
-    Sends requests as long as the server that proved who it is holds the session's connection open, and without a session only
-    those of the handshake.
+    Sends requests as long as the server that proved who it is holds the session's connection open, and without a
+    session only those of the handshake.
     """
 
     def __init__(self, client: QaRLClient, **kwargs):

@@ -32,11 +32,11 @@ __all__ = ["load_engine", "make_engine", "server_process", "share_engine", "star
 
 def load_engine(export_dir: str | Path, **vllm_arguments):
     """
-    An export as it is deployed: a vLLM engine in this process, with the dtype, kernels and log-probs (those after temperature) of
-    the engine that made the rollouts.
+    An export as it is deployed: a vLLM engine in this process, with the dtype, kernels and log-probs (those after
+    temperature) of the engine that made the rollouts.
 
-    vLLM's engines of one process share its process groups, which the first one to end takes with it: `del` one before the next is
-    loaded.
+    vLLM's engines of one process share its process groups, which the first one to end takes with it: `del` one before
+    the next is loaded.
 
     Args:
         export_dir (`str` or `Path`):
@@ -74,8 +74,9 @@ def load_engine(export_dir: str | Path, **vllm_arguments):
 
 def make_engine(model, dtype: torch.dtype, *, on_cpu: bool, **arguments):
     """
-    A vLLM engine in this process that waits for the weights of `model`, a learner prepared by [`prepare_model`]. On a GPU it is
-    one whose arithmetic the learner repeats if `model` has engine numerics already; on a CPU every engine is.
+    A vLLM engine in this process that waits for the weights of `model`, a learner prepared by [`prepare_model`]. On a
+    GPU it is one whose arithmetic the learner repeats if `model` has engine numerics already; on a CPU every engine
+    is.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -110,7 +111,8 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
     Let processes that share an engine, `size` of them each, find each other. Every process must call it.
 
     Returns:
-        Arguments of [`make_engine`], and the processes with which this one shares its engine, `None` where it has one of its own.
+        Arguments of [`make_engine`], and the processes with which this one shares its engine, `None` where it has one
+        of its own.
 
     Raises:
         ValueError: if `size` does not divide the number of processes.
@@ -125,7 +127,8 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
         ranks = [list(range(start, start + size)) for start in range(0, count, size)]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
     if count > 1:
-        # vLLM's launcher reads these. With one process they are left out, as other libraries would take them for a launcher's.
+        # vLLM's launcher reads these. With one process they are left out, as other libraries would take them for a
+        # launcher's.
         os.environ["RANK"] = str(accelerator.process_index)
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(count)
@@ -141,8 +144,8 @@ def share_engine(accelerator: Accelerator, size: int) -> tuple[dict[str, Any], d
 
 def _in_process_engine(*, on_cpu: bool, **arguments):
     """
-    `vllm.LLM(**arguments)` whose worker lives in this process, with the kernels of rollouts, and log-probs that are those after
-    temperature.
+    `vllm.LLM(**arguments)` whose worker lives in this process, with the kernels of rollouts, and log-probs that are
+    those after temperature.
     """
     # Read when vLLM starts an engine: a worker in another process could not be handed tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -152,7 +155,8 @@ def _in_process_engine(*, on_cpu: bool, **arguments):
     from vllm.distributed import parallel_state
 
     # A garbage-collected engine destroys the process group that the next engine shares.
-    # vLLM exempts all objects that are there when an engine starts from collection: a trainer and its earlier engine, too.
+    # vLLM exempts all objects that are there when an engine starts from collection: a trainer and its earlier engine,
+    # too.
     gc.unfreeze()
     gc.collect()
     # vLLM keeps the groups of an earlier dense engine and adds no group of experts for a mixture.
@@ -195,7 +199,8 @@ def start_command(args, model, dtype: torch.dtype) -> str:
 
 
 def server_process(args, model, dtype: torch.dtype) -> ServerProcess:
-    """Return the server of `vllm_server_autostart=True`, not yet started, for a prepared `model` and a [`QaRLConfig`]."""
+    """Return the server of `vllm_server_autostart=True`, not yet started, for a prepared `model` and a
+    [`QaRLConfig`]."""
     vllm_args = []
     if args.vllm_max_model_length is not None:
         vllm_args += ["--max-model-len", str(args.vllm_max_model_length)]

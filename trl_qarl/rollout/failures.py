@@ -23,12 +23,12 @@ class EngineLost(RuntimeError):
     """
     The engine could not be filled, or did not generate; a server, not in [`MAX_ATTEMPTS`] attempts.
 
-    Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them stop
-    at the same line instead of waiting for each other.
+    Iterating over it raises it: the main process sends it to the others in place of completions, so that all of them
+    stop at the same line instead of waiting for each other.
     """
 
     can_be_filled = False
-    """Whether another publication may bring the engine back."""
+    """True if another publication may bring the engine back."""
 
     def __init__(self, *args, can_be_filled: bool = False):
         super().__init__(*args)
@@ -41,8 +41,8 @@ class EngineLost(RuntimeError):
 @contextmanager
 def all_or_none(accelerator):
     """
-    While open, an error of one process is raised by all of them, which would otherwise wait for it at their next meeting. Every
-    process has to open it, and a meeting inside must fail for all alike.
+    While open, an error of one process is raised by all of them, which would otherwise wait for it at their next
+    meeting. Every process has to open it, and a meeting inside must fail for all alike.
     """
     failure = None
     try:
@@ -60,8 +60,8 @@ def all_or_none(accelerator):
 
 def as_lost(error: Exception, doing: str) -> EngineLost:
     """
-    Return the error that ended `doing` as [`EngineLost`], which says whether another publication may help; an unexpected one is logged
-    with its traceback.
+    Return the error that ended `doing` as [`EngineLost`], which says whether another publication may help; an
+    unexpected one is logged with its traceback.
     """
     if isinstance(error, EngineLost):
         return error
@@ -73,8 +73,8 @@ def as_lost(error: Exception, doing: str) -> EngineLost:
 
 def persistently(doing: str, attempt: Callable[[], Any], recover: Callable[[int], Any]) -> Any:
     """
-    Return the result of the first `attempt` that does not lose the engine. Between two, `recover` gets it back, and is told how many
-    have failed.
+    Return the result of the first `attempt` that does not lose the engine. Between two, `recover` gets it back, and is
+    told how many have failed.
 
     Raises:
         EngineLost: after [`MAX_ATTEMPTS`], or at once where another publication does not help.

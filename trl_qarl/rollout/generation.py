@@ -1,7 +1,8 @@
 """
 Rollouts in vLLM with the learner's low-bit weights: TRL's generation backend with our publication in place of its own.
 
-The seam is TRL's `VLLMGeneration`: the trainer calls `sync_weights()` when the optimizer step has changed and `generate()`.
+The seam is TRL's `VLLMGeneration`: the trainer calls `sync_weights()` when the optimizer step has changed and
+`generate()`.
 """
 
 import logging
@@ -38,7 +39,7 @@ BACKOFF_SECONDS = 2.0
 """Waited before the second attempt, twice as long before each further one."""
 
 _GATHERS = "the main process gathers what it publishes"
-"""What the other processes hear before the outcome of a publication, and then take part."""
+"""Message to the other processes before the outcome of a publication, in which they then take part."""
 
 _GENERATING = "Generating with vLLM"
 
@@ -56,8 +57,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             Gives the name of the learner's current weights.
         server ([`ServerProcess`], *optional*):
             A server to start, and to start again when it ends.
-        request_timeout (`float`, *optional*, defaults to `300.0`), generation_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds that a server has to answer, and to generate.
+        request_timeout (`float`, *optional*, defaults to `300.0`), generation_timeout (`float`, *optional*, defaults
+            to `1800.0`): Seconds that a server has to answer, and to generate.
         token_file (`str`, *optional*):
             File with the secret of a server that was started otherwise.
         start_command (`str`, *optional*):
@@ -114,7 +115,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
 
     @override
     def _init_vllm(self):
-        """Connects to a server, or builds an engine, that was made for the learner's scheme, and checks that it was."""
+        """Connects to a server, or builds an engine, that was made for the learner's scheme, and checks that it
+        was."""
         with all_or_none(self.accelerator):
             if self.mode != "server":
                 self._build_engine()
@@ -196,8 +198,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def sync_weights(self):
         """
-        Publishes the learner's low-bit tensors, with nothing in flight, which vLLM would cut short and call a success, but with
-        `in_flight_updates`. What fails is [`EngineLost`]: from a server on every process, from an engine in this process on this one.
+        Publishes the learner's low-bit tensors, with nothing in flight, which vLLM would cut short and call a success,
+        but with `in_flight_updates`. What fails is [`EngineLost`]: from a server on every process, from an engine in
+        this process on this one.
         """
         while self._launched and not self.in_flight_updates:
             self._launched.pop().wait()
@@ -221,7 +224,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self._published_parameters = self._parameter_versions()
 
     def is_published(self) -> bool:
-        """Return whether no parameter of any process was written to since the last publication, but through `.data`."""
+        """Return whether no parameter of any process was written to since the last publication, but through
+        `.data`."""
         is_published = self._parameter_versions() == self._published_parameters
         if self.accelerator.num_processes == 1:
             return is_published
@@ -233,8 +237,9 @@ class QaRLVLLMGeneration(VLLMGeneration):
     @override
     def generate(self, prompts, images, num_generations, profiler=None):
         """
-        As the parent's; completions that cannot be what was sampled, or that are from other weights than those published, are a
-        failure. A server that was lost is filled again, in which every process has a part; what fails is [`EngineLost`].
+        As the parent's; completions that cannot be what was sampled, or that are from other weights than those
+        published, are a failure. A server that was lost is filled again, in which every process has a part; what fails
+        is [`EngineLost`].
         """
         request = partial(self._generate_once, prompts, images, num_generations, profiler)
         if self.mode == "colocate":
@@ -242,15 +247,16 @@ class QaRLVLLMGeneration(VLLMGeneration):
         return persistently(_GENERATING, request, lambda attempt: self.sync_weights())
 
     def launch(self, prompts: list[list[int]], num_generations: int) -> InFlight:
-        """Have a thread of the main process ask the server for completions of every process' prompts; all have to call."""
+        """Have a thread of the main process ask the server for completions of every process' prompts; all have to
+        call."""
         in_flight = InFlight(prompts, num_generations)
         self.collect(in_flight)
         return in_flight
 
     def collect(self, in_flight: InFlight) -> tuple:
         """
-        Wait for what was launched, and return what [`~QaRLVLLMGeneration.generate`] does. What failed is [`EngineLost`] on every
-        process, and is not tried again, as the learner may have other weights by now.
+        Wait for what was launched, and return what [`~QaRLVLLMGeneration.generate`] does. What failed is
+        [`EngineLost`] on every process, and is not tried again, as the learner may have other weights by now.
         """
         self._in_flight = in_flight
         try:
@@ -310,7 +316,7 @@ class QaRLVLLMGeneration(VLLMGeneration):
             self.server.stop()
 
     def _publish(self) -> dict[str, float]:
-        # The step alone does not tell: training can begin again at 0, and another trainer has steps of the same number.
+        # The step is not enough: training can begin again at 0, and another trainer has steps of the same number.
         version = f"{self.weight_version()}-{secrets.token_hex(4)}"
         if self.mode == "server" and self.publisher.takes_all_processes:
             # The others are where it ends.
@@ -338,14 +344,15 @@ class QaRLVLLMGeneration(VLLMGeneration):
         self.publication = persistently("Publishing to vLLM", self._publish, self._recover)
 
     def _completions(self, generate: Callable[[], dict[str, Any]], asked: dict[str, Any]) -> dict[str, Any]:
-        """What fails is in the place of the completions, so that every process raises it. What is launched has none yet."""
+        """Returns an error in place of the completions, so that every process raises it. A launched request has none
+        yet."""
         is_own, in_flight = self._is_generating, self._in_flight
         # Not by a thread that does not know what is published meanwhile.
         checks_version = in_flight is None or not self.in_flight_updates
         request = partial(self._generate_and_check, generate, asked if is_own else None, checks_version)
         try:
             if not is_own:
-                # A `rollout_func` asks, on this process alone.
+                # A `rollout_func` asks, only on this process.
                 return persistently(_GENERATING, request, self._publish_alone)
             if in_flight is None:
                 return request()
@@ -388,8 +395,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
         time.sleep(min(BACKOFF_SECONDS * 2.0 ** (attempt - 1), 30.0))
         try:
             if self.server is not None and not (self.server.is_running and self.vllm_client.is_healthy()):
-                # Also where the server still runs: one whose engine has died does not end by itself. Where it does not, whoever
-                # answers in its place is somebody else.
+                # Also where the server still runs: one whose engine has died does not end by itself. Where it does
+                # not, whoever answers in its place is somebody else.
                 self.server.stop()
                 self.server.start()
                 self.server.wait(self.vllm_client.base_url, self.server_timeout)

@@ -1,11 +1,12 @@
 """
-Chooses vLLM's kernel for a scheme on an NVIDIA GPU: the option to ask for it, the kernel to expect, or the reason against the scheme and
-the scheme to use instead. [`choose_kernels`] asks the format of the scheme's container ([`trl_qarl.quantization.formats`]).
+Chooses vLLM's kernel for a scheme on an NVIDIA GPU: the option to ask for it, the kernel to expect, or the reason
+against the scheme and the scheme to use instead. [`choose_kernels`] asks the format of the scheme's container
+([`trl_qarl.quantization.formats`]).
 
-vLLM's own choice changes from release to release, and not every kernel computes what the learner does: some leave activations in 16
-bits where the scheme quantizes them, some quantize them where it does not, and one throws. So an engine is asked for the kernel
-whose reload was rehearsed, and any other that it reports is an error. `benchmarks/rehearsal/` records what each release chooses; docs/schemes.md
-says what such a rehearsal cannot show.
+vLLM's own choice changes from release to release, and not every kernel computes what the learner does: some leave
+activations in 16 bits where the scheme quantizes them, some quantize them where it does not, and one throws. So an
+engine is asked for the kernel whose reload was rehearsed, and any other that it reports is an error.
+`benchmarks/rehearsal/` records what each release chooses; docs/schemes.md says what such a rehearsal cannot show.
 """
 
 import itertools
@@ -82,8 +83,8 @@ class Gpu:
 
 def choose_kernels(scheme: QuantScheme, gpu: Gpu) -> "KernelChoice":
     """
-    Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason against it: what the
-    container's format says.
+    Return the kernels that run `scheme` on `gpu`, what an engine must be asked for to take them, or the reason against
+    it: what the container's format says.
 
     Raises:
         NotImplementedError: for a format of which no kernel is known.
@@ -111,15 +112,17 @@ def reason_against(scheme: QuantScheme, gpu: Gpu) -> str | None:
 
 
 def schemes_of(quantization_config: Mapping[str, Any] | None) -> list[QuantScheme]:
-    """Return the schemes of a [`~trl_qarl.checkpoint.layout.quantization_config`] that are known here; of `None` there are none."""
+    """Return the schemes of a [`~trl_qarl.checkpoint.layout.quantization_config`] that are known here; of `None` there
+    are none."""
     groups = (quantization_config or {}).get("config_groups", {}).items()
     return [scheme for scheme in itertools.starmap(scheme_of_group, groups) if scheme is not None]
 
 
 def kernel_arguments(quantization_config: Mapping[str, Any] | None, gpu: Gpu | None = None) -> dict[str, Any]:
     """
-    Return the arguments of `vllm.LLM` with which an engine takes the kernels of [`choose_kernels`] on `gpu`, by default the one that is
-    here. Where there is none, as for a command that another machine will run, they are those of Hopper, which ask for most.
+    Return the arguments of `vllm.LLM` with which an engine takes the kernels of [`choose_kernels`] on `gpu`, by
+    default the one that is here. Where there is none, as for a command that another machine will run, they are those
+    of Hopper, which ask for most.
     """
     gpu = gpu or Gpu.here() or Gpu((9, 0))
     linear, experts = [], []
@@ -127,7 +130,8 @@ def kernel_arguments(quantization_config: Mapping[str, Any] | None, gpu: Gpu | N
         scheme = scheme_of_group(name, group)
         if scheme is not None:
             linear.append(choose_kernels(scheme, gpu))
-            # "Linear" stands for experts too where there are some; a dense model does not look at what is asked for them.
+            # "Linear" stands for experts too where there are some; a dense model does not look at what is asked for
+            # them.
             if group["targets"] == ["Linear"] or any("experts" in target for target in group["targets"]):
                 experts.append(linear[-1])
     config = _kernel_config(linear, experts)

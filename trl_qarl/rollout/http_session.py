@@ -44,7 +44,8 @@ class LocalSession(requests.Session):
 
 class CheckedSession(LocalSession):
     """
-    Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in time.
+    Session in which a request, TRL's included, either gets one of the `expected` statuses or raises [`ServerLost`], in
+    time.
 
     Args:
         request_timeout (`float`), generation_timeout (`float`):
@@ -118,8 +119,8 @@ def is_local(host: str | None) -> bool:
 
 def check_finished(url: str, answer: Any) -> Any:
     """
-    Return the `answer` of a server. Completions that were cut short are no answer: vLLM's `/pause?mode=abort` ends them with status 200,
-    and TRL's client drops the reason.
+    Return the `answer` of a server. Completions that were cut short are no answer: vLLM's `/pause?mode=abort` ends
+    them with status 200, and TRL's client drops the reason.
 
     Raises:
         ServerLost: with their number.

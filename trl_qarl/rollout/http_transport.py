@@ -1,4 +1,5 @@
-"""Weights over HTTP or HTTPS, for a server that shares neither file system nor NCCL; and which transport a server gets."""
+"""Weights over HTTP or HTTPS, for a server that shares neither file system nor NCCL; and which transport a server
+gets."""
 
 import hashlib
 import logging
@@ -25,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 class HTTPTransport(ServerTransport):
     """
-    Sends each chunk to the server's gate in pieces, each a request with a time-out of its own. A piece whose connection is dropped is
-    sent again from where the server has it; one that a proxy takes for too large (status 413) in smaller pieces.
+    Sends each chunk to the server's gate in pieces, each a request with a time-out of its own. A piece whose
+    connection is dropped is sent again from where the server has it; one that a proxy takes for too large (status 413)
+    in smaller pieces.
     """
 
     _piece_bytes = _PIECE_BYTES
@@ -82,8 +84,8 @@ def choose_transport(client, wanted: str = "auto", allow_plain_http: bool = Fals
         client ([`~trl_qarl.rollout.client.QaRLClient`]):
             With a session.
         wanted (`str`, *optional*, defaults to `"auto"`):
-            `"file"`, `"nccl"`, `"http"` or `"auto"`, which is NCCL for a server that was started for it, else files if the server's transfer directory is
-            on this host too, else HTTP.
+            `"file"`, `"nccl"`, `"http"` or `"auto"`, which is NCCL for a server that was started for it, else files if
+            the server's transfer directory is on this host too, else HTTP.
         allow_plain_http (`bool`, *optional*, defaults to `False`):
             Whether weights may travel to another host in clear text.
 
@@ -117,8 +119,8 @@ def choose_transport(client, wanted: str = "auto", allow_plain_http: bool = Fals
 
 def sends_changes(transport: ServerTransport, wanted: bool | None) -> bool:
     """
-    Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes longer than
-    sending everything.
+    Return whether only changes are sent: as `wanted`, by default only over HTTP; elsewhere looking for it takes longer
+    than sending everything.
 
     Raises:
         ValueError: if it is wanted over NCCL.

@@ -110,8 +110,8 @@ def sent_ids(prompt: list[int]) -> list[int]:
 
 def check_rows(prompts: Sequence[Any], processing_class: Any, num_processes: int) -> None:
     """
-    Raise a `ValueError` for conversations of which some have pictures and others none, where these cannot be told apart
-    afterwards: one process has to keep grids of patches, as it does for Qwen's models.
+    Raise a `ValueError` for conversations of which some have pictures and others none, where these cannot be told
+    apart afterwards: one process has to keep grids of patches, as it does for Qwen's models.
     """
     if not isinstance(prompts[0], list):
         return
@@ -213,7 +213,8 @@ def draw_again(
 
 
 def with_pictures(generate: Callable[..., list], placeholders: frozenset[int]) -> Callable[..., list]:
-    """`LLM.generate` that sends an [`ExpandedPrompt`] with one placeholder for each picture, and uses [`draw_again`]."""
+    """`LLM.generate` that sends an [`ExpandedPrompt`] with one placeholder for each picture, and uses
+    [`draw_again`]."""
 
     def generate_with_pictures(prompts, sampling_params, **kwargs):
         has_pictures = any("multi_modal_data" in prompt for prompt in prompts)
@@ -249,7 +250,8 @@ def picture_request(model: str, prompt: list[int], pictures: Sequence[Any] | Non
         "model": model,
         "token_ids": list(sent_ids(prompt)),
         "return_token_ids": True,
-        # By default a choice is lost of which another one ends later (https://github.com/vllm-project/vllm/pull/52399).
+        # By default a choice is lost of which another one ends later
+        # (https://github.com/vllm-project/vllm/pull/52399).
         "sampling_params": {**sampling, "output_kind": 2},
     }
     if pictures:

@@ -1,9 +1,9 @@
 """
 Publication: after an optimizer step, give the engine exactly the low-bit tensors the learner computes with.
 
-[`Publisher`] walks the model layer by layer, takes the fingerprint of every tensor, skips decoder layers in which nothing
-changed, and hands chunks of bounded size to a [`Transport`]. The engine then compares what it holds with the fingerprints of
-*all* tensors ([`trl_qarl.vllm_plugin.weight_transfer`]) and refuses to generate if anything differs.
+[`Publisher`] walks the model layer by layer, takes the fingerprint of every tensor, skips decoder layers in which
+nothing changed, and hands chunks of bounded size to a [`Transport`]. The engine then compares what it holds with the
+fingerprints of *all* tensors ([`trl_qarl.vllm_plugin.weight_transfer`]) and refuses to generate if anything differs.
 """
 
 import logging
@@ -58,7 +58,8 @@ class Publisher:
         transport ([`Transport`], *optional*):
             The way to the engine; `None` in a process that only takes part in gathering ([`~Publisher.join`]).
         tokenizer ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            The learner's. With it the engine's tokenizer is compared, and log-probs of a fixed text after each publication.
+            The learner's. With it the engine's tokenizer is compared, and log-probs of a fixed text after each
+            publication.
         delta (`bool`, *optional*, defaults to `False`):
             Whether to send only what changed within a layer ([`~trl_qarl.wire.patches.PatchBook`]).
 
@@ -135,8 +136,8 @@ class Publisher:
 
     def publish(self, weight_version: str) -> dict[str, float]:
         """
-        Send what changed since the last publication, check all of it, and return measurements. Where masters are sharded, the other
-        processes [`~Publisher.join`].
+        Send what changed since the last publication, check all of it, and return measurements. Where masters are
+        sharded, the other processes [`~Publisher.join`].
 
         Returns:
             `publish/seconds`; `publish/audit_seconds`, the learner's share of it spent on fingerprints;
@@ -181,7 +182,8 @@ class Publisher:
             pass
 
     def _send(self, layers: Iterator[Tensors], fingerprints: dict[str, str], weight_version: str) -> tuple[int, int]:
-        """Send what changed of `layers`, put the `fingerprints` of all of it there, and return the bytes and tensors sent."""
+        """Send what changed of `layers`, put the `fingerprints` of all of it there, and return the bytes and tensors
+        sent."""
         num_bytes = num_tensors = 0
         published, self._published = self._published, {}
         lost = self.transport.begin() or []
@@ -210,7 +212,8 @@ class Publisher:
         return num_bytes, num_tensors
 
     def _begin_patches(self, published: dict[str, str]) -> dict[str, str]:
-        """Return nothing where the engine does not hold exactly what it has confirmed, as one that was started again: all is sent."""
+        """Return nothing where the engine does not hold exactly what it has confirmed, as one that was started again:
+        all is sent."""
         if self.transport.keep_copy() != base_digest(published):
             published = {}
         self._patches.confirm(published)
@@ -247,7 +250,8 @@ class Publisher:
 
 
 def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the largest chunk that publishing `model`, which may be on the meta device, can take; an upper bound."""
+    """Bytes of the largest chunk that publishing `model`, which may be on the meta device, can take; an upper
+    bound."""
     sizes = [
         sum(
             tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for _, tensor in layer

@@ -5,8 +5,8 @@ __all__ = ["engine_log_probs", "log_probs_of_tokens", "prompt_log_probs"]
 
 def prompt_log_probs(generation, sequences: list[list[int]], num_top: int = 0) -> list[list[dict[int, float]]]:
     """
-    Return what the engine expects at each position of `sequences` from the second token on: `{token id: log-prob}` of the token that
-    stands there and of the `num_top` likeliest ones, at temperature 1.
+    Return what the engine expects at each position of `sequences` from the second token on: `{token id: log-prob}` of
+    the token that stands there and of the `num_top` likeliest ones, at temperature 1.
     """
     if generation.mode != "server":
         return engine_log_probs(generation.llm, sequences, num_top)

@@ -99,11 +99,12 @@ def cpu_environment() -> dict[str, str]:
     """
     Settings without which vLLM on a CPU is slow, fails or computes something else.
 
-    Two are defaults, what is in the environment already wins. `nobind`: binding a thread to each core stalls where cores are
-    shared. The key-value cache is otherwise sized by the machine's memory, which the learner needs too.
+    Two are defaults, what is in the environment already wins. `nobind`: binding a thread to each core stalls where
+    cores are shared. The key-value cache is otherwise sized by the machine's memory, which the learner needs too.
 
-    Two are imposed: with AMX vLLM would round the activations of INT4 layers to 8 bits, which `w4a16` says they are not; and
-    in decoding it would split the sums of attention over threads, so that log-probs depend on how many there are.
+    Two are imposed: with AMX vLLM would round the activations of INT4 layers to 8 bits, which `w4a16` says they are
+    not; and in decoding it would split the sums of attention over threads, so that log-probs depend on how many there
+    are.
     """
     defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | {
@@ -126,7 +127,8 @@ def check_engine_runs(
         on_cpu (`bool`):
             Whether the engine runs on a CPU.
         gpu ([`Gpu`], *optional*):
-            The GPU of an engine that does not. Defaults to the one that is here; without one, to Hopper, which runs most schemes.
+            The GPU of an engine that does not. Defaults to the one that is here; without one, to Hopper, which runs
+            most schemes.
 
     Raises:
         ValueError: for `w4a8` on a CPU or in another dtype than bfloat16, and for what [`choose_kernels`] refuses.
@@ -186,7 +188,8 @@ def build_server_command(
         transfer_dir (`str` or `Path`, *optional*):
             Directory for `transport="file"`. Defaults to [`default_transfer_dir`].
         max_lora_rank (`int`, *optional*):
-            Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.checkpoint.serving.ENGINE_RANKS`]; none without.
+            Largest rank of the trainer's LoRA adapter, one of [`~trl_qarl.checkpoint.serving.ENGINE_RANKS`]; none
+            without.
         lora_modules (`Sequence[str]`, *optional*):
             Last components of the names of the layers that may have an adapter.
         numerics (`str`, *optional*, defaults to `"fast"`):
@@ -203,7 +206,8 @@ def build_server_command(
         argv, and the variables to add to the environment.
 
     Raises:
-        ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run here.
+        ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run
+        here.
     """
     check_engine_runs(quantization_config, dtype, on_cpu, gpu)
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")

@@ -29,8 +29,8 @@ _TRACKER_SECONDS = 5.0
 
 def free_port() -> int:
     """
-    Return a port on the loopback address that nothing listens on, below those that Linux gives to outgoing connections: one of them
-    could otherwise take it before a server does.
+    Return a port on the loopback address that nothing listens on, below those that Linux gives to outgoing
+    connections: one of them could otherwise take it before a server does.
     """
     for port in random.SystemRandom().sample(range(15000, 32768), 100):
         with socket.socket() as s, suppress(OSError):
@@ -41,8 +41,8 @@ def free_port() -> int:
 
 class ServerProcess:
     """
-    A server as a child of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on Linux also when the
-    trainer is killed.
+    A server as a child of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on Linux also
+    when the trainer is killed.
 
     Args:
         argv (`Sequence[str]`), environment (`Mapping[str, str]`):
@@ -146,8 +146,8 @@ class ServerProcess:
 
 def _end_group(group: int) -> None:
     """
-    Kill a process group. Python's resource trackers in it end by themselves when the others have, and first remove what those
-    left in shared memory: vLLM's message queues, of some hundred MiB.
+    Kill a process group. Python's resource trackers in it end by themselves when the others have, and first remove
+    what those left in shared memory: vLLM's message queues, of some hundred MiB.
     """
     deadline = time.monotonic() + _TRACKER_SECONDS
     while (members := _members(group)) and time.monotonic() < deadline:

@@ -1,6 +1,7 @@
 """
-Rollouts without vLLM: the learner's own quantized modules generate through transformers, and the log-probs under which each
-token was sampled are recorded, so that the mismatch between rollout and scoring is measured rather than assumed to be 0.
+Rollouts without vLLM: the learner's own quantized modules generate through transformers, and the log-probs under which
+each token was sampled are recorded, so that the mismatch between rollout and scoring is measured rather than assumed
+to be 0.
 """
 
 from collections.abc import Iterator
@@ -59,8 +60,8 @@ class SamplingLogProbs(LogitsProcessor):
 
     def finish(self, sequences: torch.Tensor) -> torch.Tensor:
         """
-        Log-probs of all sampled tokens, `(B, T)` float32 in nats; `sequences`, `(B, P + T)`, is what `generate` returned.
-        Entries after a sequence's end-of-sequence token belong to padding.
+        Log-probs of all sampled tokens, `(B, T)` float32 in nats; `sequences`, `(B, P + T)`, is what `generate`
+        returned. Entries after a sequence's end-of-sequence token belong to padding.
         """
         self._settle(sequences[:, -1])
         self._pending = None
@@ -74,7 +75,8 @@ class SamplingLogProbs(LogitsProcessor):
 @contextmanager
 def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterator[list[torch.Tensor]]:
     """
-    While the context is open, each `model.generate` call appends its sampling log-probs, `(B, T)`, to the yielded list.
+    While the context is open, each `model.generate` call appends its sampling log-probs, `(B, T)`, to the yielded
+    list.
 
     TRL calls `generate` with fixed arguments in the middle of a long method; an instance attribute that shadows the
     method is the only place to add a processor without copying that method.

@@ -1,5 +1,5 @@
 """
-How tensors reach an engine.
+Ways of tensors to an engine.
 
 | transport | between | how |
 |---|---|---|
@@ -47,20 +47,20 @@ class Transport(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """
-        Return what the engine was built for: `quantization_config`, `dtype`, `logprobs_mode`, kernels; for a server also how many
-        `replicas` it has, which are all alike.
+        Return what the engine was built for: `quantization_config`, `dtype`, `logprobs_mode`, kernels; for a server
+        also how many `replicas` it has, which are all alike.
         """
 
     def begin(self) -> list[str]:
         """
-        Start an update. The engine does not generate from here on. Returns the names of tensors that the engine no longer holds
-        as they were published.
+        Start an update. The engine does not generate from here on. Returns the names of tensors that the engine no
+        longer holds as they were published.
         """
 
     def keep_copy(self) -> str:
         """
-        Have the engine keep a copy of what it is sent, to which changes can be applied. Returns the digest of the fingerprints of
-        what it holds already; the empty string where that is nothing, or not the same on each rank.
+        Have the engine keep a copy of what it is sent, to which changes can be applied. Returns the digest of the
+        fingerprints of what it holds already; the empty string where that is nothing, or not the same on each rank.
         """
 
     def send(self, tensors: Tensors) -> None:
@@ -169,8 +169,8 @@ class DirectTransport:
 
 class ServerTransport:
     """
-    Requests common to every transport to a server; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]. `is_drawing` tells whether
-    completions of this trainer are in flight that are to go on with what is published.
+    Requests common to every transport to a server; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]. `is_drawing`
+    tells whether completions of this trainer are in flight that are to go on with what is published.
     """
 
     def __init__(self, client):
@@ -190,8 +190,8 @@ class ServerTransport:
         return {**first, "replicas": self._replicas}
 
     def begin(self) -> list[str]:
-        # Abort other clients' requests: they must not finish with other weights than they began with. Of kept ones vLLM drops keys and
-        # values, and computes them again with the new weights.
+        # Abort other clients' requests: they must not finish with other weights than they began with. Of kept ones
+        # vLLM drops keys and values, and computes them again with the new weights.
         self.client.control(f"/pause?mode={'keep' if self.is_drawing() else 'abort'}")
         # Union of the names that each rank has lost.
         changed = {name for names in self.client.call_workers("qarl_begin") for name in names or []}
@@ -317,7 +317,8 @@ def _described(ids: list[int] | None) -> str:
 
 
 def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return in what two replicas differ that must not: they are on devices of their own, and one may have been started again."""
+    """Return in what two replicas differ that must not: they are on devices of their own, and one may have been
+    started again."""
     own = ("device", "published", "replica")
     return sorted(name for name in first if name not in own and other.get(name) != first[name])
 

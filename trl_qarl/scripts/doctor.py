@@ -13,7 +13,7 @@ __all__ = ["main", "make_parser"]
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Check versions, hardware, kernels, memory and the transfer directory, and a model by its configuration alone.",
+        description="Check versions, hardware, kernels, memory and the transfer directory, and a model by its configuration.",
         epilog="Exit code: 0 with nothing but warnings, 1 with an error, 2 for options that make no sense.",
     )
     parser.add_argument(

@@ -16,7 +16,7 @@ _GB = 10**9
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Add up what training a model takes of each GPU, from its configuration alone, for DDP and FSDP2.",
+        description="Add up what training a model takes of each GPU, from only its configuration, for DDP and FSDP2.",
         epilog="Exit code: 0 if a launch fits, 1 if none does or vLLM cannot run the scheme there, 2 for options that make no sense.",
     )
     parser.add_argument("model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights")
@@ -30,7 +30,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     )
     add_plan_options(parser, default="w4a16")
     parser.add_argument("--optim", default="muon", help="muon, adamw_torch or adamw_torch_8bit")
-    parser.add_argument("--use_peft", action="store_true", help="LoRA on all linear layers, beside a frozen base")
+    parser.add_argument("--use_peft", action="store_true", help="LoRA on all linear layers, over a frozen base")
     parser.add_argument("--lora_r", type=int, default=16, help="its rank")
     parser.add_argument(
         "--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a process in an update"

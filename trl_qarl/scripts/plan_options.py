@@ -12,7 +12,8 @@ __all__ = ["add_plan_options"]
 
 def add_plan_options(parser: ArgumentParser, default: str | None, has_layers: bool = True) -> None:
     """
-    Add `--scheme` and `--group_size`, and with `has_layers` what names layers beside: `--exclude_modules` and the edges.
+    Add `--scheme` and `--group_size`, and with `has_layers` the options that name layers: `--exclude_modules` and the
+    edges.
 
     Args:
         parser (`ArgumentParser`):

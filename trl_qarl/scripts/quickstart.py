@@ -132,8 +132,8 @@ def _build(args: Namespace):
         max_steps=args.max_steps,
         learning_rate=args.learning_rate,
         seed=args.seed,
-        # A geometric mean over the four tokens of a sum moves a hundred times more per update than one over the paper's
-        # 16,384, whose bands of 1e-4 would drop almost every sequence.
+        # A geometric mean over the four tokens of a sum moves a hundred times more per update than one over the
+        # paper's 16,384, whose bands of 1e-4 would drop almost every sequence.
         positive_epsilon_high=0.1,
         negative_epsilon_low=0.1,
         negative_epsilon_high=0.15,

@@ -37,7 +37,7 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="page to write; default: %(default)s",
     )
     parser.add_argument(
-        "--png", action="store_true", help="write each figure as a PNG too, beside the page and under its name"
+        "--png", action="store_true", help="write each figure as a PNG too, next to the page and under its name"
     )
     parser.add_argument(
         "--follow",

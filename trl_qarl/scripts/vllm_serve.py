@@ -151,7 +151,8 @@ def _shapes(args: Namespace):
 
 
 def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
-    """Return what the learner's `quantization_config` will be, from the shapes of the model alone, which is quantized in place."""
+    """Return what the learner's `quantization_config` will be, from the shapes of the model alone, which is quantized
+    in place."""
     from ..checkpoint.layout import quantization_config
     from ..quantization.inventory import Inventory
     from ..quantization.swap import prepare_model
@@ -168,7 +169,7 @@ def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
 
 
 def _linear_layers(model) -> list[str]:
-    """Return the last components of the names of the layers that an adapter may stand beside."""
+    """Return the last components of the names of the layers that an adapter may be added to."""
     from torch import nn
 
     head = model.get_output_embeddings()

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 def sharded_by(accelerator: Accelerator) -> str | None:
     """
-    Return what shards the models that `accelerator` prepares: `"FSDP2"`, `"ZeRO-3"` or, for stages that leave masters whole,
-    `"DeepSpeed"`.
+    Return what shards the models that `accelerator` prepares: `"FSDP2"`, `"ZeRO-3"` or, for stages that leave masters
+    whole, `"DeepSpeed"`.
     """
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return "FSDP2"
@@ -50,7 +50,8 @@ def check_units(model: nn.Module) -> None:
 
 
 def shard_when_prepared(accelerator: Accelerator, then: Callable[[nn.Module], None]) -> None:
-    """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights, and pass it to `then`."""
+    """Have every model that `accelerator.prepare` shards from now on gather its low-bit weights, and pass it to
+    `then`."""
     # Patched on the instance: accelerate has no hook after a model is sharded.
     accelerator.prepare = _Sharding(accelerator.prepare, then)  # pyrefly: ignore[bad-assignment]
 

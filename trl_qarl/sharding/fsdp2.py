@@ -1,18 +1,22 @@
 """
-Low-bit weights of masters that FSDP2 has sharded: each process quantizes its own rows, and codes and scales are gathered.
+Low-bit weights of masters that FSDP2 has sharded: each process quantizes its own rows, and codes and scales are
+gathered.
 
-A row holds whole groups, so the codes of all processes together are those of one process, bit for bit, and they are 0.13 of the
-bytes of float32 masters for 4 bits. They are made of the master itself also where `mixed_precision` has FSDP gather everything else
-in 16 bits.
+A row holds whole groups, so the codes of all processes together are those of one process, bit for bit, and they are
+0.13 of the bytes of float32 masters for 4 bits. They are made of the master itself also where `mixed_precision` has
+FSDP gather everything else in 16 bits.
 
-A low-bit weight without a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and gathered likewise.
+A low-bit weight without a master, such as the base of an adapter, is sharded as rows of bytes ([`as_bytes`]) and
+gathered likewise.
 
-Outside a forward a sharded layer's weight is a `DTensor`; what the layer calls its master and its low-bit weight are the rows that
-this process holds ([`ShardedSource`]), and [`Rows`] gathers, which every process has to call. In a forward the weight is the gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the masters.
+Outside a forward a sharded layer's weight is a `DTensor`; what the layer calls its master and its low-bit weight are
+the rows that this process holds ([`ShardedSource`]), and [`Rows`] gathers, which every process has to call. In a
+forward the weight is the gathered [`LowBitTensor`], whose straight-through gradient FSDP reduces into the rows of the
+masters.
 
 FSDP2's extension point is `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a *local* tensor
-(https://github.com/pytorch/pytorch/pull/122908). [`MasterShard`] has these two and is an ordinary tensor otherwise, so optimizers,
-clipping and checkpoints see nothing else than without it.
+(https://github.com/pytorch/pytorch/pull/122908). [`MasterShard`] has these two and is an ordinary tensor otherwise, so
+optimizers, clipping and checkpoints see nothing else than without it.
 """
 
 from collections.abc import Iterator
@@ -39,8 +43,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 class MasterShard(torch.Tensor):
     """
-    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`: a plain tensor but for what FSDP2 asks
-    of it around an all-gather.
+    The rows of a master that this process holds, `(rows, K)`, or the experts, `(E, N, K)`: a plain tensor but for what
+    FSDP2 asks of it around an all-gather.
 
     Of a low-bit weight without a master it has the bytes.
 
@@ -51,20 +55,22 @@ class MasterShard(torch.Tensor):
             Rows of the largest shard, those of all its experts together, which every process sends.
     """
 
-    # What an operation returns is no shard.
+    # Results of operations are not shards.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
 
     weight: QuantizedWeight
     padded_rows: int
 
-    # FSDP passes five arguments to a method that takes them, and then asks for the padded size of the master (torch 2.13).
+    # FSDP passes five arguments to a method that takes them, and then asks for the padded size of the master (torch
+    # 2.13).
     def fsdp_pre_all_gather(self, mesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return what this process sends, and what it has to know to read it."""
         low_bit = self.weight.low_bit_weight()
         parts = [_with_rows(tensor, self.padded_rows) for tensor in low_bit.parts()]
         if mesh.size() > 1:
             return tuple(parts), None
-        # With one process FSDP takes the first tensor alone (torch 2.13, https://github.com/pytorch/pytorch/pull/197999).
+        # With one process FSDP takes only the first tensor (torch 2.13,
+        # https://github.com/pytorch/pytorch/pull/197999).
         views, buffer = [], []
         for tensor in parts:
             raw = tensor.reshape(-1).view(torch.uint8)
@@ -73,7 +79,8 @@ class MasterShard(torch.Tensor):
         return (torch.cat(buffer),), views
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        """Return the low-bit weight and the tensors that hold it; with `out`, the one returned before, they are filled again."""
+        """Return the low-bit weight and the tensors that hold it; with `out`, the one returned before, they are filled
+        again."""
         if out is not None:
             # Its bits may be others than before, in the same container.
             out.scheme = self.weight.scheme
@@ -87,7 +94,8 @@ class MasterShard(torch.Tensor):
 
     @override
     def to(self, device, *args, **kwargs):
-        """Return itself for another device, where masters are kept in the host's memory: codes and scales go there, not masters."""
+        """Return itself for another device, where masters are kept in the host's memory: codes and scales go there,
+        not masters."""
         return _OnDevice(self, torch.device(device)) if torch.device(device).type != self.device.type else self
 
 
@@ -174,7 +182,8 @@ class ShardedSource(MasterSource):
 
 
 class FrozenRows(MasterSource):
-    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its other tensors."""
+    """Rows of bytes in the place of `low_bit`, a frozen weight: those of its codes, then those of its other
+    tensors."""
 
     is_frozen = True
 
@@ -197,7 +206,8 @@ class FrozenRows(MasterSource):
 
 
 def as_bytes(model: nn.Module) -> None:
-    """Put rows of bytes into the place of every frozen low-bit weight of `model`, as FSDP2 shards plain tensors alone."""
+    """Put rows of bytes into the place of every frozen low-bit weight of `model`, as FSDP2 shards only plain
+    tensors."""
     for layer in model.modules():
         for weight in layer.quantized_weights.values() if isinstance(layer, QuantizedLayer) else ():
             low_bit = weight.parameter
@@ -209,9 +219,11 @@ def as_bytes(model: nn.Module) -> None:
 
 def shard_low_bit(model: nn.Module) -> int:
     """
-    Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of `model`, which it has sharded.
+    Have FSDP2 gather low-bit weights in place of the masters of every quantized layer of `model`, which it has
+    sharded.
 
-    To be called after everything that puts other tensors into the place of parameters, such as `.to`; it can be called again.
+    To be called after everything that puts other tensors into the place of parameters, such as `.to`; it can be called
+    again.
 
     Returns:
         The number of weights.
@@ -272,7 +284,8 @@ def _shard(weight: torch.Tensor) -> MasterShard:
 
 
 def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes and scales has zeros, or copies."""
+    """Return `tensor` with rows of zeros up to `count`, as bytes: not every dtype of codes and scales has zeros, or
+    copies."""
     if len(tensor) == count:
         return tensor
     padded = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)

@@ -1,11 +1,12 @@
 """
-Masters that DeepSpeed's ZeRO-3 has cut into flat slices, of which each process holds one, and the settings of DeepSpeed that all stages need.
+Masters that DeepSpeed's ZeRO-3 has cut into flat slices, of which each process holds one, and the settings of
+DeepSpeed that all stages need.
 
-A slice cuts through rows and their groups, so that no process can quantize its own. DeepSpeed gathers the masters of a layer before its
-forward and its backward, where they are parameters as in one process: whole, and what takes the gradient. In between a parameter is
-empty, and [`Slices.whole`] gathers it, which every process has to call.
+A slice cuts through rows and their groups, so that no process can quantize its own. DeepSpeed gathers the masters of a
+layer before its forward and its backward, where they are parameters as in one process: whole, and what takes the
+gradient. In between a parameter is empty, and [`Slices.whole`] gathers it, which every process has to call.
 
-What DeepSpeed has cut is known by its attributes, as DeepSpeed is optional.
+Partitioned parameters are detected by their attributes, because DeepSpeed is optional.
 """
 
 import logging
@@ -44,7 +45,8 @@ class Slices(Storage):
 
     @override
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All of `tensor`: itself where it is whole, as in a forward, else what was gathered, which has no gradient."""
+        """All of `tensor`: itself where it is whole, as in a forward, else what was gathered, which has no
+        gradient."""
         if tensor.ds_status.name == "AVAILABLE":
             return tensor
         import deepspeed
@@ -59,8 +61,8 @@ BACKENDS.append(Slices())
 
 def forget_order(engine: Any) -> None:
     """
-    Have DeepSpeed's `engine` gather what its next forward and backward ask for, not what the forward before it did in its order: a
-    forward for a rollout, for scoring or for a comparison runs other modules than that of the loss.
+    Have DeepSpeed's `engine` gather what its next forward and backward ask for, not what the forward before it did in
+    its order: a forward for a rollout, for scoring or for a comparison runs other modules than that of the loss.
     """
     offload = getattr(engine.optimizer, "parameter_offload", None)
     coordinator = None if offload is None else offload.get_param_coordinator()
@@ -70,8 +72,8 @@ def forget_order(engine: Any) -> None:
 
 def keep_float32_masters(config: dict[str, Any]) -> None:
     """
-    Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its configuration, and step with
-    `optim`: with an offloaded state accelerate would substitute DeepSpeed's own Adam.
+    Have DeepSpeed leave the model in float32, whatever accelerate has made of `mixed_precision` in its configuration,
+    and step with `optim`: with an offloaded state accelerate would substitute DeepSpeed's own Adam.
     """
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     if config.get("bf16", {}).get("enabled"):
@@ -80,7 +82,8 @@ def keep_float32_masters(config: dict[str, Any]) -> None:
 
 
 def compute_in_bfloat16(model: nn.Module) -> None:
-    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP; also in PEFT's `generate`."""
+    """Have the model's forward compute under autocast and return float32, as accelerate does with DDP; also in PEFT's
+    `generate`."""
     # PEFT's `generate` bypasses the forward of the adapted model.
     model = base_model(model)
     device = next(model.parameters()).device

@@ -114,7 +114,7 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
         name, options = cell_name(cell), {"quantize_learner": True, **train, **cell}
         _require(
             options.get("scheme") != "bf16" or options["quantize_learner"] is not False,
-            f"The cell {name} has scheme bf16 and quantize_learner false, but bf16 has no low-bit weights for the rollout alone to "
+            f"The cell {name} has scheme bf16 and quantize_learner false, but bf16 has no low-bit weights for only the rollout to "
             "run; remove `quantize_learner`, or name a quantized scheme.",
         )
         _require(name not in names, f"The cell {name} occurs twice; remove one of them.")
@@ -130,7 +130,8 @@ def expand_grid(config: dict[str, Any]) -> list[dict[str, str | int]]:
 
 
 def cell_name(cell: dict[str, str | int]) -> str:
-    """Return the name of a cell's directory: what the report calls it and its seed, such as `QaRL-tbpo-w4a16-seed0`."""
+    """Return the name of a cell's directory: what the report calls it and its seed, such as
+    `QaRL-tbpo-w4a16-seed0`."""
     return "-".join(label_parts(cell) + ([f"seed{cell['seed']}"] if "seed" in cell else []))
 
 

@@ -1,4 +1,4 @@
-"""Groups of runs that differ by their seed alone: what they are called, which colour they have, and how they differ."""
+"""Groups of runs that differ only by their seed: their names, colors and differences."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ __all__ = [
     "student_95",
 ]
 
-# What a run logs at equal distances; other metrics are left out of a row where there is nothing to count.
+# Metrics logged at equal distances; others are left out of a row if there is nothing to count.
 EVERY_BATCH = ("reward", "entropy", "mismatch/abs_logp_mean")
 
 COLORS = {
@@ -48,8 +48,8 @@ COLORS = {
     "teal": ("#1b7f8c", "#52b9c6"),
 }
 """
-On a light and on a dark page, mostly Okabe and Ito's. The first three are TBPO's, those of a quantized learner, of a quantized rollout
-alone and of none; the next three are GRPO's, and the others share the rest.
+On a light and on a dark page, mostly Okabe and Ito's. The first three are TBPO's, those of a quantized learner, of a
+quantized rollout alone and of none; the next three are GRPO's, and the others share the rest.
 """
 
 _KINDS = ("QaRL", "rollout-only", "bf16")
@@ -77,9 +77,9 @@ class Group:
 
     def result(self, run: Run, score: str | None = None) -> float | None:
         """
-        Return the final reward of a run: the mean of `reward` over the logged steps in the last quarter before `last_step`, the largest
-        that any run of the report with the same `max_steps` has reached; `None` of a run that ended before. With `score`, the name of
-        an evaluation, it is the share that was solved.
+        Return the final reward of a run: the mean of `reward` over the logged steps in the last quarter before
+        `last_step`, the largest that any run of the report with the same `max_steps` has reached; `None` of a run that
+        ended before. With `score`, the name of an evaluation, it is the share that was solved.
         """
         if score is not None:
             solved = run.evaluation.get(score)
@@ -98,7 +98,8 @@ class Group:
 
 def label_parts(config: Mapping[str, Any]) -> list[str]:
     """
-    Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and `lora_mode`.
+    Return what a run is called, from the settings that it has of `quantize_learner`, `objective`, `scheme` and
+    `lora_mode`.
 
     Example:
 
@@ -121,7 +122,8 @@ def label_parts(config: Mapping[str, Any]) -> list[str]:
 
 def name_parts(config: Mapping[str, Any]) -> list[str]:
     """
-    Return what a setting is called, from those of `quantize_learner`, `objective`, `scheme` and `lora_mode` that it has.
+    Return what a setting is called, from those of `quantize_learner`, `objective`, `scheme` and `lora_mode` that it
+    has.
 
     The scheme of a quantized run is named only where the others say nothing: a report adds it where schemes differ.
 
@@ -157,8 +159,8 @@ def setting_color(config: Mapping[str, Any]) -> str:
 
 def choose_colors(configs: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """
-    Choose colour and line style of each setting of a report: the first with a colour keeps it, others of the same name take the
-    colours that are free, and further line styles when none is left.
+    Choose colour and line style of each setting of a report: the first with a colour keeps it, others of the same name
+    take the colours that are free, and further line styles when none is left.
     """
     wanted = [setting_color(config) for config in configs]
     free = [color for color in [*list(COLORS)[6:], *COLORS] if color not in wanted]
@@ -226,16 +228,16 @@ def student_95(freedom: int) -> float:
 
 def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     """
-    Say whether two groups differ by more than the noise between seeds: Student's test at 5 %, `|m_a - m_b| > t s sqrt(1 / n_a + 1 /
-    n_b)` with the pooled standard deviation `s` over seeds.
+    Say whether two groups differ by more than the noise between seeds: Student's test at 5 %,
+    `|m_a - m_b| > t s sqrt(1 / n_a + 1 / n_b)` with the pooled standard deviation `s` over seeds.
 
     Args:
         a, b (`Sequence[float]`):
             One result for each seed.
 
     Returns:
-        `{"difference": m_a - m_b or None, "noise": the right side or None, "verdict"}`, the verdict being `"exceeds"`, `"within"`,
-        or `"unknown"` where a group has fewer than two seeds.
+        `{"difference": m_a - m_b or None, "noise": the right side or None, "verdict"}`, the verdict being `"exceeds"`,
+        `"within"`, or `"unknown"` where a group has fewer than two seeds.
     """
     difference = statistics.fmean(a) - statistics.fmean(b) if a and b else None
     if difference is None or min(len(a), len(b)) < 2:
@@ -248,9 +250,9 @@ def compare_groups(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
 
 def describe_differences(groups: list[Group], score: str | None = None) -> dict[str, list[str]]:
     """
-    Return one sentence per pair of groups that train the same model for the same reward, about their final rewards or their
-    evaluation `score`. The sentences come under `"exceeds"`, `"within"` and `"unknown"` as [`compare_groups`] judges them, pairs that
-    differ in the fewest settings first, then larger differences.
+    Return one sentence per pair of groups that train the same model for the same reward, about their final rewards or
+    their evaluation `score`. The sentences come under `"exceeds"`, `"within"` and `"unknown"` as [`compare_groups`]
+    judges them, pairs that differ in the fewest settings first, then larger differences.
     """
     what, ends_at = ("final reward", "ends at") if score is None else (f"{score} score", f"has a {score} score of")
     found: dict[str, list[tuple[int, float, str]]] = {"exceeds": [], "within": [], "unknown": []}
@@ -281,8 +283,8 @@ def describe_differences(groups: list[Group], score: str | None = None) -> dict[
 
 def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
     """
-    Return neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among 1, 3, ..., 9, 31,
-    ... Fewer than three steps have no usual distance.
+    Return neighbours among increasing `steps` that lie further apart than most of them do, such as `(9, 31)` among 1,
+    3, ..., 9, 31, ... Fewer than three steps have no usual distance.
     """
     pairs = list(itertools.pairwise(steps))
     usual = statistics.mode(sorted(b - a for a, b in pairs)) if len(pairs) > 1 else math.inf
@@ -291,9 +293,10 @@ def find_holes(steps: Iterable[int]) -> list[tuple[int, int]]:
 
 def find_gaps(run: Run) -> list[str]:
     """
-    Return sentences about values that are not finite, about updates that changed nothing, and about values that are missing between
-    others of the run. Metrics with the same gaps share a sentence. The first update has no code flips, as there is nothing to
-    compare with or the learning rate starts at 0; a mismatch of 0 is what exact numerics promise.
+    Return sentences about values that are not finite, about updates that changed nothing, and about values that are
+    missing between others of the run. Metrics with the same gaps share a sentence. The first update has no code flips,
+    as there is nothing to compare with or the learning rate starts at 0; a mismatch of 0 is what exact numerics
+    promise.
     """
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for metric in dict.fromkeys(metric for row in run.rows.values() for metric in row):

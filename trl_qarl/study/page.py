@@ -1,6 +1,6 @@
 """
-The page of `trl-qarl report`: `page.html` with `page.css` and figures inline, no script, filled with what the runs wrote. The template
-escapes it. At its top: is the run healthy, and is one setting better than another?
+The page of `trl-qarl report`: `page.html` with `page.css` and figures inline, no script, filled with what the runs
+wrote. The template escapes it. At its top: is the run healthy, and is one setting better than another?
 """
 
 import json
@@ -41,7 +41,7 @@ _TIMES = {
     "step/optimizer_seconds": "optimizer and quantizing, s",
     "rollout/tokens_per_second": "tokens per second of rollouts",
 }
-# What a link to a section says, so that all fit into one line.
+# Text of a link to a section, short enough for one line.
 _SHORT = {"Reward and entropy": "Reward", "Mismatch between learner and rollout": "Mismatch", "Sound text": "Text"}
 _SHORT |= {
     "Reward at each precision": "Bits",
@@ -53,7 +53,8 @@ _FIELDS = ("model", "quantize_learner", "objective", "scheme", "group_size", "us
 
 
 def assess_group(group: Group) -> list[tuple[Finding, str]]:
-    """Return what the rules say of the runs of a group: of each rule the worst finding, and the run that it is about."""
+    """Return what the rules say of the runs of a group: of each rule the worst finding, and the run that it is
+    about."""
     worst: dict[str, tuple[Finding, str]] = {}
     for run in group.runs:
         for finding in assess([{"step": step, **row} for step, row in run.rows.items()], group.config):
@@ -74,8 +75,8 @@ def make_page(
     groups: list[Group], figures: tuple[list[Figure], list[Figure]], notes: list[str], refresh: int | None = None
 ) -> str:
     """
-    Return the page with what [`~trl_qarl.study.plots.draw_figures`] drew, and notes on what is missing beside what is known of each
-    run. A browser loads it again after `refresh` seconds, while a run goes on.
+    Return the page with what [`~trl_qarl.study.plots.draw_figures`] drew, and notes on what is missing next to what is
+    known of each run. A browser loads it again after `refresh` seconds, while a run goes on.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -128,7 +129,8 @@ def make_page(
 
 
 def _style() -> str:
-    """Return the stylesheet, and colours: as variables, and in panels what replaces those that were drawn with on a dark page."""
+    """Return the stylesheet, and colours: as variables, and in panels what replaces those that were drawn with on a
+    dark page."""
     light, dark = ("".join(f"--{name}: {pair[i]}; " for name, pair in COLORS.items()) for i in (0, 1))
     drawn = {pair[0]: name for name, pair in COLORS.items()}
     drawn |= {color: name for name, color in (LEVEL_COLORS | PAGE_COLORS).items()}
@@ -203,8 +205,8 @@ def _worst(findings: list[tuple[Finding, str]]) -> str:
 
 def _evaluation(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
     """
-    Return results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences where there are
-    none.
+    Return results of `trl-qarl eval`, without the columns that say nothing: the run where there is one, differences
+    where there are none.
     """
     header = ["run", *EVAL_COLUMNS]
     rows = [[run.name, *row] for run in runs for result in run.evals for row in eval_rows(result)]

@@ -1,6 +1,6 @@
 """
-The figures of `trl-qarl report`: which panels there are and how each is drawn. One colour per group of runs, bands over seeds, nothing
-left out without a mark. Loads matplotlib and pandas.
+The figures of `trl-qarl report`: which panels there are and how each is drawn. One colour per group of runs, bands
+over seeds, nothing left out without a mark. Loads matplotlib and pandas.
 """
 
 import io
@@ -48,8 +48,8 @@ _SETTINGS = {
 
 class Metric(NamedTuple):
     """
-    A metric over updates: its `name` in `metrics.jsonl`; what it is, with its unit; `"linear"`, `"log"`, or `"share"`, which always
-    goes from 0 to 1; `limits` that the axis always shows; and ranges to shade with the level of each.
+    A metric over updates: its `name` in `metrics.jsonl`; what it is, with its unit; `"linear"`, `"log"`, or `"share"`,
+    which always goes from 0 to 1; `limits` that the axis always shows; and ranges to shade with the level of each.
     """
 
     name: str
@@ -62,8 +62,8 @@ class Metric(NamedTuple):
 @dataclass
 class Figure:
     """
-    Panels under one heading: pairs of a title and what draws it on axes, and an SVG of each. `name` is that of its PNG file. `exact`
-    says which metrics are 0 at every update, which no logarithmic axis can show.
+    Panels under one heading: pairs of a title and what draws it on axes, and an SVG of each. `name` is that of its PNG
+    file. `exact` says which metrics are 0 at every update, which no logarithmic axis can show.
     """
 
     heading: str
@@ -75,7 +75,7 @@ class Figure:
 
     @property
     def is_wide(self) -> bool:
-        """Whether panels stand in two columns rather than in three, so that rows are full."""
+        """True if panels stand in two columns rather than in three, so that rows are full."""
         return len(self.panels) % 2 == 0 or len(self.panels) == 1
 
 
@@ -143,7 +143,8 @@ _DISTRIBUTIONS = (
 
 
 def draw_figures(groups: list[Group], output: Path, with_png: bool = False) -> tuple[list[Figure], list[Figure]]:
-    """Draw the figures of which a run has values, over updates and of distributions; `with_png` also as files next to `output`."""
+    """Draw the figures of which a run has values, over updates and of distributions; `with_png` also as files next to
+    `output`."""
     over_updates = [
         found for (heading, name), of in _METRICS.items() if (found := _over_updates(groups, heading, name, of))
     ]
@@ -200,8 +201,8 @@ def _over_updates(groups: list[Group], heading: str, name: str, metrics: Iterabl
 
 def _draw_metric(axes, groups: list[Group], metric: Metric) -> None:
     """
-    Draw a metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest. A cross marks a
-    value that is not finite, a triangle one of 0 or below on a logarithmic axis.
+    Draw a metric over updates: the mean over the seeds of each group, and a band from the smallest to the largest. A
+    cross marks a value that is not finite, a triangle one of 0 or below on a logarithmic axis.
     """
     marked = 0
     for group in groups:
@@ -295,8 +296,8 @@ def _draw_distribution(
     axes, color: str, counts, bounds: list[float], xlabel: str, floor: float, linear: float, limits: tuple
 ) -> None:
     """
-    Draw the distribution of one quantity with one sign of the advantage, all steps and seeds of a group together, with the clip bounds
-    of the last step, on the axis of its logarithm.
+    Draw the distribution of one quantity with one sign of the advantage, all steps and seeds of a group together, with
+    the clip bounds of the last step, on the axis of its logarithm.
     """
     axes.set_xscale("symlog", linthresh=linear)
     axes.set_yscale("log")
@@ -316,7 +317,8 @@ _TICKS = [1.0, 0.5, 2.0, 0.1, 10.0, 0.001, 1000.0, *(1 + sign * 10.0**-k for k i
 
 
 def draw_finals(groups: list[Group]) -> str:
-    """Draw final rewards by group as SVG: a dot for the mean, a whisker from the smallest to the largest seed, a ring for each."""
+    """Draw final rewards by group as SVG: a dot for the mean, a whisker from the smallest to the largest seed, a ring
+    for each."""
 
     def draw(axes) -> None:
         for index, group in enumerate(groups):
@@ -333,8 +335,9 @@ def draw_finals(groups: list[Group]) -> str:
 
 def to_svg(draw: Callable, name: str, title: str, size: tuple[float, float]) -> str:
     """
-    Draw one panel of `size` inches with `draw(axes)`, as an `<svg>` element. The page's stylesheet knows its colours, and changes them
-    on a dark page. Its ids are made of `name`, and have to be unique on the page; a screen reader says the `title`.
+    Draw one panel of `size` inches with `draw(axes)`, as an `<svg>` element. The page's stylesheet knows its colours,
+    and changes them on a dark page. Its ids are made of `name`, and have to be unique on the page; a screen reader
+    says the `title`.
     """
     # Neither a date nor random names, so that a page of the same runs is the same.
     with _axes(size, hashsalt=name) as (figure, (axes,)):

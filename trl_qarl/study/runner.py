@@ -150,7 +150,8 @@ def _run_cell(
 
 
 def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | None, stop: threading.Event) -> int:
-    """Return the exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None` all."""
+    """Return the exit code of `command`, which ends when `stop` is set. It sees the GPUs of `device`, or with `None`
+    all."""
     log.write(f"$ {shlex.join(command)}\n")
     log.flush()
     # The process inherits the lock: as long as it runs a second command is refused, even if this one was killed.
@@ -173,7 +174,7 @@ def _run(command: list[str], out: TextIO, log: TextIO, lock: int, device: str | 
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
-        # What a cell leaves behind, such as a server, would take memory from the next one.
+        # Processes that a cell leaves behind, such as a server, would take memory from the next one.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,8 +1,8 @@
 """
-What training runs wrote, read for comparison: metrics, distributions, configuration, evaluation.
+Reads files of training runs for comparison: metrics, distributions, configuration, evaluation.
 
-Runs that were killed leave incomplete lines, resumed ones log some steps twice: what can be read is used, and everything else
-becomes a note of the run.
+Runs that were killed leave incomplete lines, resumed ones log some steps twice: what can be read is used, and
+everything else becomes a note of the run.
 """
 
 import bisect
@@ -27,8 +27,8 @@ _UNREADABLE = (ValueError, RecursionError, LookupError, TypeError, AttributeErro
 @dataclass
 class Run:
     """
-    One training run. `rows` maps each step to its metrics, where `None` stands for a value that is not finite. `times` are those
-    of the first and the last row, in seconds since the epoch.
+    One training run. `rows` maps each step to its metrics, where `None` stands for a value that is not finite. `times`
+    are those of the first and the last row, in seconds since the epoch.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether training has ended in order: transformers logs its duration last."""
+        """True if training has ended normally: transformers logs its duration last."""
         return "train_runtime" in self.rows[self.last_step]
 
     @property
@@ -62,8 +62,8 @@ class Run:
 
 def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """
-    Read the runs of the given directories, or of the directories inside one that is itself no run, as `trl-qarl compare` makes.
-    Models of the same content get the name of the first of them.
+    Read the runs of the given directories, or of the directories inside one that is itself no run, as
+    `trl-qarl compare` makes. Models of the same content get the name of the first of them.
 
     Returns:
         The runs, and notes on directories that were left out.
@@ -115,7 +115,7 @@ def read_run(path: str | Path) -> Run:
     if not (path / METRICS_FILE).is_file():
         raise ValueError(f"{path} has no {METRICS_FILE}: no step of it was logged.")
     run = Run(path.name, _read_config(path / RUN_FILE), {}, path=path)
-    # Rows of evaluations and the summary at the end share their step with an update, which alone has a loss.
+    # Rows of evaluations and the summary at the end share their step with an update, and only an update has a loss.
     rows, repeated = _read_rows(path / METRICS_FILE, _is_row, lambda row: "loss" in row or None, run.notes)
     for row in rows:
         run.rows.setdefault(row["step"], {}).update(_metrics(row))
@@ -146,8 +146,8 @@ def read_run(path: str | Path) -> Run:
 
 def read_evals(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """
-    Read the results of `trl-qarl eval`, `eval.json` or `eval-NAME.json`, in a run's folder and in those inside it, where exports
-    lie, and notes on files that are not used.
+    Read the results of `trl-qarl eval`, `eval.json` or `eval-NAME.json`, in a run's folder and in those inside it,
+    where exports lie, and notes on files that are not used.
     """
     found, notes = [], []
     for folder in (path, *sorted(child for child in path.iterdir() if child.is_dir())):
@@ -164,7 +164,8 @@ def read_evals(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def eval_rows(result: dict[str, Any]) -> list[list[str]]:
-    """Return cells under [`EVAL_COLUMNS`], a row for each model and task; raises what a file of another form raises."""
+    """Return cells under [`EVAL_COLUMNS`], a row for each model and task; raises what a file of another form
+    raises."""
 
     def percent(mean: float, error: float | None, sign: str = "") -> str:
         return f"{mean:{sign}.1%}" + ("" if error is None else f" ±{error:.1%}")
@@ -214,8 +215,9 @@ def _read_rows(
     path: Path, is_valid: Callable[[dict], Any], kind_of: Callable[[dict], Any], notes: list[str]
 ) -> tuple[list[dict[str, Any]], int]:
     """
-    Return the valid rows by rising step, and how many of their steps were logged twice. A step that goes back, or a second row of
-    the same step and kind, is the first one after a resume: what the killed process had logged from there on is void.
+    Return the valid rows by rising step, and how many of their steps were logged twice. A step that goes back, or a
+    second row of the same step and kind, is the first one after a resume: what the killed process had logged from
+    there on is void.
     """
     rows: list[dict[str, Any]] = []
     repeated, broken = 0, []

@@ -82,8 +82,8 @@ def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
         rows (`Iterable[Mapping[str, float | None]]`):
             Logged metrics in their order with their `step`, `None` for what is not finite.
         config (`Mapping[str, Any]`):
-            Content of `run.json`: `scheme`, `quantize_learner`, `objective`, `learning_rate`, and `options` for what differs
-            from the defaults.
+            Content of `run.json`: `scheme`, `quantize_learner`, `objective`, `learning_rate`, and `options` for what
+            differs from the defaults.
     """
     settings = {**config.get("options", {}), **config}
     parts = _by_bits(rows, settings)
@@ -98,8 +98,9 @@ def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
 
 def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list[Mapping[str, float | None]]]:
     """
-    Return the rows of each precision of a run with `precisions`, of which the worst counts; of a schedule those of the last. A row is of
-    the bits that were logged last; means over several precisions are compared with means over as many of each.
+    Return the rows of each precision of a run with `precisions`, of which the worst counts; of a schedule those of the
+    last. A row is of the bits that were logged last; means over several precisions are compared with means over as
+    many of each.
     """
     parts: dict[float | None, list[Mapping[str, float | None]]] = {}
     bits = None
@@ -202,7 +203,7 @@ def _realign(settings: Mapping[str, Any]) -> str:
 def _dropped(rows: Sequence, settings: Mapping[str, Any]) -> Finding | None:
     values = _recent(rows, "tbpo/dropped/total")
     ratios = _recent(rows, "tbpo/ratio/min") + _recent(rows, "tbpo/ratio/max")
-    # Updates on fresh batches alone have a ratio of 1, and nothing to drop.
+    # On-policy updates have a ratio of 1, and nothing to drop.
     if len(values) < 4 or (ratios and max(abs(ratio - 1) for ratio in ratios) < 1e-6):
         return None
     share, (low, high) = statistics.fmean(values), DROPPED_AIM

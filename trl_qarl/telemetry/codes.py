@@ -1,4 +1,5 @@
-"""Measurements of the low-bit weights (`quant/*`): code flips, updates relative to a quantization step, quantization error."""
+"""Measurements of the low-bit weights (`quant/*`): code flips, updates relative to a quantization step, quantization
+error."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -59,8 +60,9 @@ def update_to_step(
     Return the mean `|w - w_before| / step` over the rows of [`sampled_masters`], taken before the update: how far it
     moves a master relative to the distance of neighbouring low-bit values.
 
-    `step` is the magnitude of the scale of the weight's group for integer codes. E4M3 codes lie `2^(max(floor(log2 |q|), -6) - 3)` scales
-    apart around the code `q`, E2M1 codes `2^(max(floor(log2 |q|), 0) - 1)`. NaN without layers.
+    `step` is the magnitude of the scale of the weight's group for integer codes. E4M3 codes lie
+    `2^(max(floor(log2 |q|), -6) - 3)` scales apart around the code `q`, E2M1 codes `2^(max(floor(log2 |q|), 0) - 1)`.
+    NaN without layers.
     """
     total = count = 0.0
     for name, weight in weights:

@@ -99,7 +99,8 @@ class RowPrinter(_Rows, PrinterCallback):
 
 
 def show_rows(handler: CallbackHandler) -> None:
-    """Put short rows in place of transformers' full ones. A callback of another kind, such as a notebook's table, stays."""
+    """Put short rows in place of transformers' full ones. A callback of another kind, such as a notebook's table,
+    stays."""
     for theirs, ours in ((ProgressCallback, RowProgress), (PrinterCallback, RowPrinter)):
         if any(type(callback) is theirs for callback in handler.callbacks):
             handler.remove_callback(theirs)

@@ -36,8 +36,9 @@ def mismatch_sums(
     With `d = old_per_token_logps - sampling_per_token_logps`, all `(B, T)`, in nats:
 
     Returns:
-        `(5,)` float64 sums of: tokens, `|d|`, `-d` (k1), `exp(d) - 1 - d` (k3), tokens without a sampling log-prob; and
-        the 0-d maximum of `|d|`. k1 and k3 estimate `KL(sampler || learner)` (http://joschu.net/blog/kl-approx.html).
+        `(5,)` float64 sums of: tokens, `|d|`, `-d` (k1), `exp(d) - 1 - d` (k3), tokens without a sampling log-prob;
+        and the 0-d maximum of `|d|`. k1 and k3 estimate `KL(sampler || learner)`
+        (http://joschu.net/blog/kl-approx.html).
     """
     mask = mask.bool()
     known = mask & ~sampling_per_token_logps.isnan()
@@ -83,13 +84,13 @@ def split_sums(
     """
     Return sums for [`split_metrics`], which add up over processes, and maxima.
 
-    Arguments as in [`mismatch_sums`], and `advantages` of shape `(B,)`. A token's quarter is that of its rank among the
-    tokens of its completion that count, `floor(4 rank / L)`.
+    Arguments as in [`mismatch_sums`], and `advantages` of shape `(B,)`. A token's quarter is that of its rank among
+    the tokens of its completion that count, `floor(4 rank / L)`.
 
     Returns:
-        `(4, 7)` float64 sums: of `|d|`, `-d`, `exp(d) - 1 - d` and of tokens, over those of positive and of negative advantage,
-        of each quarter, and of error tokens, whose last row counts all tokens. And `(6,)` maxima of `|d|` over the same tokens
-        but the last, 0 where there is none.
+        `(4, 7)` float64 sums: of `|d|`, `-d`, `exp(d) - 1 - d` and of tokens, over those of positive and of negative
+        advantage, of each quarter, and of error tokens, whose last row counts all tokens. And `(6,)` maxima of `|d|`
+        over the same tokens but the last, 0 where there is none.
     """
     mask = mask.bool()
     known = mask & ~sampling_per_token_logps.isnan()
@@ -147,8 +148,8 @@ def ratio_histograms(log_ratios: torch.Tensor, advantages: torch.Tensor, counts:
 
     Args:
         log_ratios (`torch.Tensor` of shape `(Q, N)`):
-            Logs of `Q` quantities for each sequence or token, in nats. What lies beyond the edges is counted in the outermost
-            bins, NaN nowhere.
+            Logs of `Q` quantities for each sequence or token, in nats. What lies beyond the edges is counted in the
+            outermost bins, NaN nowhere.
         advantages (`torch.Tensor` of shape `(N,)`):
             Where the advantage is 0, nothing is counted.
         counts (`torch.Tensor` of shape `(N,)`):

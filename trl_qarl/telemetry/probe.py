@@ -1,8 +1,8 @@
 r"""
 Full-vocabulary mismatch between learner and engine on a few sequences.
 
-The log-probs of sampled tokens show the mismatch where the sampler went; this shows it over the whole vocabulary. The engine gives
-its `k` likeliest tokens at each position, and the rest of the vocabulary counts as one more outcome `o`:
+The log-probs of sampled tokens show the mismatch where the sampler went; this shows it over the whole vocabulary. The
+engine gives its `k` likeliest tokens at each position, and the rest of the vocabulary counts as one more outcome `o`:
 
     KL_k = sum_{v in top k} p(v) (log p(v) - log q(v)) + p(o) (log p(o) - log q(o))       p the engine, q the learner
 

@@ -42,7 +42,8 @@ class Recorder(TrainerCallback):
     """
     Counters, timers and histograms of one run.
 
-    What is measured goes into `metrics`, which TRL averages and logs; what is written as it is waits for [`~Recorder.pop`].
+    What is measured goes into `metrics`, which TRL averages and logs; what is written as it is waits for
+    [`~Recorder.pop`].
 
     Args:
         args ([`QaRLConfig`]):
@@ -379,7 +380,7 @@ class Recorder(TrainerCallback):
         ).tolist()
 
     def _trained_layers(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        # Beside an adapter nothing of the base moves.
+        # With an adapter the base does not change.
         return ((name, layer) for name, layer in Inventory.of(self.model).weights() if layer.is_trained)
 
     def pop(self) -> dict[str, list[dict[str, Any]]]:

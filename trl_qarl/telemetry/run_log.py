@@ -1,15 +1,18 @@
 """
-Files of a run that can be read without a tracker: five JSON files in the output directory, written by the main process.
+Files of a run that can be read without a tracker: five JSON files in the output directory, written by the main
+process.
 
 - `metrics.jsonl`: one line per logged row, `{"step", "time", **metrics}`; `time` in seconds since the epoch, NaN and
   infinity as `null`.
-- `batches.jsonl`: one line per generation batch with its reward, mismatch, publication and quantization error, `{"step", "time",
-  **metrics}`, whatever `logging_steps` is: a row of `metrics.jsonl` holds means over the batches since the last one.
+- `batches.jsonl`: one line per generation batch with its reward, mismatch, publication and quantization error,
+  `{"step", "time", **metrics}`, whatever `logging_steps` is: a row of `metrics.jsonl` holds means over the batches
+  since the last one.
 - `run.json`: what was run, written when training begins.
-- `distributions.jsonl`: after each update, one histogram of ratio and mismatch weight per sign of the advantage, of tokens and
-  for sequence-level objectives of sequences, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
-- `worst_completions.jsonl`: of each generation batch of the main process two completions with the offending span marked,
-  `{"step", "kind", "nats", "advantage", "prompt", "completion"}`, see [`~trl_qarl.telemetry.text.worst_examples`].
+- `distributions.jsonl`: after each update, one histogram of ratio and mismatch weight per sign of the advantage, of
+  tokens and for sequence-level objectives of sequences, `{"step", "name", "sign", "edges", "counts", "bounds"}`.
+- `worst_completions.jsonl`: of each generation batch of the main process two completions with the offending span
+  marked, `{"step", "kind", "nats", "advantage", "prompt", "completion"}`, see
+  [`~trl_qarl.telemetry.text.worst_examples`].
 
 A resumed run appends. A new one in the same directory starts new files and keeps the last ones as `*.previous.jsonl`.
 """
@@ -102,8 +105,8 @@ def _options(args: Any) -> dict[str, Any]:
 
 def _fingerprint_of_model(folder: Path) -> dict[str, str]:
     """
-    Return `model_sha256`, over configuration and weights of a model in a folder: a copy of it elsewhere is the same model. A name on
-    the Hub has none.
+    Return `model_sha256`, over configuration and weights of a model in a folder: a copy of it elsewhere is the same
+    model. A name on the Hub has none.
     """
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if not files:
@@ -125,7 +128,7 @@ class RunLog(TrainerCallback):
         recorder ([`~trl_qarl.telemetry.recorder.Recorder`]):
             Whose rows are written after each update.
         described (`dict[str, Any]`):
-            What `run.json` says beside the configuration: model, reward functions, number of problems.
+            Entries of `run.json` next to the configuration: model, reward functions, number of problems.
     """
 
     def __init__(self, args: Any, recorder: Recorder, described: dict[str, Any]):

@@ -52,8 +52,8 @@ def worst_examples(
             From token ids to text.
 
     Returns:
-        `{"kind", "nats", "advantage", "prompt", "completion"}`, texts cut to the last 200 characters of the prompt and about 300
-        around the span; none if no token counts or no score is finite.
+        `{"kind", "nats", "advantage", "prompt", "completion"}`, texts cut to the last 200 characters of the prompt and
+        about 300 around the span; none if no token counts or no score is finite.
     """
     known = mask.bool() & ~sampling_per_token_logps.isnan()
     examples = []

@@ -1,10 +1,11 @@
 """
 The part of this package that vLLM loads: entry point `vllm.general_plugins`, called in every vLLM process.
 
-It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until a
-`--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
+It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transfer`] by name, which costs nothing until
+a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
 ([`trl_qarl.vllm_plugin.cpu_kernels`], [`trl_qarl.vllm_plugin.experts`], [`trl_qarl.vllm_plugin.cpu_attention`],
-[`trl_qarl.vllm_plugin.cuda_kernels`]), and has our servers hear all their replicas ([`trl_qarl.vllm_plugin.replicas`]).
+[`trl_qarl.vllm_plugin.cuda_kernels`]), and has our servers hear all their replicas
+([`trl_qarl.vllm_plugin.replicas`]).
 """
 
 import multiprocessing
@@ -45,8 +46,8 @@ def register() -> None:
         from .cpu_kernels import register_kernels
         from .experts import register_experts
 
-        # Linux lets a process use AMX once it has asked. vLLM's INT4 kernel uses it without asking, and the process ends with
-        # "illegal instruction".
+        # Linux lets a process use AMX once it has asked. vLLM's INT4 kernel uses it without asking, and the process
+        # ends with "illegal instruction".
         torch.cpu._init_amx()
         register_kernels()
         register_experts()
@@ -59,8 +60,8 @@ def register() -> None:
 
 def _end_with_parent() -> None:
     """
-    Have an engine's process end when the server that has started it is gone. vLLM's own keeps running if the server was killed, and keeps
-    memory and device.
+    Have an engine's process end when the server that has started it is gone. vLLM's own keeps running if the server
+    was killed, and keeps memory and device.
     """
     global _watcher
     parent = multiprocessing.parent_process()

@@ -1,9 +1,9 @@
 """
 The trainer's LoRA adapter in a vLLM engine: it arrives with the weights, and every request is answered with it.
 
-vLLM wraps the layers that may have an adapter, and keeps A and B of each in buffers with room for the largest rank, those of `q_proj`,
-`k_proj` and `v_proj` side by side. [`PublishedAdapter`] fills these buffers and reads them back: what the engine computes with
-must have the learner's fingerprints, and the rest of the buffers must be 0.
+vLLM wraps the layers that may have an adapter, and keeps A and B of each in buffers with room for the largest rank,
+those of `q_proj`, `k_proj` and `v_proj` side by side. [`PublishedAdapter`] fills these buffers and reads them back:
+what the engine computes with must have the learner's fingerprints, and the rest of the buffers must be 0.
 
 Nobody names the adapter in a request, as it is a part of the policy: [`serve_adapter`] has the worker add it to each.
 """
@@ -58,7 +58,8 @@ def on_bare_model(method):
 
 
 def describe_lora(model: nn.Module, lora_config: Any) -> dict[str, Any] | None:
-    """Largest rank, dtype and layers of the adapters that an engine can serve, or `None` if it was started without LoRA."""
+    """Largest rank, dtype and layers of the adapters that an engine can serve, or `None` if it was started without
+    LoRA."""
     if lora_config is None:
         return None
     manager = model.lora_manager
@@ -80,7 +81,8 @@ class PublishedAdapter:
         engine_name (`Callable[[str], str]`):
             The engine's name of what has this name in a checkpoint.
         is_whole (`bool`):
-            Whether this worker holds whole matrices, with `tensor_parallel_size=1`; a shard has no fingerprint of its own.
+            Whether this worker holds whole matrices, with `tensor_parallel_size=1`; a shard has no fingerprint of its
+            own.
     """
 
     def __init__(self, model: nn.Module, engine_name: Callable[[str], str], is_whole: bool):
@@ -155,7 +157,8 @@ class PublishedAdapter:
         )
 
     def _problems(self, slot: int) -> list[str]:
-        """Return what the engine's buffers hold that the learner did not send, and what it sent that they do not hold."""
+        """Return what the engine's buffers hold that the learner did not send, and what it sent that they do not
+        hold."""
         sent = {self.engine_name(name): (name, tensor) for name, tensor in self.tensors.items()}
         packed = self.model.lora_manager.packed_modules
         problems = []
@@ -177,7 +180,8 @@ class PublishedAdapter:
 
 def serve_adapter(model_runner: Any, activate: Callable[[], None], adapter: PublishedAdapter) -> None:
     """
-    Have a worker answer every request with `adapter`, and keep it through publications; calling it again changes nothing.
+    Have a worker answer every request with `adapter`, and keep it through publications; calling it again changes
+    nothing.
 
     Args:
         model_runner:

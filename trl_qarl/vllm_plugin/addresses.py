@@ -1,6 +1,6 @@
 """
-Addresses of the tensors of an engine. A captured CUDA graph keeps reading the addresses that it was captured with, also after a
-reload has moved the tensors.
+Addresses of the tensors of an engine. A captured CUDA graph keeps reading the addresses that it was captured with,
+also after a reload has moved the tensors.
 """
 
 import sys

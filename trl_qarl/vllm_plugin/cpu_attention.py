@@ -1,8 +1,9 @@
 """
-Attention of vLLM on a CPU whose prefill has the bits of its decoding, whatever the length, the chunks or the prefix that is cached.
+Attention of vLLM on a CPU whose prefill has the bits of its decoding, whatever the length, the chunks or the prefix
+that is cached.
 
-vLLM has one kernel for both, and gives it a request's new tokens at once. Here its requests are handed on in parts of one pass each
-([`~trl_qarl.numerics.cpu_attention.one_pass_requests`]), in an engine that receives its weights from
+vLLM has one kernel for both, and gives it a request's new tokens at once. Here its requests are handed on in parts of
+one pass each ([`~trl_qarl.numerics.cpu_attention.one_pass_requests`]), in an engine that receives its weights from
 [`trl_qarl.vllm_plugin.weight_transfer`]; any other runs as without this package.
 """
 
@@ -27,7 +28,8 @@ def register_attention() -> None:
 
 
 def describe_attention(model_runner: Any) -> str | None:
-    """Return what an engine says of its attention: [`~trl_qarl.numerics.cpu_attention.IN_ONE_PASS`] if all its layers have it."""
+    """Return what an engine says of its attention: [`~trl_qarl.numerics.cpu_attention.IN_ONE_PASS`] if all its layers
+    have it."""
     builders = [
         builder for groups in model_runner.attn_groups for group in groups for builder in group.metadata_builders
     ]

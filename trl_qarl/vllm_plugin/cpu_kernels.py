@@ -10,8 +10,8 @@ Linear kernels for vLLM on a CPU: the learner's own products, where vLLM's canno
 | `fp8` | `aten::_scaled_mm` | always: with AMX it is oneDNN's reference code, 100 times slower |
 | not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.numerics.cpu`]) |
 
-They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first three
-rows are for any engine, as vLLM has nothing there: it serves an export in float32, or in FP4. Calling
+They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]. The first
+three rows are for any engine, as vLLM has nothing there: it serves an export in float32, or in FP4. Calling
 [`~trl_qarl.numerics.low_bit.multiply`] on a [`LowBitTensor`] of the checkpoint's tensors makes rollout and
 learner the same arithmetic; the tensors are used as they arrive, so a reload has no layout to get wrong. A layer has
 one kernel, whatever the number of rows: prefill and decode of the engine give the same bits.
@@ -48,8 +48,8 @@ def use_in_engine(is_ours) -> None:
     Have vLLM engines for which `is_ours()` run their unquantized linear layers, output head included, through
     [`~trl_qarl.numerics.cpu.PackedLinear`]; calling it again changes nothing.
 
-    vLLM has a registry only for quantized kernels. Its method for unquantized layers looks this function up in its module
-    each time weights have been loaded.
+    vLLM has a registry only for quantized kernels. Its method for unquantized layers looks this function up in its
+    module each time weights have been loaded.
     """
     from vllm.model_executor.layers import utils
 

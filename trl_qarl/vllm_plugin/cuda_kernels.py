@@ -1,9 +1,10 @@
 """
-Linear kernels for vLLM on a GPU whose engine a learner repeats bit for bit (`numerics="engine"`): the learner's own products.
+Linear kernels for vLLM on a GPU whose engine a learner repeats bit for bit (`numerics="engine"`): the learner's own
+    products.
 
-They are chosen only in an engine that receives its weights from here and runs eagerly with `VLLM_BATCH_INVARIANT=1`. vLLM 0.31 has
-no such product of INT4 weights (Marlin), and its product of FP8 codes takes another tiling for other numbers of rows; vLLM 0.33
-expands INT4 weights as well. None of this has run on a GPU, see [`trl_qarl.numerics.cuda`].
+They are chosen only in an engine that receives its weights from here and runs eagerly with `VLLM_BATCH_INVARIANT=1`.
+vLLM 0.31 has no such product of INT4 weights (Marlin), and its product of FP8 codes takes another tiling for other
+numbers of rows; vLLM 0.33 expands INT4 weights as well. None of this has run on a GPU, see [`trl_qarl.numerics.cuda`].
 """
 
 import torch

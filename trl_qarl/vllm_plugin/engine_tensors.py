@@ -44,8 +44,8 @@ def dtype_and_shape(value: str) -> str:
 
 def tied_names(model: nn.Module) -> Iterator[tuple[str, str]]:
     """
-    Names of parameters that are another one's tensor, and that one's name. A module that is there under several names, as a router is in
-    the block and in what runs its experts, counts once.
+    Names of parameters that are another one's tensor, and that one's name. A module that is there under several names,
+    as a router is in the block and in what runs its experts, counts once.
     """
     first: dict[int, str] = {}
     for prefix, layer in model.named_modules():
@@ -104,8 +104,8 @@ def engine_name(model: nn.Module, name: str) -> str:
 
 def half_loaded_modules(owned: Mapping[str, list[str]], arrived: set[str]) -> list[str]:
     """
-    Return for which modules a part of what fills them ([`owned_names`]) has arrived: vLLM reloads a module from that, and the rest
-    is uninitialized, not kept.
+    Return for which modules a part of what fills them ([`owned_names`]) has arrived: vLLM reloads a module from that,
+    and the rest is uninitialized, not kept.
     """
     modules: dict[str, set[str]] = {}
     for path, names in owned.items():
@@ -118,7 +118,8 @@ def half_loaded_modules(owned: Mapping[str, list[str]], arrived: set[str]) -> li
 
 
 def sources_of_modules(owned: Mapping[str, list[str]], originals: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names in a checkpoint of what fills each module, of [`owned_names`] and what [`engine_name`] calls the `originals`."""
+    """Names in a checkpoint of what fills each module, of [`owned_names`] and what [`engine_name`] calls the
+    `originals`."""
     sources: dict[str, list[str]] = {}
     for path, parts in owned.items():
         of_module = sources.setdefault(path.rpartition(".")[0], [])
@@ -127,7 +128,8 @@ def sources_of_modules(owned: Mapping[str, list[str]], originals: Mapping[str, s
 
 
 def _stacked_name(layer: RoutedExperts, name: str) -> str:
-    """The name under which vLLM's loader takes the matrices of all experts at once for its parameter `w13_*` or `w2_*`."""
+    """The name under which vLLM's loader takes the matrices of all experts at once for its parameter `w13_*` or
+    `w2_*`."""
     gate_up = "w13" if layer.ckpt_gate_proj_name == "w1" else "gate_up_proj"
     matrix, _, rest = name.partition("_weight")
     return (gate_up if matrix == "w13" else layer.ckpt_down_proj_name) + rest

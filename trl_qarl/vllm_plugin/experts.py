@@ -1,5 +1,6 @@
 """
-Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has no equal one, and a complete reload of unquantized experts.
+Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has no equal one, and a complete reload of
+unquantized experts.
 
 | experts | vLLM on a CPU | here |
 |---|---|---|
@@ -7,8 +8,9 @@ Experts of mixtures in vLLM on a CPU: the learner's product where vLLM has no eq
 | `w4a8-int8`, `w8a8`, `fp8` with scales per group or channel and token | none, or with AMX another arithmetic | the learner's product |
 | not quantized | `cpu_fused_moe`, whose weights vLLM 0.31 and 0.32 repack only at the first load | vLLM's, repacked each time |
 
-Parameters are made by vLLM's own methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. The method is found
-through vLLM's registry of quantization configurations, where ours replaces `compressed-tensors` and differs only for experts.
+Parameters are made by vLLM's own methods, so their names, shapes and loaders are vLLM's, and nothing is repacked. The
+method is found through vLLM's registry of quantization configurations, where ours replaces `compressed-tensors` and
+differs only for experts.
 """
 
 from fractions import Fraction
@@ -59,8 +61,8 @@ class RepackedExperts(UnquantizedFusedMoEMethod):
 
 class _LowBitExperts(FusedMoEMethodBase):
     """
-    Common base of the methods of low-bit experts. The class of vLLM's that makes their parameters comes after it; its constructor, which
-    looks for a kernel, is not called.
+    Common base of the methods of low-bit experts. The class of vLLM's that makes their parameters comes after it; its
+    constructor, which looks for a kernel, is not called.
     """
 
     scheme: str

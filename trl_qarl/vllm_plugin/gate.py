@@ -1,19 +1,19 @@
 """
 The server's door: generation only with completely published weights, and one trainer at a time.
 
-[`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server (`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`).
-It looks at paths and status codes only and imports neither torch nor vLLM. Weights that come over HTTP end here too, as files for the
-workers ([`trl_qarl.vllm_plugin.uploads`]).
+[`PublicationGate`] is an ASGI middleware for vLLM's OpenAI server
+(`--middleware trl_qarl.vllm_plugin.gate.PublicationGate`). It looks at paths and status codes only and imports neither
+torch nor vLLM. Weights that come over HTTP end here too, as files for the workers ([`trl_qarl.vllm_plugin.uploads`]).
 
-- Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume` after a
-  `/finish_weight_update` that has succeeded. An update that fails half way therefore leaves the door closed, and where the
-  trainer ends before it resumes the engine, other clients get an answer.
-- `POST /qarl/session` opens a session for a trainer that proves that it knows the secret ([`trl_qarl.wire.handshake`]),
-  and keeps its response open: the session *is* the connection, so it ends when the trainer ends, however that happens. While
-  one is open, a second is refused with 409.
-- Of all other requests that may change something, everybody's are those that generate or only compute; any other path, known
-  here or not, needs the session's token in the `X-QaRL-Session` header, or is refused with 409. Requests that a browser sends
-  for a page are refused with 403, and so are methods of workers other than [`WORKER_METHODS`].
+- Generation is refused with 503 from the start, and from each `/pause` or `/start_weight_update` on, until a `/resume`
+  after a `/finish_weight_update` that has succeeded. An update that fails half way therefore leaves the door closed,
+  and where the trainer ends before it resumes the engine, other clients get an answer.
+- `POST /qarl/session` opens a session for a trainer that proves that it knows the secret
+  ([`trl_qarl.wire.handshake`]), and keeps its response open: the session *is* the connection, so it ends when the
+  trainer ends, however that happens. While one is open, a second is refused with 409.
+- Of all other requests that may change something, everybody's are those that generate or only compute; any other path,
+  known here or not, needs the session's token in the `X-QaRL-Session` header, or is refused with 409. Requests that a
+  browser sends for a page are refused with 403, and so are methods of workers other than [`WORKER_METHODS`].
 """
 
 import asyncio
@@ -86,7 +86,8 @@ _SESSION_BYTES = 2**16
 
 class PublicationGate:
     """
-    ASGI middleware; see the module's docstring. Its state lives in one process, so the server must run one API process.
+    ASGI middleware; see the module's docstring. Its state lives in one process, so the server must run one API
+    process.
 
     Args:
         app:
@@ -216,7 +217,8 @@ class PublicationGate:
 
 
 def _is_from_a_page(headers: dict[bytes, bytes], wanted: bytes) -> bool:
-    """Return whether a browser sent it: it says so itself, and without asking first a page can send no `wanted` media type."""
+    """Return whether a browser sent it: it says so itself, and without asking first a page can send no `wanted` media
+    type."""
     media_type = headers.get(b"content-type", wanted).partition(b";")[0].strip().lower()
     return b"origin" in headers or b"sec-fetch-site" in headers or media_type != wanted
 

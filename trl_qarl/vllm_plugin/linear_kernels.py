@@ -42,7 +42,8 @@ __all__ = [
 
 
 def put_first(platform: PlatformEnum, **kernels: type) -> None:
-    """Put `kernels`, by vLLM's names of their kinds, first in its lists for `platform`, where they are not there yet."""
+    """Put `kernels`, by vLLM's names of their kinds, first in its lists for `platform`, where they are not there
+    yet."""
     tables = {
         "mp": _POSSIBLE_KERNELS,
         "int8": _POSSIBLE_INT8_KERNELS,
@@ -59,8 +60,8 @@ def put_first(platform: PlatformEnum, **kernels: type) -> None:
 
 def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
     """
-    Return whether the engine of `config`, by default that which is being built, has its weights from here, through one of `backends` (by
-    default, files).
+    Return whether the engine of `config`, by default that which is being built, has its weights from here, through one
+    of `backends` (by default, files).
     """
     config = config or get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config
@@ -69,8 +70,8 @@ def is_our_engine(*backends: str, config: VllmConfig | None = None) -> bool:
 
 class LowBitKernel:
     """
-    The part that all kernels share; vLLM's base class comes after it. Tensors are used as they arrived, so a reload has no layout to get
-    wrong.
+    The part that all kernels share; vLLM's base class comes after it. Tensors are used as they arrived, so a reload
+    has no layout to get wrong.
     """
 
     @classmethod
@@ -123,8 +124,8 @@ _WEIGHT_ONLY = {
 
 class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
     """
-    INT4 and INT8 weights, with and without zero points, and compact ones of 3 and 2 bits, with 16- or 32-bit activations; symmetric INT4
-    with INT8 activations too.
+    INT4 and INT8 weights, with and without zero points, and compact ones of 3 and 2 bits, with 16- or 32-bit
+    activations; symmetric INT4 with INT8 activations too.
     """
 
     @classmethod
@@ -151,7 +152,8 @@ class QaRLWeightOnlyKernel(LowBitKernel, MPLinearKernel):
         return None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack; a weight-only product reads the checkpoint's layout, which has to be compressed-tensors'."""
+        """Nothing to repack; a weight-only product reads the checkpoint's layout, which has to be
+        compressed-tensors'."""
         super().process_weights_after_loading(layer)
         if self.w_q_name != "weight_packed" or getattr(layer, "weight_g_idx", None) is not None:
             raise ValueError(
@@ -212,7 +214,8 @@ class QaRLNvFp4Kernel(_Fp4Kernel, NvFp4LinearKernel):
 
 
 def _has_activations(weight_type: str) -> bool:
-    """Return the type of the activations, "int" or "float", if the checkpoint that is being loaded has low-bit ones next to 4-bit weights."""
+    """Return the type of the activations, "int" or "float", if the checkpoint that is being loaded has low-bit ones
+    next to 4-bit weights."""
     config = get_current_vllm_config_or_none()
     model_config = config and config.model_config
     described = getattr(model_config and model_config.hf_config, "quantization_config", None) or {}

@@ -1,6 +1,6 @@
 """
-Calls of the workers of all replicas (`--data-parallel-size`), which return the answers of all. vLLM returns only the first one's, so an
-error from any other replica would be lost ([`hear_every_replica`]).
+Calls of the workers of all replicas (`--data-parallel-size`), which return the answers of all. vLLM returns only the
+first one's, so an error from any other replica would be lost ([`hear_every_replica`]).
 """
 
 import asyncio
@@ -26,7 +26,8 @@ async def call_every_replica(client: DPLBAsyncMPClient, method: str, *args: Any)
     Call a method of each engine at once.
 
     Returns:
-        Of calls of the workers what each of them answers, replica by replica; of questions whether all say yes; else what all say.
+        Of calls of the workers what each of them answers, replica by replica; of questions whether all say yes; else
+        what all say.
 
     Raises:
         RuntimeError: for the first replica that fails, with its number, or if they do not say the same.

@@ -1,10 +1,11 @@
 """
-Chunks of weights that arrive over HTTP, in pieces: files in the server's transfer directory, from which its workers read them.
+Chunks of weights that arrive over HTTP, in pieces: files in the server's transfer directory, from which its workers
+read them.
 
-`POST /qarl/upload` has a piece as its body and [`UPLOAD_HEADER`] with the SHA-256 of the whole file, its size, and where the piece
-begins. The answer says how much of the file is here, so that a connection that was dropped costs a part of a piece; what is sent
-again is written to the same place. A file takes part in an update when all of it is here and has its hash. Memory does not grow
-with its size. Standard library only, as the gate's.
+`POST /qarl/upload` has a piece as its body and [`UPLOAD_HEADER`] with the SHA-256 of the whole file, its size, and
+where the piece begins. The answer says how much of the file is here, so that a connection that was dropped costs a
+part of a piece; what is sent again is written to the same place. A file takes part in an update when all of it is here
+and has its hash. Memory does not grow with its size. Standard library only, as the gate's.
 """
 
 import asyncio
@@ -55,8 +56,8 @@ class Uploads:
         Take a piece.
 
         Returns:
-            Status and content of the answer: `received`, how many bytes of the file are here, and `file`, its name, when that is all
-            of it; `None` if the connection is gone.
+            Status and content of the answer: `received`, how many bytes of the file are here, and `file`, its name,
+            when that is all of it; `None` if the connection is gone.
         """
         digest = None
         try:

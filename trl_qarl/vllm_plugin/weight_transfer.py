@@ -1,8 +1,8 @@
 """
 vLLM's side of publication: the transfer engines that receive a learner's tensors and reload the model with them.
 
-The file transport takes the name of a safetensors file in the one directory the server was started with. A request is input
-from outside: names with any separator, links and other formats are refused, and nothing is unpickled.
+The file transport takes the name of a safetensors file in the one directory the server was started with. A request is
+input from outside: names with any separator, links and other formats are refused, and nothing is unpickled.
 """
 
 import os

@@ -47,7 +47,8 @@ class WorkerExtension:
             "pictures": self._describe_pictures(),
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
-            # More than 1 only for mixtures of experts, whose replicas work together; other replicas count only themselves.
+            # More than 1 only for mixtures of experts, whose replicas work together; other replicas count only
+            # themselves.
             "data_parallel_size": config.parallel_config.data_parallel_size,
             "replica": config.parallel_config.data_parallel_index,
             "enable_expert_parallel": config.parallel_config.enable_expert_parallel,
@@ -91,19 +92,22 @@ class WorkerExtension:
         return describe_attention(self.model_runner)
 
     def qarl_begin(self) -> list[str]:
-        """Remove the unfinished update of an earlier trainer, and return the names that changed since the last publication."""
+        """Remove the unfinished update of an earlier trainer, and return the names that changed since the last
+        publication."""
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.abandon()
         return self.weight_transfer_engine.changed()
 
     def qarl_keep_copy(self) -> str:
-        """Keep published tensors from now on, in a [`PatchBook`], and return the digest of those that are here already."""
+        """Keep published tensors from now on, in a [`PatchBook`], and return the digest of those that are here
+        already."""
         engine = self.weight_transfer_engine
         return engine.copy.confirm(engine.published)
 
     def qarl_clear_cache(self) -> None:
-        """Set keys and values to 0. Attention on a CPU multiplies those of unused slots by 0, which leaves NaN what it is."""
+        """Set keys and values to 0. Attention on a CPU multiplies those of unused slots by 0, which leaves NaN what it
+        is."""
         for cache in self.model_runner.kv_caches:
             # A layer with states of several kinds has one tensor for each.
             for tensor in cache if isinstance(cache, list | tuple) else [cache]:

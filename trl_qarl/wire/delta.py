@@ -1,16 +1,18 @@
 """
-Changes of a layer's tensors since the engine confirmed them last: positions and values, losslessly, in one compressed block.
+Changes of a layer's tensors since the engine confirmed them last: positions and values, losslessly, in one compressed
+block.
 
-A tensor's bytes are read as elements of one byte, or of two where the dtype has two. What is sent of it are the elements that
-changed: how far each is from the one before, and `new - old` modulo 256 or 65536. Elements of two bytes are taken in the order
-of their old exponents, which both sides know: an update moves small numbers by more units in the last place than large ones, so
-that changed elements are dense among the former, and the distances of each exponent have a narrow distribution. Distances and
-values go through deflate with Huffman codes and runs of one byte alone: no strings repeat in them, but the high bytes of small
-values are all zero, and so are the distances where everything changed.
+A tensor's bytes are read as elements of one byte, or of two where the dtype has two. What is sent of it are the
+elements that changed: how far each is from the one before, and `new - old` modulo 256 or 65536. Elements of two bytes
+are taken in the order of their old exponents, which both sides know: an update moves small numbers by more units in
+the last place than large ones, so that changed elements are dense among the former, and the distances of each exponent
+have a narrow distribution. Distances and values go through deflate with only Huffman codes and runs of one byte: no
+strings repeat in them, but the high bytes of small values are all zero, and so are the distances where everything
+changed.
 
-Only the tensor that was confirmed turns into the new one. A block therefore names the fingerprint of each tensor that it
-changes, and whoever applies it compares that with what was confirmed, before anything is written; and the fingerprint of the
-whole result with the learner's. Needs numpy, and torch for [`elements`] alone.
+Only the tensor that was confirmed turns into the new one. A block therefore names the fingerprint of each tensor that
+it changes, and whoever applies it compares that with what was confirmed, before anything is written; and the
+fingerprint of the whole result with the learner's. Needs numpy, and torch only for [`elements`].
 """
 
 import hashlib
@@ -43,7 +45,8 @@ def is_delta(name: str) -> bool:
 
 
 def base_digest(fingerprints: Mapping[str, str]) -> str:
-    """Return one number for a complete set of fingerprints by name, in hexadecimal digits; the empty string for none."""
+    """Return one number for a complete set of fingerprints by name, in hexadecimal digits; the empty string for
+    none."""
     if not fingerprints:
         return ""
     return hashlib.sha256(json.dumps(sorted(fingerprints.items())).encode()).hexdigest()
@@ -51,7 +54,8 @@ def base_digest(fingerprints: Mapping[str, str]) -> str:
 
 def elements(tensor) -> np.ndarray:
     """
-    Return the memory of a contiguous `torch.Tensor` on the CPU as a 1-D array: `uint16` for a dtype of two bytes, else `uint8`.
+    Return the memory of a contiguous `torch.Tensor` on the CPU as a 1-D array: `uint16` for a dtype of two bytes, else
+    `uint8`.
     """
     import torch
 
@@ -60,12 +64,13 @@ def elements(tensor) -> np.ndarray:
 
 def pack_delta(tensors: Sequence[tuple[str, str, np.ndarray, np.ndarray]]) -> tuple[bytes, list[str]]:
     """
-    Return the block that turns old tensors into new ones, and the names of those that are left out of it: where most elements
-    changed by much, the new tensor is smaller.
+    Return the block that turns old tensors into new ones, and the names of those that are left out of it: where most
+    elements changed by much, the new tensor is smaller.
 
     Args:
         tensors (`Sequence[tuple[str, str, np.ndarray, np.ndarray]]`):
-            Name, fingerprint of the old tensor, and the bytes of old and new as 1-D arrays of the same length, `uint8` or `uint16`.
+            Name, fingerprint of the old tensor, and the bytes of old and new as 1-D arrays of the same length, `uint8`
+            or `uint16`.
     """
     parts: dict[str, list[bytes]] = {name: [] for name in _STREAMS}
     entries, left_out = [], []

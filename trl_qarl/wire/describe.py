@@ -24,7 +24,8 @@ __all__ = [
 
 def config_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """
-    Return what differs between two `quantization_config` entries in a way that changes numbers, as `"setting: ours, theirs"`.
+    Return what differs between two `quantization_config` entries in a way that changes numbers, as
+    `"setting: ours, theirs"`.
 
     Args:
         ours (`Mapping[str, Any]`):
@@ -61,7 +62,8 @@ def _args_differences(part: str, ours: Mapping[str, Any], theirs: Mapping[str, A
 
 
 def group_name(index: int, scheme: QuantScheme) -> str:
-    """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's own."""
+    """Key of a group of a `quantization_config`, which readers ignore: it names a grid other than its container's
+    own."""
     grid = scheme.grid
     if grid is None or (grid.num_bits == scheme.container.num_bits and not grid.has_signed_scales):
         return f"group_{index}"
@@ -70,8 +72,8 @@ def group_name(index: int, scheme: QuantScheme) -> str:
 
 def scheme_of_group(name: str, group: Mapping[str, Any]) -> QuantScheme | None:
     """
-    Return the scheme that wrote a group of a `quantization_config` under its [`group_name`], whose bits are those of the container or, after
-    `trl-qarl export --compact`, of the grid; `None` if it is none of [`SCHEMES`].
+    Return the scheme that wrote a group of a `quantization_config` under its [`group_name`], whose bits are those of
+    the container or, after `trl-qarl export --compact`, of the grid; `None` if it is none of [`SCHEMES`].
     """
 
     def fits(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> bool:
@@ -103,7 +105,8 @@ _SAMPLE_TEXT = (
     "Größe, naïve, 東京は晴れ, Привет, مرحبا, 🙂"
 )
 
-# Neither changes what a forward computes: names, where the model came from, training, generation, and what is compared elsewhere.
+# Neither changes what a forward computes: names, where the model came from, training, generation, and what is compared
+# elsewhere.
 _NOT_NUMERIC = frozenset(
     [
         "architectures",

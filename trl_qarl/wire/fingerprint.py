@@ -6,10 +6,10 @@ A fingerprint reads a tensor's bytes as 64-bit words, mixes each and adds them u
     h = word ^ (word >>> 32);  h = h * g;  mix(word) = h ^ (h >>> 29)
     f = sum_c m_c * sum_i a_i * mix(word[c * C + i])        m_c = 2 c + 1, a_i odd and irregular, C words per block
 
-Mixing is a bijection and an odd factor is invertible, so any single changed word changes the sum. Without mixing the top bits of
-a word would reach only the top bits of the sum, where those of two words cancel; with it, changes of several words cancel with
-a chance of about 2**-60. The order of summation does not matter and everything is integer, so CPU and GPU agree. It finds
-transport and layout errors; it is no defence against a forger.
+Mixing is a bijection and an odd factor is invertible, so any single changed word changes the sum. Without mixing the
+top bits of a word would reach only the top bits of the sum, where those of two words cancel; with it, changes of
+several words cancel with a chance of about 2**-60. The order of summation does not matter and everything is integer,
+so CPU and GPU agree. It finds transport and layout errors; it is no defence against a forger.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,8 +31,9 @@ _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
     """
-    Dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`. Of three dimensions, as the matrices
-    of all experts have, it has a sum for each entry of the first, with hyphens between, so that what differs can be named.
+    Dtype, shape and 64-bit sum of a tensor's bytes, such as `"bfloat16[64, 128] 03c5f0a9d2e14b77"`. Of three
+    dimensions, as the matrices of all experts have, it has a sum for each entry of the first, with hyphens between, so
+    that what differs can be named.
 
     Args:
         tensor (`torch.Tensor`):
@@ -118,8 +119,8 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
 
 def differing_entries(name: str, value: str, other: str) -> Iterator[tuple[str, str, str]]:
     """
-    Yield `name` and two fingerprints if they differ, and of tensors of three dimensions those entries alone that do: `name[3]` is the
-    matrix of expert 3.
+    Yield `name` and two fingerprints if they differ, and of tensors of three dimensions only those entries that do:
+    `name[3]` is the matrix of expert 3.
     """
     if value == other:
         return

@@ -1,13 +1,13 @@
 """
 The secret that a trainer and its server share, and how each proves to the other that it knows it.
 
-Whoever holds the session changes the weights, and whoever is the server receives them: neither may be anybody who reaches a
-port, or takes one that is free for a moment. To open a session the trainer sends HMAC-SHA256 with the secret over two nonces,
-one of each side; the server's answer carries another over the same nonces and all that it says. The secret never travels, and
-the server's nonce serves once.
+Whoever holds the session changes the weights, and whoever is the server receives them: neither may be anybody who
+reaches a port, or takes one that is free for a moment. To open a session the trainer sends HMAC-SHA256 with the secret
+over two nonces, one of each side; the server's answer carries another over the same nonces and all that it says. The
+secret never travels, and the server's nonce serves once.
 
-The secret reaches the server through the environment of a child process ([`TOKEN_VARIABLE`]), or in a file that only its owner
-can read ([`TOKEN_FILE_VARIABLE`]).
+The secret reaches the server through the environment of a child process ([`TOKEN_VARIABLE`]), or in a file that only
+its owner can read ([`TOKEN_FILE_VARIABLE`]).
 """
 
 import hmac
@@ -51,7 +51,8 @@ def proof(token: str, *parts: Any) -> str:
 
 
 def is_proof(given: Any, token: str, *parts: Any) -> bool:
-    """Return whether `given`, which a stranger may have sent, is [`proof`] of the same; takes the same time whatever it is."""
+    """Return whether `given`, which a stranger may have sent, is [`proof`] of the same; takes the same time whatever
+    it is."""
     return hmac.compare_digest(str(given).encode(errors="replace"), proof(token, *parts).encode())
 
 
@@ -96,7 +97,8 @@ def read_token_file(path: str | Path) -> str:
 
 
 def take_token() -> str | None:
-    """Return the secret in [`TOKEN_VARIABLE`], which is removed from the environment: child processes would inherit it."""
+    """Return the secret in [`TOKEN_VARIABLE`], which is removed from the environment: child processes would inherit
+    it."""
     global _taken
     _taken = os.environ.pop(TOKEN_VARIABLE, None) or _taken
     return _taken

@@ -1,4 +1,5 @@
-"""[`PatchBook`]: a copy of the tensors that were sent last, from which changes are made, or to which they are applied."""
+"""[`PatchBook`]: a copy of the tensors that were sent last, from which changes are made, or to which they are
+applied."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 
@@ -13,8 +14,8 @@ __all__ = ["PatchBook"]
 
 class PatchBook:
     """
-    Tensors in checkpoint format and host memory, as both sides have them: the learner and each worker of an engine, or a folder and
-    whoever reads it. It is as large as they are, plus one layer while changes are applied.
+    Tensors in checkpoint format and host memory, as both sides have them: the learner and each worker of an engine, or
+    a folder and whoever reads it. It is as large as they are, plus one layer while changes are applied.
 
     Args:
         is_kept (`bool`, *optional*, defaults to `True`):
@@ -22,7 +23,8 @@ class PatchBook:
 
     Attributes:
         tensors (`dict[str, torch.Tensor]`):
-            The copy, by name. On a rank of tensor parallelism it has all of each: changes come before sharding, as tensors do.
+            The copy, by name. On a rank of tensor parallelism it has all of each: changes come before sharding, as
+            tensors do.
         fingerprints (`Mapping[str, str]`):
             Fingerprints that the other side has confirmed, to which changes are made.
     """
@@ -36,8 +38,8 @@ class PatchBook:
 
     def confirm(self, fingerprints: Mapping[str, str]) -> str:
         """
-        Drop what `fingerprints` does not name, and make changes to the rest. Return their digest if a copy of all of it is here, else
-        the empty string.
+        Drop what `fingerprints` does not name, and make changes to the rest. Return their digest if a copy of all of
+        it is here, else the empty string.
         """
         self.is_kept, self.fingerprints = True, dict(fingerprints)
         for name in self.tensors.keys() - fingerprints.keys():
@@ -61,8 +63,9 @@ class PatchBook:
 
     def make(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, list[str]]:
         """
-        Return a block of the changes that turn the copy into `tensors`, contiguous and on the CPU, and the names of those that are
-        shorter sent whole or are not in the copy. No block where nothing is left for it. The copy stays as it is.
+        Return a block of the changes that turn the copy into `tensors`, contiguous and on the CPU, and the names of
+        those that are shorter sent whole or are not in the copy. No block where nothing is left for it. The copy stays
+        as it is.
         """
         known = [name for name, tensor in tensors.items() if self.holds(name, tensor)]
         block, whole = pack_delta([(n, self.fingerprints[n], self._elements[n], elements(tensors[n])) for n in known])
@@ -74,7 +77,8 @@ class PatchBook:
         self, tensors: Iterable[tuple[str, torch.Tensor]], confirmed: Mapping[str, str], arrived: Container[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Yield tensors under their names in a checkpoint, those that only changes have come for too, and keep all of them.
+        Yield tensors under their names in a checkpoint, those that only changes have come for too, and keep all of
+        them.
 
         Args:
             tensors (`Iterable[tuple[str, torch.Tensor]]`):

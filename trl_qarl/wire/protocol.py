@@ -1,4 +1,5 @@
-"""Names, paths, headers and the error of a weight sync, shared by trainer, server and vLLM's processes. Imports nothing."""
+"""Names, paths, headers and the error of a weight sync, shared by trainer, server and vLLM's processes. Imports
+nothing."""
 
 __all__ = [
     "CPU_WEIGHTS_VARIABLE",
@@ -44,8 +45,8 @@ def is_adapter_tensor(name: str) -> bool:
 
 def load_order(name: str) -> int:
     """
-    Return a key by which the tensors of a layer are sorted before vLLM loads them. It counts the shapes of gate and up projections of
-    experts twice, and takes a layer for complete that early, so these come last.
+    Return a key by which the tensors of a layer are sorted before vLLM loads them. It counts the shapes of gate and up
+    projections of experts twice, and takes a layer for complete that early, so these come last.
     """
     return 2 * name.endswith(("gate_up_proj_shape", "w13_shape")) or int(
         name.endswith(("down_proj_shape", "w2_shape"))

@@ -1,8 +1,8 @@
 """
 The directory of a server's file transport: its place, its permissions and its cleanup.
 
-The names that a trainer puts into it begin with its host and process, from which the next one tells whether their owner still
-lives.
+The names that a trainer puts into it begin with its host and process, from which the next one tells whether their
+owner still lives.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ def transfer_bases() -> list[Path]:
 
 def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
     """
-    Shared memory where it has room, else the temporary directory, else the one with more room; one directory per user and
-    port. Containers often have 64 MiB of shared memory, less than one chunk of weights.
+    Shared memory where it has room, else the temporary directory, else the one with more room; one directory per user
+    and port. Containers often have 64 MiB of shared memory, less than one chunk of weights.
 
     Args:
         port (`int`):
@@ -60,7 +60,7 @@ def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
 
 def make_transfer_dir(directory: str | Path) -> None:
     """
-    Make the directory for its owner alone.
+    Make the directory only for its owner.
 
     Raises:
         ValueError: if what exists is not [fit][check_transfer_dir].
@@ -99,7 +99,8 @@ def confined_path(directory: str | None, name: str) -> Path:
     Path of the plain file `name` in `directory`.
 
     Raises:
-        ValueError: if there is no directory, or `name` is anything but the name of a regular `.safetensors` file in it.
+        ValueError: if there is no directory, or `name` is anything but the name of a regular `.safetensors` file in
+        it.
     """
     if not directory:
         raise ValueError(
@@ -118,7 +119,8 @@ def confined_path(directory: str | None, name: str) -> Path:
 
 
 def owned_prefix() -> str:
-    """Beginning of the names of this process' files and folders: host, process and the time at which it was started."""
+    """Beginning of the names of this process' files and folders: host, process and the time at which it was
+    started."""
     return f"trl-qarl-{_host()}-{os.getpid()}-{_start_time(os.getpid())}-"
 
 

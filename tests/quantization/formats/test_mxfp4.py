@@ -16,7 +16,8 @@ SCHEME = get_scheme("mxfp4a16")
 
 
 def awkward_weight(seed: int) -> torch.Tensor:
-    """Weights `(16, 128)` with zeros of both signs, denormal, huge and outlying ones, and ties of codes and of scales."""
+    """Weights `(16, 128)` with zeros of both signs, denormal, huge and outlying ones, and ties of codes and of
+    scales."""
     generator = torch.Generator().manual_seed(seed)
     weight = 0.02 * torch.randn(16, 128, generator=generator)
     weight[0], weight[1, :32], weight[2, ::3], weight[3, ::5] = 0, 0, 0.0, -0.0

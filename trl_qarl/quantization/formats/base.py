@@ -1,8 +1,9 @@
 """
 [`Format`]: the tensors of a low-bit weight in one container, and everything that is done with them.
 
-A weight is a tuple of tensors, `qdata` and `scale` and the format's `operands`, in this order. Each has a row for each row of the weight, so a
-part of the rows is a part of each, and stacking, sharding and moving a weight need no other knowledge of them.
+A weight is a tuple of tensors, `qdata` and `scale` and the format's `operands`, in this order. Each has a row for each
+row of the weight, so a part of the rows is a part of each, and stacking, sharding and moving a weight need no other
+knowledge of them.
 
 The arithmetic here is that of symmetric grids, with one scale per output channel or per group of input features:
 
@@ -10,19 +11,21 @@ The arithmetic here is that of symmetric grids, with one scale per output channe
 
 with `d` half the range of the grid: 1.5 for 2 bits (codes -2..1), 3.5 for 3 (codes -4..3), 7.5 for INT4 (codes -8..7),
 127.5 for INT8 (codes -128..127) and 448 for FP8 E4M3. A scale that comes out as
-zero (an all-zero group) is replaced by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit for
-bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`).
+zero (an all-zero group) is replaced by the machine epsilon of its dtype. This is compressed-tensors' arithmetic, bit
+for bit (https://github.com/vllm-project/compressed-tensors, `calculate_qparams` and `quantize`).
 
-The rule above leaves the largest weight half a step from its code. A grid with *signed scales* puts it on the smallest one:
+The rule above leaves the largest weight half a step from its code. A grid with *signed scales* puts it on the smallest
+one:
 
     scale = w_max / qmin,  w_max the element of largest magnitude *with its sign*
 
-with `qmin` -2, -4 or -8, so that `w_max` is exactly this code and the scale has the opposite sign. Of `+a` and `-a` the
-negative one counts, wherever it stands, and `+a` becomes the largest code (7 for INT4), a whole step off, as does what lies within
-half a step of it. The arithmetic is float32 (float64 for such masters), so a 16-bit master has the codes of its float32
-copy. Division by a power of two is exact: of a bf16 master with bf16 scales `w_max` is kept as it is, and the scales of 3 and 2
-bits are 2 and 4 times those of 4, down to denormal numbers. Where rounding makes a scale smaller, codes are clamped.
-The rule is that of llama.cpp's `Q4_0` (https://github.com/ggml-org/llama.cpp/pull/729), which takes the first of `+a` and `-a`.
+with `qmin` -2, -4 or -8, so that `w_max` is exactly this code and the scale has the opposite sign. Of `+a` and `-a`
+the negative one counts, wherever it stands, and `+a` becomes the largest code (7 for INT4), a whole step off, as does
+what lies within half a step of it. The arithmetic is float32 (float64 for such masters), so a 16-bit master has the
+codes of its float32 copy. Division by a power of two is exact: of a bf16 master with bf16 scales `w_max` is kept as it
+is, and the scales of 3 and 2 bits are 2 and 4 times those of 4, down to denormal numbers. Where rounding makes a scale
+smaller, codes are clamped. The rule is that of llama.cpp's `Q4_0` (https://github.com/ggml-org/llama.cpp/pull/729),
+which takes the first of `+a` and `-a`.
 """
 
 from collections.abc import Mapping
@@ -61,7 +64,8 @@ class KernelChoice:
 
     Args:
         linear (`tuple[str, ...]`, *optional*, defaults to `()`):
-            Class names of the kernels that may run its linear layers, the likeliest first; empty where they are not quantized.
+            Class names of the kernels that may run its linear layers, the likeliest first; empty where they are not
+            quantized.
         experts (`tuple[str, ...]`, *optional*, defaults to `()`):
             The same of a mixture's experts.
         backends (`Mapping[str, str]`, *optional*, defaults to `{}`):
@@ -84,10 +88,11 @@ class KernelChoice:
 
 class Format:
     """
-    A container. A subclass in its own file says how codes are stored, and whatever else differs from INT8 codes as they are.
+    A container. A subclass in its own file says how codes are stored, and whatever else differs from INT8 codes as
+    they are.
 
-    *Codes* are numbers of the grid, one per weight; `qdata` holds them in memory. Methods that take `*operands` get the tensors in the order of
-    the attribute.
+    *Codes* are numbers of the grid, one per weight; `qdata` holds them in memory. Methods that take `*operands` get
+    the tensors in the order of the attribute.
 
     Attributes:
         operands (`tuple[Operand, ...]`): tensors besides `qdata` and `scale`.
@@ -95,10 +100,12 @@ class Format:
         gguf_type (`str` or `None`): type of GGUF that holds its codes as they are.
         repeated_on_gpus (`tuple[Grid | None, ...]`):
             Grids of activations with which learner and engine share the product on a GPU; `None` for 16 bits.
-        experts_in_vllm (`tuple[Grid | None, ...]`): grids of activations with which a mixture's experts have been compared in vLLM.
+        experts_in_vllm (`tuple[Grid | None, ...]`): grids of activations with which a mixture's experts have been
+            compared in vLLM.
         experts_in_transformers (`bool`): whether transformers reads a checkpoint with such experts.
         refusal_of_experts (`str` or `None`): the reason why no experts are quantized so.
-        min_capability (`tuple[int, int]`): compute capability from which vLLM computes with it on GPUs what the learner does.
+        min_capability (`tuple[int, int]`): compute capability from which vLLM computes with it on GPUs what the
+            learner does.
     """
 
     operands: tuple[Operand, ...] = ()
@@ -114,8 +121,8 @@ class Format:
         self, weight: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype, global_scale: float | None
     ) -> Tensors:
         """
-        Return the tensors of a contiguous `weight`, `(N, K)`, as [`~trl_qarl.quantization.quantize.quantize_weight`] does, which calls
-        this for blocks of rows.
+        Return the tensors of a contiguous `weight`, `(N, K)`, as [`~trl_qarl.quantization.quantize.quantize_weight`]
+        does, which calls this for blocks of rows.
         """
         grid = scheme.grid
         if scheme.scale_dtype is not None:
@@ -133,7 +140,8 @@ class Format:
         return self.pack(codes), scale, *operands
 
     def choose_global_scale(self, weight: torch.Tensor) -> float | None:
-        """Return the number that the scales of a matrix, or of several that an engine holds as one, share; `None` without one."""
+        """Return the number that the scales of a matrix, or of several that an engine holds as one, share; `None`
+        without one."""
         return None
 
     def choose_scales(self, groups: torch.Tensor, scheme: QuantScheme) -> Tensors:
@@ -185,8 +193,8 @@ class Format:
 
     def multiply(self, x: torch.Tensor, weight: Any, row_invariant: bool) -> tuple[torch.Tensor, str] | None:
         """
-        Return `x @ w'.T` by a kernel that takes the codes as they are, and its name; `None` where there is none, or where the product of
-        the expanded weight is faster ([`trl_qarl.quantization.gemm`]).
+        Return `x @ w'.T` by a kernel that takes the codes as they are, and its name; `None` where there is none, or
+        where the product of the expanded weight is faster ([`trl_qarl.quantization.gemm`]).
 
         Args:
             x (`torch.Tensor`): `(M, K)`, activations or their codes as numbers.
@@ -228,7 +236,8 @@ def fits_cpu_kernels(x: torch.Tensor, weight: Any) -> bool:
 
 
 def in_groups(weight: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return a weight `(N, K)` as `(N, groups, group_size)`; raises `ValueError` if no group size of the scheme divides `K`."""
+    """Return a weight `(N, K)` as `(N, groups, group_size)`; raises `ValueError` if no group size of the scheme
+    divides `K`."""
     rows, columns = weight.shape
     size = scheme.group_size_for(columns) or columns
     # Written out, as of no rows, such as a process' part of a small matrix, `-1` would be undetermined.
@@ -239,6 +248,7 @@ def _largest(groups: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Largest magnitude of each group, with the sign of its element where `grid` has signed scales."""
     if not grid.has_signed_scales:
         return groups.abs().amax(dim=-1)
-    # Not `argmax`: which of several it finds depends on the order of the weights. `aminmax` is several times slower on a CPU.
+    # Not `argmax`: which of several it finds depends on the order of the weights. `aminmax` is several times slower on
+    # a CPU.
     lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
     return torch.where(highest > -lowest, highest, lowest)

@@ -48,10 +48,11 @@ def _pairs(dtype: torch.dtype) -> torch.Tensor:
 
 def round_to_grid(x: torch.Tensor) -> torch.Tensor:
     """
-    Round float32 `x`, of magnitudes that round to 448 at most, to numbers of E4M3, in place: `x.to(float8_e4m3fn).float()`, several
-    times faster on a CPU, which has no instruction for that conversion.
+    Round float32 `x`, of magnitudes that round to 448 at most, to numbers of E4M3, in place:
+    `x.to(float8_e4m3fn).float()`, several times faster on a CPU, which has no instruction for that conversion.
     """
-    # Next to 1.5 * 2**(e + 20) float32 has steps of 2**(e - 3), E4M3's of numbers from 2**e on; below 2**-6 steps do not shrink any further.
+    # Next to 1.5 * 2**(e + 20) float32 has steps of 2**(e - 3), E4M3's of numbers from 2**e on; below 2**-6 steps do
+    # not shrink any further.
     exponent = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=(127 - 6) << 23)
     shift = exponent.add_((20 << 23) | 1 << 22).view(torch.float32)
     return x.add_(shift).sub_(shift)

@@ -1,17 +1,18 @@
 """
 INT4 codes in words: `qdata` is int32 `(N, K / 8)`, eight codes + 8 per word, the first in the lowest bits.
 
-A checkpoint (`pack-quantized`) has the same words as `weight_packed`, and `weight_shape` says `(N, K)`. Codes of fewer bits
-are stored as the same numbers, so engines and readers need to know nothing about them.
+A checkpoint (`pack-quantized`) has the same words as `weight_packed`, and `weight_shape` says `(N, K)`. Codes of fewer
+bits are stored as the same numbers, so engines and readers need to know nothing about them.
 
-`to_words` packs these without gaps, as `trl-qarl export --compact` writes them: code `i` of `b` bits, plus `2^(b - 1)`, begins at bit `b i` of
-the row, as vLLM and compressed-tensors from 0.19 on have it (https://github.com/vllm-project/compressed-tensors/pull/732).
+`to_words` packs these without gaps, as `trl-qarl export --compact` writes them: code `i` of `b` bits, plus
+`2^(b - 1)`, begins at bit `b i` of the row, as vLLM and compressed-tensors from 0.19 on have it
+(https://github.com/vllm-project/compressed-tensors/pull/732).
 
-`w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8 E4M3 and
-one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight `8 c round_e4m3(g * q)`
-(`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So `s` is chosen such that the
-conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest at 56. Their product has eight
-bits, as bf16 does. [`fp8_gemm_weight`] is what the engine multiplies by.
+`w4a8` differs in its scales, because vLLM turns the bf16 scales `s` of a checkpoint into `s = 8 c g` with `g` in FP8
+E4M3 and one `c = max(amax(s) / 448, 1 / (448 * 512))` per output channel, and multiplies by the weight
+`8 c round_e4m3(g * q)` (`convert_bf16_scales_to_fp8` and CUTLASS' table of the products of a scale with each code). So
+`s` is chosen such that the conversion returns it: `c` rounded to four significant bits, `g` to E4M3 with the largest
+at 56. Their product has eight bits, as bf16 does. [`fp8_gemm_weight`] is what the engine multiplies by.
 """
 
 from functools import lru_cache
@@ -98,15 +99,16 @@ class Int4Packed(HalfBytes):
                 refusal="no kernel of INT4 weights and INT8 activations on GPUs can be reloaded",
                 instead="'w4a8'" if on_hopper else "'w4a16', or w4a8 on a Hopper GPU",
             )
-        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs only on a GPU. It takes Marlin elsewhere.
+        # Experts: from 0.32 on vLLM takes Humming on Hopper, whose repacking runs only on a GPU. It takes Marlin
+        # elsewhere.
         needs_marlin = on_hopper and gpu.release != "0.31"
         return integer_kernels(gpu, experts_backend="marlin" if needs_marlin else None)
 
 
 def kernel_operands(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return codes and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, `N` filled up to a multiple of 16: a
-    layer and a part of it must not get products of different kinds.
+    Return codes and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, `N` filled up
+    to a multiple of 16: a layer and a part of it must not get products of different kinds.
     """
     pad = (0, 0, 0, -len(weight.qdata) % 16)
     scale = F.pad(weight.scale, pad).t()
@@ -125,7 +127,8 @@ def integer_kernels(gpu, experts_backend: str | None = None) -> KernelChoice:
 
 
 def look_up(qdata: torch.Tensor, dtype: torch.dtype, values: tuple[float, ...]) -> torch.Tensor:
-    """Return what each half byte of `qdata`, `(N, ...)`, stands for, of 16 `values`: `(N, K)` in `dtype`, the lower half first."""
+    """Return what each half byte of `qdata`, `(N, ...)`, stands for, of 16 `values`: `(N, K)` in `dtype`, the lower
+    half first."""
     # One table look-up per 16 bits yields four weights; shifts and masks are four times slower on a CPU.
     table = _table(dtype, qdata.device, values)
     indices = qdata.view(torch.uint16).long()
@@ -139,7 +142,8 @@ def unsigned_codes(qdata: torch.Tensor) -> torch.Tensor:
 
 
 def to_words(qdata: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Return codes of 2 or 3 bits, `K` of them a multiple of 32, in words without gaps: int32 `(N, num_bits K / 32)`."""
+    """Return codes of 2 or 3 bits, `K` of them a multiple of 32, in words without gaps: int32
+    `(N, num_bits K / 32)`."""
     places = torch.arange(8, device=qdata.device)
     eights = (unsigned_codes(qdata) - 8 + 2 ** (num_bits - 1)).unflatten(1, (-1, 8)) << num_bits * places
     # Eight codes fill as many bytes as each has bits.
@@ -167,7 +171,8 @@ def _table(dtype: torch.dtype, device: torch.device, values: tuple[float, ...]) 
 
 
 def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a `w4a8` weight as the engine's matrix product takes it: FP8 codes `(N, K)` and float32 scales `(N, 1)`."""
+    """Return a `w4a8` weight as the engine's matrix product takes it: FP8 codes `(N, K)` and float32 scales
+    `(N, 1)`."""
     channel_scale, group_scale = _fp8_scales(scale)
     codes = HalfBytes().unpack(qdata, torch.float32)
     codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
@@ -175,7 +180,8 @@ def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
 
 
 def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's conversion of scales `(N, groups)`: `(N, 1)` channel scales, and `(N, groups)` E4M3 values; both float32."""
+    """vLLM's conversion of scales `(N, groups)`: `(N, 1)` channel scales, and `(N, groups)` E4M3 values; both
+    float32."""
     scale = scale.float()
     channel_scale = (scale.amax(-1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
     group_scale = (scale / channel_scale).to(torch.float8_e4m3fn).float() / 8.0
@@ -183,7 +189,8 @@ def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp8_exact_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, in channels it does not clamp."""
+    """Scales `(N, groups)` near `scale` that [`_fp8_scales`] takes apart without rounding, in channels it does not
+    clamp."""
     scale = scale.float()
     amax = scale.amax(-1, keepdim=True)
     amax = torch.where(amax == 0, 1.0, amax)

@@ -11,7 +11,8 @@ class Int8(Format):
     """INT8 weights that meet INT8 activations."""
 
     repeated_on_gpus = experts_in_vllm = (INT8,)
-    # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are integers (5.17).
+    # `update_weight_conversions` of its quantizer for compressed-tensors looks for `weight_packed` wherever codes are
+    # integers (5.17).
     experts_in_transformers = False
 
     def kernels(self, scheme, gpu):

@@ -1,8 +1,8 @@
 """
 INT8 codes that a checkpoint packs into words (`pack-quantized`).
 
-`qdata` is int8 `(N, K)`; in a checkpoint `weight_packed` is int32 `(N, K / 4)`, four codes + 128 per word, the first in the
-lowest bits, and `weight_shape` says `(N, K)`.
+`qdata` is int8 `(N, K)`; in a checkpoint `weight_packed` is int32 `(N, K / 4)`, four codes + 128 per word, the first
+in the lowest bits, and `weight_shape` says `(N, K)`.
 """
 
 import torch

@@ -1,15 +1,17 @@
 """
-FP4 codes with powers of two as scales: `qdata` is uint8 `(N, K / 2)`, two E2M1 codes per byte, the first in the lower half.
+FP4 codes with powers of two as scales: `qdata` is uint8 `(N, K / 2)`, two E2M1 codes per byte, the first in the lower
+half.
 
     scale = 2^(floor(log2(amax(|w|))) - 2), twice as large where amax is 1.75 times a power of two or more
     q = round(clamp(w / scale, -6, 6)) to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code
 
-with one scale for 32 weights, as compressed-tensors and OCP's specification with rounded scales have it, in float32; division and product
-are exact. The scale of zeros is 2^-127, the smallest. From 1.75 * 2^127 on, where compressed-tensors makes infinities, scales are 2^125,
-the largest.
+with one scale for 32 weights, as compressed-tensors and OCP's specification with rounded scales have it, in float32;
+division and product are exact. The scale of zeros is 2^-127, the smallest. From 1.75 * 2^127 on, where
+compressed-tensors makes infinities, scales are 2^125, the largest.
 
 A code is its sign and the number of its magnitude among these. Scales are uint8 `(N, K / 32)`: the power `e` of
-2^(e - 127), E8M0 in other words, for which not all of PyTorch has a dtype. A checkpoint (`mxfp4-pack-quantized`) has the same bytes.
+2^(e - 127), E8M0 in other words, for which not all of PyTorch has a dtype. A checkpoint (`mxfp4-pack-quantized`) has
+the same bytes.
 """
 
 import torch
@@ -45,10 +47,12 @@ class Mxfp4(HalfBytes):
         return scale.view(torch.float8_e8m0fnu).to(dtype)
 
     def pack(self, codes):
-        """Round quotients `(N, K)` of weight and scale, float32, to E2M1: to the nearest code, of two as near to the even one."""
+        """Round quotients `(N, K)` of weight and scale, float32, to E2M1: to the nearest code, of two as near to the
+        even one."""
         size = codes.abs()
         bits = size.view(torch.int32)
-        # From 1 on, exponent and first bit of the mantissa count magnitudes, of which 1 is the third; below, they are halves.
+        # From 1 on, exponent and first bit of the mantissa count magnitudes, of which 1 is the third; below, they are
+        # halves.
         rounded = (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22
         one = 127 << 1
         index = torch.where(rounded < one, size.mul_(2).round_().int(), (rounded - (one - 2)).clamp_(max=7))
@@ -68,6 +72,6 @@ class Mxfp4(HalfBytes):
         return tensors["weight_packed"], tensors["weight_scale"]
 
     def kernels(self, scheme, gpu):
-        # vLLM does not look at what a checkpoint says of activations, and its first choice on Blackwell rounds them to 4 bits. On Hopper
-        # it is Humming from 0.32 on.
+        # vLLM does not look at what a checkpoint says of activations, and its first choice on Blackwell rounds them to
+        # 4 bits. On Hopper it is Humming from 0.32 on.
         return KernelChoice(linear=("MarlinMxFp4LinearKernel",), backends={"mxfp4": "marlin"})

@@ -4,14 +4,14 @@ Zero points: codes of a group lie where its weights are, which always holds zero
     scale = (max(w, 0) - min(w, 0)) / 15,  zero = round(clamp(-8 - min(w, 0) / scale, -8, 7))
     q = round(clamp(w / scale + zero, -8, 7)),  w' = scale * (q - zero)
 
-for INT4, with 255, -128 and 127 for INT8. This is compressed-tensors' arithmetic bit for bit, in float32 (float64 for such masters; a
-16-bit master has the codes of its float32 copy). `zero` follows from the scale before it is rounded to its dtype, codes from the rounded
-one. A group of zeros has zero point 0. Where compressed-tensors makes infinities, of groups that span more than float32 holds, both ends
-are divided first.
+for INT4, with 255, -128 and 127 for INT8. This is compressed-tensors' arithmetic bit for bit, in float32 (float64 for
+such masters; a 16-bit master has the codes of its float32 copy). `zero` follows from the scale before it is rounded to
+its dtype, codes from the rounded one. A group of zeros has zero point 0. Where compressed-tensors makes infinities, of
+groups that span more than float32 holds, both ends are divided first.
 
-A checkpoint (`pack-quantized`, `symmetric: false`) has the zero points of several rows in a word of `weight_zero_point`, int32
-`(ceil(N / 8), K / group_size)` for INT4 and `(ceil(N / 4), ...)` for INT8, as it has the codes of several columns; what fills the last
-word is 0.
+A checkpoint (`pack-quantized`, `symmetric: false`) has the zero points of several rows in a word of
+`weight_zero_point`, int32 `(ceil(N / 8), K / group_size)` for INT4 and `(ceil(N / 4), ...)` for INT8, as it has the
+codes of several columns; what fills the last word is 0.
 """
 
 import torch

@@ -18,8 +18,7 @@ from trl_qarl.telemetry.mismatch import ERROR_PROBABILITY
 PLACES_FILE = "places.jsonl"
 # Tokens in each place.
 WIDTH = 100
-# What `describe` gives: by thirds of an answer of a thousand tokens, by the sign of the advantage, by whether there
-# are error tokens.
+# What `describe` gives: by thirds of an answer of a thousand tokens, by the sign of the advantage, by whether there are error tokens.
 COLUMNS = (
     *(f"error tokens of 100,000, {third}" for third in ("to 300", "to 600", "beyond")),
     *(f"mismatch, nats per token, {third}" for third in ("to 300", "to 600", "beyond")),
@@ -30,9 +29,8 @@ COLUMNS = (
 
 class PlaceRecorder:
     """
-    Add a row to `path` for each generation batch of a trainer: what [`summarize`] counts, and of TBPO, over the
-    updates that the batch before it was for, how many answers with and without error tokens there were and how many of
-    these were `dropped`.
+    Add a row to `path` for each generation batch of a trainer: what [`summarize`] counts, and of TBPO, over the updates that the batch
+    before it was for, how many answers with and without error tokens there were and how many of these were `dropped`.
     """
 
     def __init__(self, trainer, path: Path):
@@ -79,9 +77,8 @@ def error_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def summarize(batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     """
-    By hundreds of tokens of the answers: how many `tokens` there are, how many `errors`, and the sum of the `mismatch`
-    in nats. By sign of the advantage, first positive, then negative: `sequences`, and the sum over them of the whole
-    answer's mismatch `|sum d|`.
+    By hundreds of tokens of the answers: how many `tokens` there are, how many `errors`, and the sum of the `mismatch` in nats. By sign of
+    the advantage, first positive, then negative: `sequences`, and the sum over them of the whole answer's mismatch `|sum d|`.
 
     >>> mask = torch.ones(2, 150)
     >>> old = torch.full((2, 150), -0.5)
@@ -112,8 +109,8 @@ def add(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     Sums of several rows, or of several such sums, to four digits.
 
-    >>> add([{"step": 1, "tokens": [2.0], "dropped": {"with": [1, 0]}}, {"step": 9, "tokens": [1.0, 3.0], "dropped":
-    {"with": [1, 1]}}]) {'tokens': [3.0, 3.0], 'dropped': {'with': [2, 1]}}
+    >>> add([{"step": 1, "tokens": [2.0], "dropped": {"with": [1, 0]}}, {"step": 9, "tokens": [1.0, 3.0], "dropped": {"with": [1, 1]}}])
+    {'tokens': [3.0, 3.0], 'dropped': {'with': [2, 1]}}
     """
 
     def total(parts: Sequence[Sequence[float]]) -> list[float]:

@@ -163,7 +163,7 @@ def test_an_adapter_of_another_base_or_scheme_is_refused_by_its_record(tmp_path,
     (tmp_path / "qarl.json").write_text(json.dumps(record))
     check_record(tmp_path, record)
     with pytest.raises(
-        ValueError, match=rf"beside another low-bit base \({name}={record.get(name)!r} there, {value!r} here\)"
+        ValueError, match=rf"over another low-bit base \({name}={record.get(name)!r} there, {value!r} here\)"
     ):
         check_record(tmp_path, record | {name: value})
 

@@ -63,7 +63,7 @@ def test_a_saved_adapter_is_trained_on_from_its_folder_on_the_same_4_bits_and_wi
     ours, theirs = adapter_tensors(second.model), adapter_tensors(first.model)
     assert any(not torch.equal(t, t.bfloat16().float()) for t in theirs.values())
     assert all(torch.equal(ours[name], t) for name, t in theirs.items())
-    with pytest.raises(ValueError, match="was trained beside another low-bit base"):
+    with pytest.raises(ValueError, match="was trained over another low-bit base"):
         make(folder, tmp_path / "third", has_adapter=False)
 
 

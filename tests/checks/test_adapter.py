@@ -63,7 +63,7 @@ def test_adapters_of_a_vision_tower_are_refused_and_of_the_language_model_are_no
 
     (problem,) = problems("all-linear")
     assert "outside the language model" in problem
-    assert problems(eval(re.search(r"alone: target_modules=(.*)\.$", problem)[1])) == []
+    assert problems(eval(re.search(r": target_modules=(.*)\.$", problem)[1])) == []
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_LORA)

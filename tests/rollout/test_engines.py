@@ -45,7 +45,8 @@ def test_the_command_of_a_plan_starts_a_server_with_the_learners_layers(tmp_path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prepare_model(model, args.plan, exclude_modules=args.exclude_modules, scale_dtype=torch.float32)
     _, _, *argv = shlex.split(start_command(args, model, torch.float32))
-    config = vllm_serve._quantization_config(vllm_serve.make_parser("vllm-serve").parse_args(argv))
+    given = vllm_serve.make_parser("vllm-serve").parse_args(argv)
+    config = vllm_serve._quantization_config(given, vllm_serve._shapes(given))
     assert config == quantization_config(Inventory.of(model)) and config["format"] == "mixed-precision"
     groups = [(group["format"], group["weights"].get("group_size")) for group in config["config_groups"].values()]
     assert groups == [("int-quantized", None), ("pack-quantized", 64)]

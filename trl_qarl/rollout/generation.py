@@ -141,14 +141,19 @@ class QaRLVLLMGeneration(VLLMGeneration):
             ca_certs=self.ca_certs,
             start_command=self.start_command,
         )
-        self.vllm_client.placeholders = placeholders_of(self.processing_class)
-        transport, reason = choose_transport(self.vllm_client, self.transport, self.allow_plain_http)
-        logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
-        transport.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
-        self.delta_sync = sends_changes(transport, self.delta_sync)
-        if isinstance(transport, NCCLTransport):
-            self.vllm_client.form_communicator(self.accelerator.device)
-        self._set_publisher(transport)
+        try:
+            self.vllm_client.placeholders = placeholders_of(self.processing_class)
+            transport, reason = choose_transport(self.vllm_client, self.transport, self.allow_plain_http)
+            logger.info("Weights reach the server by %s: %s.", type(transport).__name__, reason)
+            transport.is_drawing = lambda: any(in_flight.is_running for in_flight in self._launched)
+            self.delta_sync = sends_changes(transport, self.delta_sync)
+            if isinstance(transport, NCCLTransport):
+                self.vllm_client.form_communicator(self.accelerator.device)
+            self._set_publisher(transport)
+        except BaseException:
+            # A trainer that the engine does not fit must not keep the server until it is garbage-collected.
+            self.vllm_client.close_session()
+            raise
         self._keep_trying()
 
     def _keep_trying(self) -> None:

@@ -278,7 +278,7 @@ class PreparesPolicy(_BaseTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        check_launch(self.accelerator, self.args, self.model, self.policy.has_pictures)
+        check_launch(self.accelerator, self.args, self.model)
         with all_or_none(self.accelerator):
             self.policy.prepare(self.model, sharded_by(self.accelerator))
         check_agreement(self.accelerator, self.policy.record() | {"precisions": self.args.precisions})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.extras.profiling import profiling_context
@@ -29,7 +30,7 @@ from .rollout.answers import checked_rollout_func, vocabulary_size
 from .rollout.engines import server_process, start_command
 from .rollout.failures import EngineLost, all_or_none
 from .rollout.generation import QaRLVLLMGeneration
-from .rollout.pictures import check_rows, expanded_prompts
+from .rollout.pictures import check_rows, count_pictures, expanded_prompts
 from .rollout.scoring import prompt_log_probs
 from .rollout.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from .saves import SavesRuns
@@ -216,7 +217,10 @@ class QaRLTrainer(SavesRuns, TakesTurns, ScoresRollouts, GRPOTrainer, PreparesPo
     def _tokenize_prompts(self, prompts):
         """Adds what is sent to vLLM, which expands placeholders itself; rows without pictures get a list that
         processors take."""
-        check_rows(prompts, self.processing_class, self.accelerator.num_processes)
+        counts, num_processes = count_pictures(prompts), self.accelerator.num_processes
+        if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
+            counts = gather_object(counts)
+        check_rows(counts, self.processing_class, num_processes)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         images = images and [pictures or [] for pictures in images]
         if self.use_vllm and images is not None:

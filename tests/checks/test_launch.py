@@ -53,8 +53,6 @@ def test_what_cannot_shard_is_refused_by_name():
         check_launch(launched(plugin), config(), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="SIZE_BASED_WRAP"):
         check_launch(launched(fsdp(auto_wrap_policy="size_based_wrap")), config(), nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match="pictures and FSDP2"):
-        check_launch(launched(fsdp()), config(), nn.Linear(2, 2), has_pictures=True)
     for options, message in (
         ({"optim": "adafactor"}, "optim='adafactor' with FSDP2"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw' with FSDP2"),

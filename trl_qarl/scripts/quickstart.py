@@ -46,12 +46,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
 
 
 def make_problems(num_eval: int, seed: int, eos_token: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """
-    Return training and held-out problems, `{"prompt", "answer"}`: all sums of 10..49 and 1..9, shuffled by `seed`.
-
-    Raises:
-        ValueError: if `num_eval` leaves fewer than half of the 360 problems for training.
-    """
+    """Return training and held-out problems, `{"prompt", "answer"}`: all sums of 10..49 and 1..9, shuffled by `seed`.
+    `ValueError` is raised if `num_eval` leaves fewer than half of the 360 problems for training."""
     sums = [(a, b) for a in range(10, 50) for b in range(1, 10)]
     if not 1 <= num_eval <= len(sums) // 2:
         raise ValueError(f"num_eval={num_eval} must be between 1 and {len(sums) // 2}, half of the problems.")

@@ -96,11 +96,14 @@ def _write(
     runs: list[Run], notes: list[str], output: Path, refresh: int | None = None, with_png: bool = False
 ) -> list[Group]:
     from ..study.page import make_page
-    from ..study.plots import draw_figures
+    from ..study.plots import draw_figures, save_pngs
 
     groups = make_groups(runs)
+    figures = draw_figures(groups)
+    if with_png:
+        save_pngs([*figures[0], *figures[1]], groups, output)
     missing = [f"No run has a value of {name}." for name in EVERY_BATCH if not any(run.values(name) for run in runs)]
-    page = make_page(groups, draw_figures(groups, output, with_png), notes + missing, refresh)
+    page = make_page(groups, figures, notes + missing, refresh)
     # A browser must not read half a page.
     draft = output.with_name(f".{output.name}.part")
     draft.write_text(page, encoding="utf-8")

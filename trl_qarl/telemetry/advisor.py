@@ -45,23 +45,8 @@ Rows = Iterable[Mapping[str, float | None]]
 
 @dataclass(frozen=True)
 class Finding:
-    """
-    Result of one rule for a run.
-
-    Args:
-        rule (`str`):
-            Name of the rule.
-        card (`str`):
-            Card of the report that it is on.
-        level (`str`):
-            One of [`LEVELS`].
-        value (`str`):
-            What was measured.
-        threshold (`str`):
-            What it is held against.
-        advice (`str`, *optional*, defaults to `""`):
-            The next step. Only findings with one are logged.
-    """
+    """Result of one rule for a run: the rule, the card of the report that it is on, one of [`LEVELS`], what was
+    measured, what it is held against, and the next step. Only findings with a next step are logged."""
 
     rule: str
     card: str
@@ -75,16 +60,8 @@ class Finding:
 
 
 def assess(rows: Rows, config: Mapping[str, Any]) -> list[Finding]:
-    """
-    Return what the rules say of a run.
-
-    Args:
-        rows (`Iterable[Mapping[str, float | None]]`):
-            Logged metrics in their order with their `step`, `None` for what is not finite.
-        config (`Mapping[str, Any]`):
-            Content of `run.json`: `scheme`, `quantize_learner`, `objective`, `learning_rate`, and `options` for what
-            differs from the defaults.
-    """
+    """Return what the rules say of a run, from its logged rows in their order with their `step`, `None` for what is
+    not finite, and the content of its `run.json`."""
     settings = {**config.get("options", {}), **config}
     parts = _by_bits(rows, settings)
     findings = []
@@ -111,18 +88,8 @@ def _by_bits(rows: Rows, settings: Mapping[str, Any]) -> dict[float | None, list
 
 
 def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding], frozenset[str]]:
-    """
-    Choose the findings to log, one per episode: a rule speaks again only after it was fine in between.
-
-    Args:
-        findings (`Iterable[Finding]`):
-            Of [`assess`].
-        ongoing (`Set[str]`):
-            Rules that have spoken and were not fine since.
-
-    Returns:
-        What to log now, and the rules that are ongoing from here.
-    """
+    """Return the findings to log, one per episode, and the rules that are ongoing from here: a rule in `ongoing` has
+    spoken, and speaks again only after it was fine in between."""
     findings = list(findings)
     fine = {finding.rule for finding in findings if not finding.advice}
     new = [finding for finding in findings if finding.advice and finding.rule not in ongoing]
@@ -132,9 +99,7 @@ def advise(findings: Iterable[Finding], ongoing: Set[str]) -> tuple[list[Finding
 def mismatch_bands(settings: Mapping[str, Any]) -> tuple[float, float]:
     """
     Return the mean differences of log-probs (nats per token) up to which it is rounding, and above which there are two
-    policies.
-
-    `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do not.
+    policies. `numerics="engine"` promises 0. Activations of 8 bits amplify rounding, weight-only schemes do not.
     """
     if settings.get("numerics") == "engine":
         return 0.0, 0.0

@@ -119,17 +119,8 @@ def _fingerprint_of_model(folder: Path) -> dict[str, str]:
 
 
 class RunLog(TrainerCallback):
-    """
-    Writes the files described in the module's docstring.
-
-    Args:
-        args ([`QaRLConfig`]):
-            Configuration of the run.
-        recorder ([`~trl_qarl.telemetry.recorder.Recorder`]):
-            Whose rows are written after each update.
-        described (`dict[str, Any]`):
-            Entries of `run.json` next to the configuration: model, reward functions, number of problems.
-    """
+    """Writes the files described in the module's docstring: rows of `recorder` after each update, and `described`,
+    entries of `run.json` next to the configuration (model, reward functions, number of problems)."""
 
     def __init__(self, args: Any, recorder: Recorder, described: dict[str, Any]):
         self.args, self.recorder, self.described = args, recorder, described

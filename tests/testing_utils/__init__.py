@@ -225,6 +225,14 @@ def audit_in_this_process(patch) -> None:
     patch.setattr(deep_audit, "subprocess", SimpleNamespace(run=run))
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended, on Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def make_tiny_dataset(directory, num_rows: int = 16) -> str:
     """Write `train.json` and `test.json` (`prompt`, `solution`) and return the directory, which `load_dataset`
     reads."""

@@ -97,6 +97,7 @@ def test_contenders_against_trl_take_turns_on_the_same_tokens(tmp_path):
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("grids", "table"), ("choose", "choices")])
 def test_the_table_of_schemes_is_what_the_command_writes(name, make):
     grids = runpy.run_path(str(BENCHMARKS / "grids.py"))

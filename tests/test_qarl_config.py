@@ -50,11 +50,6 @@ def test_help_of_every_own_option_is_its_text_in_the_docstring():
         assert (ast.literal_eval(default[1]) if default else None) == option.default, option.name
 
 
-def test_an_explicit_generation_batch_size_is_kept(tmp_path):
-    c = config(tmp_path, generation_batch_size=32)
-    assert (c.generation_batch_size, c.steps_per_generation) == (32, 4)
-
-
 def test_scheme_may_be_a_mapping_also_as_json(tmp_path):
     mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8"}
     for scheme in (mapping, json.dumps(mapping)):
@@ -88,9 +83,3 @@ def test_an_accelerator_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_qarl.qarl_config.has_fast_bf16", lambda: False)
     c = QaRLConfig(str(tmp_path))
     assert (c.use_cpu, c.bf16) == (False, True)
-
-
-def test_config_survives_a_round_trip_through_yaml_like_dicts(tmp_path):
-    c = config(tmp_path, objective="grpo", scheme="w8a8")
-    assert c.to_dict()["optim"] == "muon" and c.to_dict()["scheme"] == "w8a8"
-    assert QaRLConfig(str(tmp_path), use_cpu=True, loss_type=c.loss_type, objective=c.objective).loss_type == "grpo"

@@ -32,11 +32,6 @@ def test_methods_of_the_trainer_that_we_override_are_called(cls):
     assert without_place(cls, "trl", "transformers") == []
 
 
-def test_the_trainer_takes_the_arguments_that_we_pass_on():
-    ours = set(inspect.signature(QaRLTrainer.__init__).parameters)
-    assert ours == set(inspect.signature(GRPOTrainer.__init__).parameters)
-
-
 def test_the_forward_that_trl_scores_with_gets_no_positions():
     """`count_positions`: the model is called once, with keyword arguments, and used for nothing else."""
     source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)

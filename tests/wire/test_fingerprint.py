@@ -118,11 +118,9 @@ def test_the_top_bit_of_every_word_does_not_cancel(num_words):
         assert fingerprint(every_fourth) != fingerprint(values)
 
 
-@pytest.mark.parametrize("num_words", [0, 1, 2**14, 2**15 + 1, 3 * 2**15 + 77, 2**19 + 2**14 + 3])
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_cpu_and_gpu_take_their_own_steps_to_the_same_sums(monkeypatch, num_words, num_threads):
-    """Of a CPU's threads, parts in its cache and blocks, and of a GPU's blocks at a time."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+@pytest.mark.parametrize("num_words", [0, 1, 2**14, 2**15 + 1, 3 * 2**15 + 77, 7 * 2**15 + 2**14 + 3])
+def test_cpu_and_gpu_take_their_own_steps_to_the_same_sums(monkeypatch, num_words):
+    """A CPU takes parts of blocks, a GPU several blocks at a time."""
     monkeypatch.setattr("trl_qarl.wire.fingerprint._BLOCKS_AT_A_TIME", 3)
     generator = torch.Generator().manual_seed(0)
     entries = torch.randint(-(2**63), 2**63 - 1, (2, num_words), generator=generator)

@@ -13,7 +13,6 @@ so CPU and GPU agree. It finds transport and layout errors; it is no defence aga
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
@@ -24,9 +23,8 @@ import torch.nn.functional as F
 __all__ = ["differing_entries", "fingerprint", "fingerprint_differences", "fingerprints"]
 
 _BLOCK = 1 << 15
-# On a GPU, in one step. On a CPU half a block, 128 KiB, stays in a core's cache while it is mixed, and a thread takes
-# 4 MiB.
-_BLOCKS_AT_A_TIME, _IN_CACHE, _OF_A_THREAD = 256, 1 << 14, 1 << 19
+# On a GPU, in one step; and half a block, 128 KiB, which stays in a processor's cache while it is mixed.
+_BLOCKS_AT_A_TIME, _IN_CACHE = 256, 1 << 14
 # Numbers of the splitmix64 generator, as signed 64-bit numbers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
@@ -90,26 +88,18 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 
 def _sum_in_cache(words: np.ndarray) -> int:
     """The sum of one entry on a CPU. NumPy shifts unsigned numbers and multiplies without a result in memory, so it
-    takes half of torch's steps; both wrap around."""
+    takes half of torch's steps; both wrap around. Threads would take turns, as each step is short."""
     weights = _odd_numbers(torch.device("cpu")).numpy().view(np.uint64)
-
-    def add_up(first: int) -> int:
-        total, (high, mixed) = 0, np.empty((2, _IN_CACHE), dtype=np.uint64)
-        for start in range(first, min(first + _OF_A_THREAD, len(words)), _IN_CACHE):
-            part = words[start : start + _IN_CACHE]
-            h, m = high[: len(part)], mixed[: len(part)]
-            np.bitwise_xor(np.right_shift(part, np.uint64(32), out=h), part, out=m)
-            np.multiply(m, np.uint64(_FACTORS[0] % 2**64), out=m)
-            np.bitwise_xor(np.right_shift(m, np.uint64(29), out=h), m, out=m)
-            place = start % _BLOCK
-            total += int(m.dot(weights[place : place + len(part)])) * (2 * (start // _BLOCK) + 1)
-        return total
-
-    firsts = range(0, len(words), _OF_A_THREAD)
-    if len(firsts) <= 1 or torch.get_num_threads() == 1:
-        return sum(map(add_up, firsts)) % 2**64
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        return sum(threads.map(add_up, firsts)) % 2**64
+    total, (high, mixed) = 0, np.empty((2, min(_IN_CACHE, len(words))), dtype=np.uint64)
+    for start in range(0, len(words), _IN_CACHE):
+        part = words[start : start + _IN_CACHE]
+        h, m = high[: len(part)], mixed[: len(part)]
+        np.bitwise_xor(np.right_shift(part, np.uint64(32), out=h), part, out=m)
+        np.multiply(m, np.uint64(_FACTORS[0] % 2**64), out=m)
+        np.bitwise_xor(np.right_shift(m, np.uint64(29), out=h), m, out=m)
+        place = start % _BLOCK
+        total += int(m.dot(weights[place : place + len(part)])) * (2 * (start // _BLOCK) + 1)
+    return total % 2**64
 
 
 def _sums_in_steps(words: torch.Tensor) -> torch.Tensor:

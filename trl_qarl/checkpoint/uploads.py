@@ -28,7 +28,6 @@ from .marker import COMPLETE_FILE
 
 
 __all__ = [
-    "HUB_EXPORTS",
     "PushFailed",
     "Upload",
     "cache_card",
@@ -46,8 +45,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-HUB_EXPORTS = ("low-bit", "master", "both", "adapter")
 
 _CHECKPOINT_STATE = (
     *(
@@ -148,7 +145,7 @@ def plan(hub_export: str, name: str, policy: Path, masters: Path, checkpoint: st
 
     Args:
         hub_export (`str`):
-            One of [`HUB_EXPORTS`].
+            `hub_export` of the configuration.
         name (`str`):
             The repository, with its namespace.
         policy (`Path`):

@@ -4,11 +4,14 @@ import inspect
 import json
 import logging
 import re
+import subprocess
+import sys
 
 import pytest
 from trl import GRPOConfig
 
 from testing_utils.trainings import config
+from trl_qarl.options import EngineOptions, ObjectiveOptions, QuantOptions
 from trl_qarl.qarl_config import QaRLConfig
 from trl_qarl.quantization.plan import get_plan
 
@@ -83,3 +86,19 @@ def test_an_accelerator_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_qarl.qarl_config.has_fast_bf16", lambda: False)
     c = QaRLConfig(str(tmp_path))
     assert (c.use_cpu, c.bf16) == (False, True)
+
+
+def test_options_are_there_without_trl():
+    code = "import sys, trl_qarl.options as o; print(o.QuantOptions().plan.name, {'trl', 'torch'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "w4a16 set()\n"
+
+
+def test_options_of_another_configuration_are_those_of_the_trainers():
+    own = {
+        field.name: field
+        for cls in (QuantOptions, ObjectiveOptions, EngineOptions)
+        for field in dataclasses.fields(cls)
+    }
+    trained = {field.name: field for field in dataclasses.fields(QaRLConfig)}
+    assert all(field.metadata["help"] and trained[name].default == field.default for name, field in own.items())

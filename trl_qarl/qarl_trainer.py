@@ -21,7 +21,7 @@ from .log_probs import ScoresRollouts
 from .muon import create_muon_adamw
 from .objectives.ratios import kl_to_reference
 from .objectives.registry import get_objective
-from .policy import Policy, PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
+from .policy import Policy
 from .processes import exit_on_signals
 from .qarl_config import QaRLConfig, config_for
 from .quantization.swap import quantized_forward
@@ -39,6 +39,7 @@ from .sharding.zero3 import compute_in_bfloat16, forget_order
 from .telemetry.console import Advisor, show_rows
 from .telemetry.recorder import Recorder
 from .telemetry.run_log import RunLog
+from .trainer_mixins import PreparesPolicy, RefreshReference, TakesTurns, replaced_in_trl
 
 
 __all__ = ["QaRLTrainer"]

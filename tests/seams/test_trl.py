@@ -12,9 +12,9 @@ from seams import imported_names, resolve, takes, without_place
 from trl_qarl import QaRLTrainer
 from trl_qarl.checkpoint.pushes import PushesPolicy
 from trl_qarl.forward import FORWARD_KEYS
-from trl_qarl.policy import PreparesPolicy
 from trl_qarl.rollout.client import QaRLClient
 from trl_qarl.rollout.generation import QaRLVLLMGeneration
+from trl_qarl.trainer_mixins import PreparesPolicy
 
 
 @pytest.mark.parametrize(("module", "name"), imported_names("trl"))

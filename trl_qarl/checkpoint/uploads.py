@@ -28,7 +28,6 @@ from .marker import COMPLETE_FILE
 
 
 __all__ = [
-    "HUB_EXPORTS",
     "PushFailed",
     "Upload",
     "cache_card",
@@ -46,8 +45,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-HUB_EXPORTS = ("low-bit", "master", "both", "adapter")
 
 _CHECKPOINT_STATE = (
     *(

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..checks.refused import LORA_MODES
 from ..objectives.registry import OBJECTIVES
+from ..options import CHOICES
 from ..quantization.schemes import SCHEMES
 from .groups import label_parts
 
@@ -20,7 +20,7 @@ __all__ = ["AXES", "KEYS", "build_command", "cell_name", "expand_grid", "load_gr
 AXES = ("quantize_learner", "objective", "scheme", "lora_mode", "seed")
 KEYS = ("command", "train", "grid", "cells", "evaluate")
 
-_CHOICES = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES), "lora_mode": LORA_MODES}
+_CHOICES = {"objective": OBJECTIVES, "scheme": tuple(SCHEMES), "lora_mode": CHOICES["lora_mode"]}
 
 
 def load_grid(path: str | Path) -> dict[str, Any]:

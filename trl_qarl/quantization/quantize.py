@@ -115,17 +115,10 @@ def coarser(
 
 def quantize_activation(x: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Quantize activations per token, as vLLM does.
+    Quantize activations `(M, K)` of any floating dtype per token, as vLLM does, by a scheme with low-bit activations.
 
-    Args:
-        x (`torch.Tensor`):
-            Activations `(M, K)`, any floating dtype.
-        scheme ([`QuantScheme`]):
-            A scheme with low-bit activations.
-
-    Returns:
-        Codes `(M, K)` in int8 or float8_e4m3fn, contiguous also where `x` is a transposed view, and float32 scales
-        `(M, 1)`. A token of zeros or denormal numbers gets zero codes.
+    Return codes `(M, K)` in int8 or float8_e4m3fn, contiguous also where `x` is a transposed view, and float32 scales
+    `(M, 1)`. A token of zeros or denormal numbers gets zero codes.
     """
     assert scheme.activation is not None
     if scheme.activation.type == "float":

@@ -31,12 +31,8 @@ def sharded_by(accelerator: Accelerator) -> str | None:
 
 
 def check_units(model: nn.Module) -> None:
-    """
-    Check that each unit that FSDP2 gathers at once has whole decoder layers.
-
-    Raises:
-        ValueError: naming a unit that is a part of one.
-    """
+    """Check that each unit that FSDP2 gathers at once has whole decoder layers; `ValueError` names a unit that is a
+    part of one."""
     inventory = Inventory.of(model)
     layers = {layer_of(name) for name in inventory.layers}
     for name, module in inventory.modules.items():

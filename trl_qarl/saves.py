@@ -312,8 +312,9 @@ class SavesRuns(PushesPolicy):
                 self.policy.relay(self._relay, self.state.global_step, self.export_model)
 
     def _versions_file(self) -> str:
-        # A process has its part of a sharded model's.
-        return generation_batch.versions_file(self.accelerator.process_index if self.policy.takes_all_processes else None)
+        # Of a sharded model's weights a process has its part.
+        is_part = self.policy.takes_all_processes
+        return generation_batch.versions_file(self.accelerator.process_index if is_part else None)
 
     def _batch_shape(self) -> dict[str, int]:
         return generation_batch.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)

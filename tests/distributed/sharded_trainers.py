@@ -251,7 +251,7 @@ def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
         begun = [row for row in rows if "rollout/age_updates" in row]
         assert [row["rollout/age_updates"] for row in begun] == [0, *[2] * (len(begun) - 1)] and len(begun) > 1
         assert min(row["staleness/abs_logp_mean"] for row in begun[1:]) > 0
-        assert not name == "merged" or max(row.get("quant/code_flip_rate", 0) for row in rows) > 0
+        assert name != "merged" or max(row.get("quant/code_flip_rate", 0) for row in rows) > 0
         checkpoint = f"{folder}/ahead-{name}/checkpoint-{saved_at}"
         assert Path(checkpoint, f"rollout_versions_{dist.get_rank()}.pt").is_file()
         lost = [None, ServerLost("no server answers")]

@@ -134,7 +134,7 @@ class Rows(Storage):
     @override
     @contextmanager
     def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
-        # FSDP2 gathers from the memory that it has allocated, whatever the tensor is given. `.data` does not count writes.
+        # FSDP2 gathers from the memory that it has allocated, whatever the tensor is given. `.data` counts no writes.
         part = tensor._local_tensor.data
         held = part.clone()
         part.copy_(local)

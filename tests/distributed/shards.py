@@ -25,6 +25,7 @@ CLAIMS = (
     "engine_numerics_train_what_they_train_with_whole_masters",
     "operations_are_put_into_sharded_modules",
     "a_server_is_filled_and_filled_again",
+    "batches_drawn_ahead_train_what_they_train_with_whole_masters",
     "a_reference_is_low_bit_and_sharded_too",
     "a_run_goes_on_from_its_checkpoint",
     "one_process_goes_on_from_a_checkpoint_of_two",

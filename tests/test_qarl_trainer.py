@@ -194,7 +194,6 @@ def test_an_environment_may_supply_the_prompts(tiny_model, tmp_path):
     assert trainer.state.global_step == 1
 
 
-@pytest.mark.slow
 def test_answers_of_tools_are_in_the_completion_and_not_in_the_loss(tmp_path, monkeypatch):
     pytest.importorskip("jmespath", reason="TRL asks for it before transformers 5.13")
     called = []

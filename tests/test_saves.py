@@ -158,7 +158,6 @@ def test_resuming_a_run_at_its_last_update_trains_nothing(tiny_model, tmp_path, 
     assert longer.state.global_step == 4
 
 
-@pytest.mark.slow
 def test_resuming_at_the_last_update_loads_the_best_model(tiny_model, tmp_path):
     scores = iter(range(1000, 0, -1))
     options = {

@@ -210,7 +210,7 @@ def check_what_was_written(case, trainer, folder):
 
 
 # Each kind of layer, adapter and numerics; the others when there is time for more than these.
-QUICK = ("w4a16", "several schemes", "rollout only", "engine numerics, w4a16", "LoRA", "merged LoRA")
+QUICK = ("w4a16", "w8a8", "fp8", "several schemes", "rollout only", "engine numerics, w4a16", "LoRA", "merged LoRA")
 
 
 @pytest.mark.parametrize(

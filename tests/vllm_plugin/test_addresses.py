@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from trl_qarl.vllm_plugin.addresses import Addresses, reachable_tensors
 
-
-pytest.importorskip("vllm")
+addresses_module = pytest.importorskip("trl_qarl.vllm_plugin.addresses", reason="needs vLLM")
+Addresses = addresses_module.Addresses
 pytestmark = pytest.mark.vllm
 
 
@@ -49,7 +48,7 @@ def model():
 
 
 def tensors(model):
-    return dict(reachable_tensors(model))
+    return dict(addresses_module.reachable_tensors(model))
 
 
 def test_whatever_a_layer_refers_to_is_found_under_one_name(model):

@@ -16,7 +16,6 @@ from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.rollout.engines import make_engine
 from trl_qarl.rollout.publisher import Publisher
 from trl_qarl.rollout.transports import DirectTransport
-from trl_qarl.vllm_plugin.engine_tensors import tied_names
 from trl_qarl.wire.protocol import PublishError
 
 
@@ -256,6 +255,8 @@ def test_experts_that_compute_something_else_are_refused(config, changes, what):
 
 
 def test_a_router_that_the_engine_has_under_two_names_is_no_tied_weight():
+    from trl_qarl.vllm_plugin.engine_tensors import tied_names
+
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "gate": torch.nn.Linear(4, 2)})
     model["runner"] = torch.nn.ModuleDict({"gate": model["gate"]})
     model["head"] = torch.nn.Linear(4, 8, bias=False)

@@ -94,7 +94,6 @@ def test_a_tensor_that_changed_everywhere_by_little_takes_few_bits_per_element()
     assert np.array_equal(held["all"], new)
 
 
-@pytest.mark.slow
 def test_memory_grows_by_some_bytes_for_each_change_on_both_sides():
     """Positions are eight bytes each, and there are never more of them than in a block of two million elements."""
     peaks = {}

@@ -29,7 +29,6 @@ def awkward_weight(seed: int) -> torch.Tensor:
     return weight.bfloat16().float() if seed % 2 else weight
 
 
-@pytest.mark.slow
 def test_scales_codes_and_weights_equal_compressed_tensors_on_a_thousand_matrices():
     for seed in range(1000):
         weight = awkward_weight(seed)

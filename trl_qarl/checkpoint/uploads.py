@@ -50,16 +50,8 @@ logger = logging.getLogger(__name__)
 HUB_EXPORTS = ("low-bit", "master", "both", "adapter")
 
 _CHECKPOINT_STATE = (
-    *(
-        "optimizer*",
-        "scheduler.pt",
-        "scaler.pt",
-        "rng_state*",
-        "rollout_*.pt",
-        "objective_state.pt",
-        "trainer_state.json",
-    ),
-    COMPLETE_FILE,
+    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_*.pt", "objective_state.pt"),
+    *("trainer_state.json", COMPLETE_FILE),
 )
 # `training_args.bin` holds a token that was given as an option; completions and logs stay on the machine of the
 # training.

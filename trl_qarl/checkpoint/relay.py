@@ -1,12 +1,8 @@
 """
 Writes the policies of a training to files for object storage: the first one whole, then the changes of each version.
 
-| in the folder | |
-|---|---|
-| `base-N/` | the export of update N |
-| `patch-N.safetensors` | what changed until update N since the version before: blocks of [`trl_qarl.wire.delta`], and tensors that are shorter whole |
-| `manifest.json` | which run it is, and for each version its files with their SHA-256, a digest of its weights, and the SHA-256 of the entry before |
-| `lock` | held by the trainer that writes |
+docs/publish_and_serve.md has the table of files. Patches hold blocks of [`trl_qarl.wire.delta`], and tensors that are
+shorter whole; `lock` is held by the trainer that writes.
 
 A file gets its name when it is complete, and the manifest names it after that: whatever ends a trainer, or fills the
 disk, all versions of the manifest can be read. The entries are a chain, so that a reader who has seen its end notices

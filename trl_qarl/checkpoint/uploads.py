@@ -47,16 +47,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _CHECKPOINT_STATE = (
-    *(
-        "optimizer*",
-        "scheduler.pt",
-        "scaler.pt",
-        "rng_state*",
-        "rollout_*.pt",
-        "objective_state.pt",
-        "trainer_state.json",
-    ),
-    COMPLETE_FILE,
+    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "rollout_*.pt", "objective_state.pt"),
+    *("trainer_state.json", COMPLETE_FILE),
 )
 # `training_args.bin` holds a token that was given as an option; completions and logs stay on the machine of the
 # training.

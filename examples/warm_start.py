@@ -1,10 +1,10 @@
-"""
+r"""
 Train the low-bit policy of a model towards the model itself, before reinforcement learning: rounding to nearest costs
 a small model, or one in few bits, a good part of what it can do, and a few dozen updates bring most of it back
 (docs/recipes.md).
 
-    python examples/warm_start.py --model Qwen/Qwen3-0.6B-Base --dataset trl-lib/DeepMath-103K --scheme w4a16
-    --output_dir warm
+    python examples/warm_start.py --model Qwen/Qwen3-0.6B-Base --dataset trl-lib/DeepMath-103K --scheme w4a16 \
+        --output_dir warm
 
 TRL's DistillationTrainer does the work: the low-bit policy answers prompts, and at each of its tokens the divergence
 to the model before quantization is made smaller. `warm` has high-precision masters, to be given to QaRLTrainer as its

@@ -33,6 +33,7 @@ from .checks.options import (
     refused_by_all,
 )
 from .checks.refused import LORA_MODES
+from .checks.types import check_types
 from .objectives.options import TRUST_BAND_SHARE, TRUST_BANDS, UNSET, trl_default
 from .objectives.registry import get_objective, problem_of_objective
 from .quantization.gemm import has_fast_bf16
@@ -288,9 +289,10 @@ class QaRLConfig(GRPOConfig):
 
     def __post_init__(self):
         self.scheme = parse_scheme(self.scheme)
-        self.objective_kwargs = as_dict(self.objective_kwargs) or None
+        raise_problems([*check_types(self, GRPOConfig)])
+        self.objective_kwargs = as_dict(self, "objective_kwargs") or None
         self._choose_device()
-        generation_kwargs = as_dict(self.generation_kwargs)
+        generation_kwargs = as_dict(self, "generation_kwargs")
         if generation_kwargs.get("do_sample") is True:
             # Set by TRL itself; vLLM has no such option.
             self.generation_kwargs = {k: v for k, v in generation_kwargs.items() if k != "do_sample"}

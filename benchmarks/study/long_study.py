@@ -1,10 +1,10 @@
-"""
+r"""
 One cell of the study of long completions in benchmarks/study/README.md, in a few minutes on one core: the model of
 `benchmarks/study/chain_sums.py` learns to get chains of 10 to 15 sums right, in answers of 112 to 172 tokens.
 
     python benchmarks/study/chain_sums.py --output_dir MODEL
-    python benchmarks/study/long_study.py --model MODEL --output_dir DIR --quantize_learner true --objective tbpo
-    --seed 0
+    python benchmarks/study/long_study.py --model MODEL --output_dir DIR --quantize_learner true \
+        --objective tbpo --seed 0
 
 Rollouts are made in the process, by the quantized modules. `DIR/scores.json` has what the policy solves at the end,
 and `DIR/routes.jsonl` of a mixture (`chain_sums.py --mixture`) which experts were used, and where sampler and learner

@@ -1,9 +1,10 @@
-"""
+r"""
 The tables of benchmarks/study/README.md, from the directories that `trl-qarl compare` has filled so far, finished
 cells only.
 
-    python benchmarks/study/long_tables.py --collect outputs/long outputs/long_variants --output
-    benchmarks/study/study.json python benchmarks/study/long_tables.py benchmarks/study/study.json
+    python benchmarks/study/long_tables.py --collect outputs/long outputs/long_variants \
+        --output benchmarks/study/study.json
+    python benchmarks/study/long_tables.py benchmarks/study/study.json
     python benchmarks/study/long_tables.py benchmarks/study/study.json --fill benchmarks/study/README.md
 
 The first adds what the page and its pictures need of every cell, in the place of cells with the same settings; a study

@@ -1,10 +1,11 @@
-"""
+r"""
 A model of pictures and text, of 0.9 million parameters, is taught from nothing to count drawn shapes, and learns to
 count them right by GRPO.
 
     python benchmarks/study/shapes.py pretrain --output_dir MODEL
-    python benchmarks/study/shapes.py train --model MODEL --output_dir DIR --scheme w4a16 --quantize_learner true
-    --seed 0 python benchmarks/study/shapes.py train --model MODEL --output_dir DIR --scheme w4a16 --use_vllm
+    python benchmarks/study/shapes.py train --model MODEL --output_dir DIR --scheme w4a16 --seed 0 \
+        --quantize_learner true
+    python benchmarks/study/shapes.py train --model MODEL --output_dir DIR --scheme w4a16 --use_vllm
 
 A picture is a row of 12 cells with circles, squares and triangles in three colours. The prompt is `red circle` and the
 picture; the answer counts along the row, `0 1 1 2 2 2 3 3 3 4 4 5`, and only its last number is rewarded. Pretraining

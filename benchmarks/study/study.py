@@ -1,9 +1,10 @@
-"""
+r"""
 One cell of the studies in benchmarks/study/README.md: SmolLM2-135M-Instruct learns a task and is evaluated as it would
 be deployed.
 
-    python benchmarks/study/study.py train --output_dir DIR --quantize_learner true --objective tbpo --scheme
-    w4a16-observer --seed 0 python benchmarks/study/study.py evaluate --output_dir DIR
+    python benchmarks/study/study.py train --output_dir DIR --quantize_learner true --objective tbpo \
+        --scheme w4a16-observer --seed 0
+    python benchmarks/study/study.py evaluate --output_dir DIR
 
 `--task addition` has the problems and the reward of `trl-qarl quickstart`, `--task counting` asks for longer
 completions. Rollouts come from a vLLM server that is started for the run. `--lora_mode adapter` or `merged` trains an

@@ -155,7 +155,7 @@ def export_gguf(
 
     Raises:
         ValueError: if `base` is of another model, if a scheme has no type of GGUF, or if fp16 does not hold a scale;
-        nothing is written.
+            nothing is written.
     """
     inventory = Inventory.of(model)
     if is_adapted(model) and not inventory.holds_adapter:

@@ -232,7 +232,7 @@ def rebuild(folder: str | Path, output_dir: str | Path, version: int | None = No
 
     Raises:
         ValueError: if there is no such version, or a file of it is missing, damaged or belongs to another version; the
-        message names it.
+            message names it.
     """
     folder = Path(folder)
     entries = _entries_until(folder, version)

@@ -167,6 +167,12 @@ def check_vllm(config) -> Iterator[str]:
             f"vllm_mode={config.vllm_mode!r}, vllm_server_autostart={config.vllm_server_autostart}. Remove it."
         )
     yield from _check_transport(config)
+    for name in ("vllm_request_timeout", "vllm_generation_timeout"):
+        if not 0 < getattr(config, name) < math.inf:
+            yield (
+                f"{name}={getattr(config, name)} must be a positive number of seconds: a server that never answers would hold "
+                f"the run for good. The default is {default(type(config), name):g}."
+            )
     if not config.use_vllm:
         if config.vllm_server_autostart:
             yield "vllm_server_autostart=True was given, but use_vllm=False. Set `use_vllm=True`."
@@ -177,12 +183,6 @@ def check_vllm(config) -> Iterator[str]:
             f"vllm_mode={config.vllm_mode!r}, vllm_server_base_url={config.vllm_server_base_url!r}. Use vllm_mode='server' "
             "and choose its port with `vllm_server_port`."
         )
-    for name in ("vllm_request_timeout", "vllm_generation_timeout"):
-        if not 0 < getattr(config, name) < math.inf:
-            yield (
-                f"{name}={getattr(config, name)} must be a positive number of seconds: a server that never answers would hold "
-                f"the run for good. The default is {default(type(config), name):g}."
-            )
     if config.vllm_model_impl not in ("vllm", "auto"):
         yield (
             f"vllm_model_impl={config.vllm_model_impl!r} is not supported: the audit knows the parameters of vLLM's own "
@@ -194,7 +194,7 @@ def check_vllm(config) -> Iterator[str]:
             f"vllm_server_host={config.vllm_server_host!r} with vllm_server_autostart=True: the server is started on this "
             "machine and listens on 127.0.0.1. Remove it."
         )
-    reshaping = sorted(VLLM_SAMPLING_KWARGS & as_dict(config.generation_kwargs).keys())
+    reshaping = sorted(VLLM_SAMPLING_KWARGS & as_dict(config, "generation_kwargs").keys())
     if reshaping:
         yield (
             f"generation_kwargs contains {reshaping}, which change what vLLM samples or returns, so sampling log-probs and "
@@ -288,9 +288,9 @@ def check_hub(config) -> Iterator[str]:
 def check_inherited(config) -> Iterator[str]:
     yield from refused_by_all(config)
     for name, why in MODEL_INIT_KWARGS_REFUSED.items():
-        if as_dict(config.model_init_kwargs).get(name) not in (None, False):
+        if as_dict(config, "model_init_kwargs").get(name) not in (None, False):
             yield f"model_init_kwargs[{name!r}] is not supported: {why}."
-    reshaping = sorted(GENERATION_KWARGS_THAT_RESHAPE & as_dict(config.generation_kwargs).keys())
+    reshaping = sorted(GENERATION_KWARGS_THAT_RESHAPE & as_dict(config, "generation_kwargs").keys())
     if reshaping:
         yield (
             f"generation_kwargs contains {reshaping}, which change what is sampled and from which distribution, so "
@@ -349,8 +349,15 @@ def low_precision_masters(config, dtype: torch.dtype | str | None) -> str | None
     return f"{text} `allow_low_precision_masters=True` trains them nevertheless."
 
 
-def as_dict(value: dict | str | None) -> dict:
-    # From the command line, dictionaries arrive as JSON text and are parsed by the base class later.
+def as_dict(config: Any, name: str) -> dict[str, Any]:
+    """Return a dictionary among the options, `{}` for `None`. From the command line dictionaries arrive as JSON text,
+    which the base class parses later."""
+    value = getattr(config, name)
     if isinstance(value, str):
-        return json.loads(value) if value.strip().startswith("{") else {}
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{name}={value!r} is not a JSON object, such as '{{\"key\": 1}}'. Write one, or leave it out."
+            )
     return value or {}

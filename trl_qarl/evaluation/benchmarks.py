@@ -38,7 +38,8 @@ def load_benchmarks(names: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         ValueError: for an unknown name, a task that asks for log-probs instead of completions, or if lm-eval is
-        missing. OSError: if the Hub is needed and does not answer.
+            missing.
+        OSError: if the Hub is needed and does not answer.
     """
     try:
         from lm_eval import tasks as harness

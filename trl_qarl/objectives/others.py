@@ -4,9 +4,9 @@ Objectives of other projects against the mismatch between learner and sampler, a
 With `r` and `w` of `presets.py`, `b = r w` the token ratio to the sampler and `W_g = exp(mean_t log w)`:
 
     icepop          1[low <= w <= high] w min(r A, clip(r) A)         https://huggingface.co/papers/2510.18855
-    kpop            1[KL <= d] w min(r A, clip(r) A)                  https://ringtech.notion.site/kpop; KL of (p_old,
-    1 - p_old)
-                                                                      and (p_s, 1 - p_s), the larger of both directions
+    kpop            1[KL <= d] w min(r A, clip(r) A)                  https://ringtech.notion.site/kpop; the KL of
+                                                                      (p_old, 1 - p_old) and (p_s, 1 - p_s), the
+                                                                      larger of both directions
     geo-mask        1[low <= W_g <= high] min(r A, clip(r) A)         the first step of SkyRL's ladder
     bypass          min(b A, clip(b) A)                               no forward that scores the rollout
 

@@ -2,8 +2,9 @@ r"""
 Losses of tokens that TRL has no option for, of what others use against the mismatch. With `r` and `w` of `presets.py`,
 `b = r w`, and `p` the probabilities of a token under the learner, `p_s` under the sampler:
 
-    dppo-tv         1[sign(A) (p - p_s) <= d] min(b, 20) A log p      https://huggingface.co/papers/2602.04879; min(b,
-    20) constant acr             min(w, C) min(r A, clip(r, 1 - e, (1 + e_high) max(1, w / C)) A)
+    dppo-tv         1[sign(A) (p - p_s) <= d] min(b, 20) A log p      https://huggingface.co/papers/2602.04879;
+                                                                      min(b, 20) is a constant
+    acr             min(w, C) min(r A, clip(r, 1 - e, (1 + e_high) max(1, w / C)) A)
                                                                       https://huggingface.co/papers/2602.13953
 
 As TRL's `loss_type="grpo"`, terms are averaged over the tokens of a completion, then over completions. A token whose

@@ -5,8 +5,8 @@ For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
 
     gate, up = x @ gate_up[e].T         rounded to the dtype of `x`, as a linear layer of an engine does
     y_e = (silu(gate) * up) @ down[e].T
-    out = w_1 y_1 + ... + w_k y_k       float32, in this order, each product and sum rounded by itself; rounded once to
-    the dtype
+    out = w_1 y_1 + ... + w_k y_k       float32, in this order, each product and sum rounded by itself; rounded
+                                        once to the dtype
 
 Each expert multiplies the tokens routed to it in one product, so with a product whose rows do not depend on each other
 no token's result depends on what else is computed.

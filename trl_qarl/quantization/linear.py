@@ -1,9 +1,8 @@
 """
 A linear layer whose forward runs on the low-bit form of its weight and whose backward reaches the master weight.
 
-    forward   y = kernel(Q(x), Q(w)) + b          the tensors the rollout engine holds, through a low-bit matrix
-    product backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both
-    quantizers
+    forward   y = kernel(Q(x), Q(w)) + b          the engine's tensors, through a low-bit matrix product
+    backward  dx = dy @ w',  dw = dy.T @ x',  db = sum(dy)        high precision, straight through both quantizers
 
 `w'` is the dequantized weight of the product and `x'` the (de)quantized activation the product saw. A layer has two
 parts: its *source* says which weight is quantized and where gradients go ([`MasterSource`]: the layer's own), its

@@ -368,7 +368,7 @@ def get_scheme(scheme: str | QuantScheme, group_size: int | None = None) -> Quan
 
     Raises:
         ValueError: for an unknown name, a group size that no kernel accepts, or a group size on a scheme without
-        groups.
+            groups.
     """
     if isinstance(scheme, str):
         if scheme not in SCHEMES:

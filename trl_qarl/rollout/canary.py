@@ -125,7 +125,7 @@ class Canary:
 
         Raises:
             PublishError: if the difference is larger than rounding explains, or the engine makes another prompt of the
-            picture.
+                picture.
         """
         found: dict[str, float] = {}
         for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):

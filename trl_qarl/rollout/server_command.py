@@ -207,7 +207,7 @@ def build_server_command(
 
     Raises:
         ValueError: for an unknown transport, NCCL on a CPU, an argument that is set here, or a scheme that cannot run
-        here.
+            here.
     """
     check_engine_runs(quantization_config, dtype, on_cpu, gpu)
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")

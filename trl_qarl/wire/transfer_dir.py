@@ -100,7 +100,7 @@ def confined_path(directory: str | None, name: str) -> Path:
 
     Raises:
         ValueError: if there is no directory, or `name` is anything but the name of a regular `.safetensors` file in
-        it.
+            it.
     """
     if not directory:
         raise ValueError(

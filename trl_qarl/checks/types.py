@@ -1,0 +1,70 @@
+"""Checks of the types of a configuration's values, before anything else looks at them."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+__all__ = ["check_types"]
+
+_WORDS = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    dict: "a dictionary",
+    NoneType: "None",
+}
+
+
+def check_types(config: Any, inherited: type) -> Iterator[str]:
+    """
+    Yield a problem for each value of `config` that its field's annotation does not allow. The fields of `inherited`,
+    a base class that checks its own, are left out unless the class of `config` annotates them anew.
+
+    Integers and floats may come from NumPy. A number that is not one (`nan`) is never allowed, and text may stand for
+    a list with one element.
+    """
+    own = {
+        name
+        for cls in type(config).__mro__
+        if not issubclass(inherited, cls)
+        for name in vars(cls).get("__annotations__", {})
+    }
+    hints = get_type_hints(type(config))
+    for name in sorted(own & {field.name for field in fields(config)}):
+        allowed = _alternatives(hints[name])
+        value = getattr(config, name)
+        if not any(_fits(value, hint) for hint in allowed):
+            yield f"{name}={value!r} is of type {type(value).__name__}, and must be {_named(allowed)}."
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin is list:
+        return (isinstance(value, str) and arguments == (str,)) or (
+            isinstance(value, list | tuple) and all(_fits(element, arguments[0]) for element in value)
+        )
+    if origin is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if origin is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, origin)
+
+
+def _named(hints: Iterable[Any]) -> str:
+    return " or ".join(
+        f"a list of {_WORDS.get(get_args(hint)[0], 'values')}"
+        if get_origin(hint) is list
+        else _WORDS[get_origin(hint) or hint]
+        for hint in hints
+    )

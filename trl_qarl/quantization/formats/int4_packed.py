@@ -38,7 +38,7 @@ class HalfBytes(Format):
 
     def pack(self, codes):
         # Two codes in a word of 16 bits, of which the second moves next to the first: strides of 2 would be slow.
-        pairs = codes.to(torch.int8).add_(8).view(torch.int16)
+        pairs = (codes.to(torch.int8) + 8).view(torch.int16)
         return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8).view(torch.int32)
 
     def unpack(self, qdata, dtype):

@@ -320,7 +320,7 @@ def test_rows_are_quantized_in_blocks_of_any_size_to_the_same_bits(monkeypatch, 
     weight[7] = 0
     whole = LowBitTensor.from_hp(weight, get_scheme(name), torch.bfloat16)
     for size in (1, 3 * 256, 16 * 256):
-        monkeypatch.setattr("trl_qarl.quantization.quantize.BLOCK_OF_WEIGHTS", size)
+        monkeypatch.setattr("trl_qarl.quantization.quantize.BLOCK_OF_WEIGHTS", {"cpu": size})
         # The first forward of a step is under autocast, which does not take FP8 codes.
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(LowBitTensor.from_hp(weight, get_scheme(name), torch.bfloat16), whole)

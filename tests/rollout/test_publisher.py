@@ -1,6 +1,5 @@
 import json
 import math
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +22,6 @@ from trl_qarl.wire.protocol import PublishError
 
 class Recorder:
     """A transport that keeps what it is given."""
-
-    takes_chunks_meanwhile = False
 
     def __init__(self):
         self.chunks, self.fingerprints, self.versions, self.num_cleared = [], {}, [], 0
@@ -318,49 +315,6 @@ def test_experts_are_sent_all_at_once_and_their_shapes_last(arch, scheme):
         else:
             assert torch.equal(sent[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert len(transport.fingerprints[of_layer[0]].split("-")) == 8
-
-
-class Slow(Recorder):
-    """A transport to a server that takes a chunk only when the next one is made, and may fail with the first."""
-
-    takes_chunks_meanwhile = True
-
-    def __init__(self, model, fails=False):
-        super().__init__()
-        self.model, self.fails, self.num_made, self.is_next_made = model, fails, 0, threading.Event()
-
-    def watch(self, layers):
-        for layer in layers:
-            self.num_made += 1
-            if self.num_made > 1:
-                self.is_next_made.set()
-            yield layer
-
-    def send(self, tensors):
-        assert self.is_next_made.wait(60), "nothing is made while a chunk is sent"
-        if self.fails:
-            raise PublishError("the server is gone")
-        super().send(tensors)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_server_is_sent_a_chunk_while_the_next_one_is_made(monkeypatch, fails):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    transport = Slow(model, fails)
-    iter_layers = publisher.iter_checkpoint_layers
-    monkeypatch.setattr(publisher, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(
-        publisher, "iter_checkpoint_layers", lambda *args, **kwargs: transport.watch(iter_layers(*args, **kwargs))
-    )
-    sends = Publisher(model, torch.bfloat16, transport)
-    if fails:
-        with pytest.raises(PublishError, match="is gone"):
-            sends.publish("1")
-        assert not transport.versions
-        return
-    sends.publish("1")
-    assert transport.names == list(transport.fingerprints) == list(model.state_dict())
-    assert len(transport.chunks) > 1 and transport.versions == ["1"]
 
 
 def test_the_largest_chunk_is_the_model_a_full_chunk_or_the_largest_layer(monkeypatch):

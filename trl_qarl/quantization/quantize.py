@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 
-BLOCK_OF_WEIGHTS = 2**24
-"""Weights that are quantized at once."""
+BLOCK_OF_WEIGHTS = {"cpu": 2**18}
+"""Weights that are quantized at once, by type of device: on a CPU as many as stay in its cache, elsewhere 2**24."""
 
 
 @torch.no_grad()
@@ -71,7 +71,8 @@ def quantize_weight(
         global_scale = form.choose_global_scale(weight)
     # Every row is quantized by itself. What is computed on the way is several times as large as the weight, such as
     # that of all experts.
-    blocks = weight.split(max(1, BLOCK_OF_WEIGHTS // max(1, weight.shape[1])))
+    size = BLOCK_OF_WEIGHTS.get(weight.device.type, 2**24)
+    blocks = weight.split(max(1, size // max(1, weight.shape[1])))
     # Quotients would inherit the strides of a transposed or sliced master, and codes are packed along rows.
     quantized = [form.quantize(block.contiguous(), scheme, scale_dtype, global_scale) for block in blocks]
     if len(quantized) == 1:

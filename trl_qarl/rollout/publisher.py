@@ -8,9 +8,7 @@ fingerprints of *all* tensors ([`trl_qarl.vllm_plugin.weight_transfer`]) and ref
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from itertools import chain, groupby
 from typing import Any
 
@@ -42,7 +40,7 @@ from .transports import Tensors, Transport, num_bytes_of
 
 __all__ = ["Publisher", "largest_chunk"]
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 256 * 2**20
 """A chunk is sent when it holds this much; it is larger only when one decoder layer is."""
 
 logger = logging.getLogger(__name__)
@@ -200,17 +198,16 @@ class Publisher:
             # Keys and values of corrupt weights stay in blocks that attention reads whole, and 0 times NaN is NaN.
             self.transport.clear_cache()
         chunk: Tensors = []
-        with _sender(self.transport) as send:
-            for layer in self._changed_layers(layers, published, fingerprints):
-                num_tensors += len(layer)
-                layer = self._pack(layer)
-                if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
-                    send(chunk)
-                    chunk = []
-                chunk += layer
-                num_bytes += num_bytes_of(layer)
-            if chunk:
-                send(chunk)
+        for layer in self._changed_layers(layers, published, fingerprints):
+            num_tensors += len(layer)
+            layer = self._pack(layer)
+            if chunk and num_bytes_of(chunk) + num_bytes_of(layer) > CHUNK_BYTES:
+                self.transport.send(chunk)
+                chunk = []
+            chunk += layer
+            num_bytes += num_bytes_of(layer)
+        if chunk:
+            self.transport.send(chunk)
         self.transport.finish(fingerprints, weight_version)
         return num_bytes, num_tensors
 
@@ -250,29 +247,6 @@ class Publisher:
             # An engine fuses matrices of a layer, so a layer is sent whole or not at all.
             if any(published.get(name) != value for name, value in current.items()):
                 yield layer
-
-
-@contextmanager
-def _sender(transport: Transport) -> Iterator[Callable[[Tensors], None]]:
-    """
-    Yield a function that sends a chunk, to a server while the next chunk is made; all have arrived when the context
-    ends.
-    """
-    if not transport.takes_chunks_meanwhile:
-        yield transport.send
-        return
-    with ThreadPoolExecutor(1) as thread:
-        before: Future[None] | None = None
-
-        def send(chunk: Tensors) -> None:
-            nonlocal before
-            if before is not None:
-                before.result()
-            before = thread.submit(transport.send, chunk)
-
-        yield send
-        if before is not None:
-            before.result()
 
 
 def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:

@@ -43,15 +43,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 class Transport(Protocol):
-    """
-    Channel to an engine: sends tensors, begins and finishes a weight sync, and scores with the engine.
-
-    Attributes:
-        takes_chunks_meanwhile (`bool`):
-            Whether another thread can send a chunk, one at a time, while this one computes.
-    """
-
-    takes_chunks_meanwhile: bool
+    """Channel to an engine: sends tensors, begins and finishes a weight sync, and scores with the engine."""
 
     def describe(self) -> dict[str, Any]:
         """
@@ -96,8 +88,6 @@ class DirectTransport:
         llm (`vllm.LLM`):
             Engine whose worker runs in this process (`distributed_executor_backend` `"uni"` or `"external_launcher"`).
     """
-
-    takes_chunks_meanwhile = False
 
     def __init__(self, llm):
         self.llm = llm
@@ -182,8 +172,6 @@ class ServerTransport:
     Requests common to every transport to a server; `client` is a [`~trl_qarl.rollout.client.QaRLClient`]. `is_drawing`
     tells whether completions of this trainer are in flight that are to go on with what is published.
     """
-
-    takes_chunks_meanwhile = True
 
     def __init__(self, client):
         self.client = client
@@ -307,9 +295,6 @@ class FileTransport(ServerTransport):
 
 class NCCLTransport(ServerTransport):
     """Broadcasts each chunk over the group that `client.form_communicator` has formed."""
-
-    # NCCL's streams are those of this thread.
-    takes_chunks_meanwhile = False
 
     def send(self, tensors: Tensors) -> None:
         tensors = [(name, tensor.to(torch.accelerator.current_accelerator())) for name, tensor in tensors]

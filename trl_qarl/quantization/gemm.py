@@ -49,6 +49,9 @@ INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
 ROW_INVARIANT_BLOCK = (
     48  # a multiple of the 6, 8, 12, 16 and 24 rows that BLAS tiles have, so that no row is in a rest
 )
+# With AMX, oneDNN chooses how it splits a long sum by the number of output channels. An engine holds several layers of
+# the learner as one, so channels are computed in blocks, too.
+CHANNELS_WITH_AMX = 128
 EXACT_FLOAT32_FEATURES = 1024  # 128 * 128 * 1024 = 2**24
 
 # Names of what ran; docs/schemes.md says what each means.
@@ -171,13 +174,15 @@ def expanded_name(product: str, scheme: QuantScheme, dtype: torch.dtype) -> str:
 
 
 def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` of `(M, K)` and `(N, K)` in their dtype, with the same bits for a row among any others."""
-    rows = x.shape[0]
-    filled = F.pad(x, (0, 0, 0, -rows % ROW_INVARIANT_BLOCK))
-    product = x.new_empty(filled.shape[0], weight.shape[0])
-    for block, out in zip(filled.split(ROW_INVARIANT_BLOCK), product.split(ROW_INVARIANT_BLOCK), strict=True):
-        torch.mm(block, weight.t(), out=out)
-    return product[:rows]
+    """`x @ weight.T` of `(M, K)` and `(N, K)` in their dtype, with the same bits for a row, and for a channel, among any
+    others."""
+    rows, channels = x.shape[0], weight.shape[0]
+    filled = F.pad(x, (0, 0, 0, -rows % ROW_INVARIANT_BLOCK)).split(ROW_INVARIANT_BLOCK)
+    weights = [weight]
+    if weight.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        weights = F.pad(weight, (0, 0, 0, -channels % CHANNELS_WITH_AMX)).split(CHANNELS_WITH_AMX)
+    product = torch.cat([torch.cat([torch.mm(block, part.t()) for block in filled]) for part in weights], 1)
+    return product[:rows, :channels].contiguous()
 
 
 def _add_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

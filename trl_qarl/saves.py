@@ -190,11 +190,11 @@ class SavesRuns(PushesPolicy):
                 batch = SavedBatch(self._step, self._buffered_inputs, has_differed, ahead)
                 generation_batch.save_batch(folder, rank, self._batch_shape(), batch)
                 shared = {
-                    generation_batch.VERSIONS_FILE: versions,
-                    generation_batch.OBJECTIVE_FILE: self._objective.state(),
+                    self._versions_file(): (versions, self.args.should_save or self.policy.takes_all_processes),
+                    generation_batch.OBJECTIVE_FILE: (self._objective.state(), self.args.should_save),
                 }
-                for name, value in shared.items():
-                    if value and self.args.should_save:
+                for name, (value, is_saved) in shared.items():
+                    if value and is_saved:
                         generation_batch.save_shared(folder, name, value)
                 marker.sync(folder)
         finally:
@@ -256,7 +256,7 @@ class SavesRuns(PushesPolicy):
         self._step, self._buffered_inputs = batch.step, batch.buffered_inputs
         self.policy.exactness.has_differed = batch.has_differed
         if self._ahead is not None:
-            versions = generation_batch.load_shared(checkpoint, generation_batch.VERSIONS_FILE, device)
+            versions = generation_batch.load_shared(checkpoint, self._versions_file(), device)
             self._ahead.load(batch.ahead, versions or [])
         elif batch.ahead:
             logger.warning(
@@ -310,6 +310,11 @@ class SavesRuns(PushesPolicy):
         with all_or_none(self.accelerator):
             if self._relay is not None:
                 self.policy.relay(self._relay, self.state.global_step, self.export_model)
+
+    def _versions_file(self) -> str:
+        # Of a sharded model's weights a process has its part.
+        is_part = self.policy.takes_all_processes
+        return generation_batch.versions_file(self.accelerator.process_index if is_part else None)
 
     def _batch_shape(self) -> dict[str, int]:
         return generation_batch.batch_shape(self.args, self.accelerator.num_processes, self._train_batch_size)

@@ -1,7 +1,10 @@
 """Trainings with sharded masters: weights, metrics, publications and refusals. Run by shards.py."""
 
+import hashlib
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +17,7 @@ from sharded_runs import (
     assert_follows,
     assert_publishes,
     assert_trained_the_same,
+    bits,
     make_model,
     same,
     train,
@@ -189,18 +193,22 @@ def colocated_engines_are_filled_by_every_process(folder):
         assert_follows(trainer, bound=0.0 if numerics else 1e-5)
 
 
-def a_server_is_filled_and_filled_again(folder):
-    """The main process alone talks to it, and a server that is lost while it generates is filled by all processes."""
-    if find_spec("vllm") is None:
-        return
+SERVED = {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
+SERVED |= {"max_completion_length": 4}
+
+
+@contextmanager
+def playing(failures=(), num_published=None):
+    """Trainers whose server is an object, to which generating fails so; what it draws depends on all that it was
+    sent."""
     from testing_utils.played_server import Server
 
-    transport, num_published = Engine(), []
+    transport, num_published, failures = Engine(), [] if num_published is None else num_published, [*failures]
 
     class Generation(QaRLVLLMGeneration):
         def _connect(self):
             self.vllm_client = Server(self.model)
-            self.vllm_client.failures = {"generate": [None, ServerLost("no server answers")]}
+            self.vllm_client.failures = {"generate": failures}
             self.vllm_client.weight_version = lambda: transport.weight_version
             self.publisher = Publisher(self.model, self.dtype, transport, self.processing_class)
             self.publisher.check_engine = dict
@@ -208,12 +216,59 @@ def a_server_is_filled_and_filled_again(folder):
 
         def _publish(self):
             self.vllm_client.version = num_published.append("sent") or "sent"
-            return super()._publish()
+            publication = super()._publish()
+            sent = sorted((name, bits(tensor).numpy().tobytes()) for name, tensor in transport.tensors.items())
+            self.vllm_client.held = hashlib.sha256(repr(sent).encode()).hexdigest()
+            return publication
 
-    options = {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 128, "mismatch_probe_steps": 0}
-    options |= {"max_steps": 2, "steps_per_generation": 1, "max_completion_length": 4}
     with patch.object(qarl_trainer, "QaRLVLLMGeneration", Generation), patch.object(generation, "BACKOFF_SECONDS", 0):
-        for trainer in train(folder, "server", launch={}, **options):
+        yield
+
+
+def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
+    """Each process keeps its part of the weights that draw them. A batch that was lost, and one that was pending in a
+    checkpoint, are of these."""
+    if find_spec("vllm") is None:
+        return
+    base = SERVED | {"rollout_ahead": 1, "steps_per_generation": 2, "max_steps": 6, "learning_rate": 1e-2}
+    base |= {"save_strategy": "steps"}
+    adapter = {"lora": LORA, "optim": "adamw_torch", "max_steps": 4}
+    launch = {"cpu_ram_efficient_loading": False}
+    for name, options in (
+        ("masters", {}),
+        ("adapter", adapter | {"lora_mode": "adapter"}),
+        ("merged", adapter | {"lora_mode": "merged"}),
+    ):
+        options = base | options
+        # In the middle of the last batch but one.
+        saved_at = options["save_steps"] = options["max_steps"] - 3
+        with playing():
+            [ddp] = train(folder, f"ahead-{name}-ddp", **options)
+        with playing():
+            for trainer in train(folder, f"ahead-{name}", launch=launch, **options):
+                rows = assert_trained_the_same(trainer, ddp)
+                masters = [whole(p.detach()) for p in trainer.model.parameters()]
+        begun = [row for row in rows if "rollout/age_updates" in row]
+        assert [row["rollout/age_updates"] for row in begun] == [0, *[2] * (len(begun) - 1)] and len(begun) > 1
+        assert min(row["staleness/abs_logp_mean"] for row in begun[1:]) > 0
+        assert name != "merged" or max(row.get("quant/code_flip_rate", 0) for row in rows) > 0
+        checkpoint = f"{folder}/ahead-{name}/checkpoint-{saved_at}"
+        assert Path(checkpoint, f"rollout_versions_{dist.get_rank()}.pt").is_file()
+        lost = [None, ServerLost("no server answers")]
+        for kind, failures, resume in (("lost", lost, None), ("resumed", (), checkpoint)):
+            with playing(failures):
+                for again in train(folder, f"ahead-{name}-{kind}", resume=resume, launch=launch, **options):
+                    for (parameter, ours), theirs in zip(again.model.named_parameters(), masters, strict=True):
+                        assert torch.equal(whole(ours.detach()), theirs), (name, kind, parameter)
+
+
+def a_server_is_filled_and_filled_again(folder):
+    """The main process alone talks to it, and a server that is lost while it generates is filled by all processes."""
+    if find_spec("vllm") is None:
+        return
+    num_published = []
+    with playing([None, ServerLost("no server answers")], num_published):
+        for trainer in train(folder, "server", launch={}, **SERVED, max_steps=2, steps_per_generation=1):
             versions = [row["rollout/weight_version"] for row in trainer.state.log_history if "reward" in row]
             assert versions == [0, 1]
             if dist.get_rank() == 0:

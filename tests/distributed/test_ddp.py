@@ -85,6 +85,7 @@ def trained(tmp_path_factory):
             "vllm_server_timeout": 900,
             "vllm_max_model_length": 128,
         }
+        runs["ahead"] = runs["server"] | {"rollout_ahead": 1, "max_steps": 6, "vllm_server_port": free_port()}
     with StandInHub(tmp_path / "hub") as hub:
         # What vLLM compiles in the server, for seconds, computes the same as what it does not.
         environment = hub_environment(hub, tmp_path / "home") | {"TORCH_COMPILE_DISABLE": "1"}
@@ -186,13 +187,14 @@ class TestTwoProcesses:
         assert all((local / name).read_bytes() == pushed[name] for name in names)
 
     @pytest.mark.vllm
-    def test_they_share_one_server(self, trained):
+    @pytest.mark.parametrize(("mode", "versions"), [("server", [0, 2]), ("ahead", [0, 0, 2])])
+    def test_they_share_one_server(self, trained, mode, versions):
         pytest.importorskip("vllm")
         _, runs, *_ = trained
-        ranks = runs["server"]
+        ranks = runs[mode]
         assert ranks[0]["digest"] == ranks[1]["digest"]
         rows = [row for row in ranks[0]["rows"] if "rollout/weight_version" in row]
-        assert [row["rollout/weight_version"] for row in rows] == [0, 2]
+        assert [row["rollout/weight_version"] for row in rows] == versions
         assert max(row["mismatch/abs_logp_max"] for row in rows) < 1e-5
 
     @pytest.mark.vllm

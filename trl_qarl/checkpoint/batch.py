@@ -13,7 +13,6 @@ from transformers import trainer
 
 __all__ = [
     "OBJECTIVE_FILE",
-    "VERSIONS_FILE",
     "SavedBatch",
     "batch_shape",
     "hold_back_rotation",
@@ -21,14 +20,12 @@ __all__ = [
     "load_shared",
     "save_batch",
     "save_shared",
+    "versions_file",
 ]
 
 logger = logging.getLogger(__name__)
 
 _BATCH_FILE = "rollout_state_{rank}.pt"
-VERSIONS_FILE = "rollout_versions.pt"
-"""The weights that draw what is pending; the masters that they were made of are nowhere."""
-
 OBJECTIVE_FILE = "objective_state.pt"
 """What the objective has learned of the run."""
 
@@ -37,6 +34,12 @@ OBJECTIVE_FILE = "objective_state.pt"
 torch.serialization.register_package(
     100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
+
+
+def versions_file(rank: int | None = None) -> str:
+    """Return the name of the file with the weights that draw what is pending, whose masters are nowhere: those of all
+    processes, or the part of one."""
+    return f"rollout_versions{'' if rank is None else f'_{rank}'}.pt"
 
 
 @contextmanager
@@ -71,17 +74,9 @@ def batch_shape(args, num_processes: int, train_batch_size: int) -> dict[str, in
 
 class SavedBatch(NamedTuple):
     """
-    The rollouts of one process.
-
-    Args:
-        step (`int`):
-            How many micro-batches have been trained, which says how much of the batch in progress has been used.
-        buffered_inputs (`list` or `None`):
-            The generation batch in progress.
-        has_differed (`bool`, *optional*, defaults to `False`):
-            Whether learner and sampler have differed.
-        ahead (`list[tuple]`, *optional*, defaults to `()`):
-            Generation batches that were drawn ahead ([`~trl_qarl.rollout.ahead.Ahead.state`]).
+    The rollouts of one process: `step`, how many micro-batches have been trained, which says how much of the batch in
+    progress, `buffered_inputs`, has been used; whether learner and sampler have differed; and the generation batches
+    that were drawn ahead ([`~trl_qarl.rollout.ahead.Ahead.state`]).
     """
 
     step: int
@@ -119,7 +114,7 @@ def load_batch(checkpoint: str | None, rank: int, shape: dict[str, int], device:
 
 
 def save_shared(folder: Path, name: str, value: Any) -> None:
-    """Write what is the same for all processes: [`VERSIONS_FILE`] or [`OBJECTIVE_FILE`]."""
+    """Write what is not of one process' rollouts: [`versions_file`] or [`OBJECTIVE_FILE`]."""
     torch.save(value, folder / name)
 
 

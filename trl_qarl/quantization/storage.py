@@ -5,6 +5,8 @@ How a process holds a parameter: all of it, or a part while other processes hold
 to [`BACKENDS`]; nothing else names a backend.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,18 @@ class Storage:
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of `tensor` that this process keeps, and an optimizer writes to."""
         return tensor
+
+    @contextmanager
+    def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
+        """While open, the part of `tensor` that this process keeps has the values of `local`; it does not count as
+        written to."""
+        held = tensor.data
+        # Not copied into the tensor: what is kept of its value is kept for its storage, and must find that again.
+        tensor.data = local
+        try:
+            yield
+        finally:
+            tensor.data = held
 
     def rows(self, tensor: torch.Tensor) -> range:
         """Return which rows `(..., K)` of all of `tensor` this process quantizes, those of all experts in one

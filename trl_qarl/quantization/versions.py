@@ -3,7 +3,7 @@ Weights of an earlier update, kept and put back for a forward or a weight sync.
 
 Of a quantized layer the codes and scales are kept, which a new master leaves alone, so they cost no copy; of what is
 trained in high precision (embeddings, norms, biases, adapters) a copy. Masters are not kept: a version computes and is
-published, it is not trained.
+published, it is not trained. Of a sharded model each process keeps its part.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .inventory import Inventory
+from .storage import refresh, storage_of
 from .tensors import LowBitTensor
 
 
@@ -21,15 +22,8 @@ __all__ = ["KeptVersion", "at_version", "kept_version"]
 
 
 class KeptVersion(NamedTuple):
-    """
-    The trained weights of a model as an engine is sent them.
-
-    Args:
-        low_bit (`dict[str, LowBitTensor]`):
-            Each quantized weight that is trained, by its name.
-        others (`dict[str, torch.Tensor]`):
-            Every other parameter that is trained, in its own dtype.
-    """
+    """The trained weights of a model as an engine is sent them, of a sharded one the parts that this process holds:
+    each quantized weight that is trained, by its name, and every other trained parameter in its own dtype."""
 
     low_bit: dict[str, LowBitTensor]
     others: dict[str, torch.Tensor]
@@ -41,6 +35,7 @@ class KeptVersion(NamedTuple):
     @classmethod
     def of_state(cls, state: dict[str, Any], model: nn.Module) -> "KeptVersion":
         """Return what [`~KeptVersion.state`] was made of; `model` has the same layers."""
+        refresh(model)
         weights = dict(Inventory.of(model).weights())
         low_bit = {name: _low_bit(weights[name].low_bit_weight(), parts) for name, parts in state["low_bit"].items()}
         return cls(low_bit, state["others"])
@@ -48,11 +43,13 @@ class KeptVersion(NamedTuple):
 
 def kept_version(model: nn.Module) -> KeptVersion:
     """Keep the weights that `model`, prepared by [`prepare_model`] or unquantized, has now."""
+    # What is gathered of a sharded model is no part of this process.
+    refresh(model)
     weights = dict(Inventory.of(model).weights())
     masters = {id(weight.parameter) for weight in weights.values()}
     low_bit = {name: _low_bit(weight.low_bit_weight()) for name, weight in weights.items() if weight.is_trained}
     others = {
-        name: parameter.detach().clone()
+        name: storage_of(parameter).local(parameter).detach().clone()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) not in masters
     }
@@ -65,21 +62,17 @@ def at_version(model: nn.Module, kept: KeptVersion) -> Iterator[None]:
     While open, `model` computes and publishes what it did when `kept` was made, bit for bit. The masters of quantized
     layers stay, and no code counts as changed.
     """
+    refresh(model)
     parameters, weights = dict(model.named_parameters()), dict(Inventory.of(model).weights())
-    current = {name: parameters[name].data for name in kept.others}
     with ExitStack() as stack:
-        try:
-            for name, value in kept.others.items():
-                # Not copied into the tensor: what is kept of its value is kept for its storage, and must find that
-                # again.
-                parameters[name].data = value
-            # After these, as an adapter may be part of what is quantized.
-            for name, low_bit in kept.low_bit.items():
-                stack.enter_context(weights[name].holding(_low_bit(low_bit)))
-            yield
-        finally:
-            for name, value in current.items():
-                parameters[name].data = value
+        # When the others are as they were, what was gathered of this version goes.
+        stack.callback(refresh, model)
+        for name, value in kept.others.items():
+            stack.enter_context(storage_of(parameters[name]).holding(parameters[name], value))
+        # After these, as an adapter may be part of what is quantized.
+        for name, low_bit in kept.low_bit.items():
+            stack.enter_context(weights[name].holding(_low_bit(low_bit)))
+        yield
 
 
 def _low_bit(like: LowBitTensor, parts: Any = None) -> LowBitTensor:

@@ -338,7 +338,7 @@ class Ahead:
     def state(self) -> tuple[list[tuple], list[dict[str, Any]]]:
         """
         Return, for files, what is pending in this process, of which what has failed has no completions, and the
-        weights that draw it, which all processes have alike.
+        weights that draw it, of a sharded model this process' part; otherwise all processes have the same.
         """
         self.wait()
         kept = {id(version): version for batch in self.pending for _, version in batch.versions}

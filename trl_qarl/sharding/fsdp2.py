@@ -20,6 +20,7 @@ optimizers, clipping and checkpoints see nothing else than without it.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,6 +130,18 @@ class Rows(Storage):
     @override
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor._local_tensor
+
+    @override
+    @contextmanager
+    def holding(self, tensor: torch.Tensor, local: torch.Tensor) -> Iterator[None]:
+        # FSDP2 gathers from the memory that it has allocated, whatever the tensor is given. `.data` counts no writes.
+        part = tensor._local_tensor.data
+        held = part.clone()
+        part.copy_(local)
+        try:
+            yield
+        finally:
+            part.copy_(held)
 
     @override
     def rows(self, tensor: torch.Tensor) -> range:

@@ -30,7 +30,7 @@ A scenario is a dictionary:
 
 import random
 
-from stand_in import ANSWERS
+from faults.stand_in import ANSWERS
 
 
 ENDPOINTS = (
@@ -389,6 +389,9 @@ def drawn_ahead() -> list[dict]:
     scenarios += [
         scenario("ahead, a completion cut short", faults=[cut]),
         scenario("ahead, die before the version is asked for", faults=[version]),
+        scenario("ahead, die while weights are published", faults=[fault("/update_weights")]),
+        over_http(scenario("ahead, undisturbed")),
+        over_http(scenario("ahead, die", faults=[die])),
         scenario("ahead, back", server="back", faults=[die]),
         scenario("ahead, gone", "EngineLost", server="apart", faults=[die]),
         scenario("ahead, and 100 deaths", "EngineLost", faults=[die], deaths=100),
@@ -399,6 +402,9 @@ def drawn_ahead() -> list[dict]:
             scenarios.append(scenario(f"ahead, the server is killed at {event}", at=event, action="kill server"))
     for tear in ("before the batch", "after the marker"):
         scenarios.append(scenario(f"ahead, torn {tear}", "ends", tear=tear))
+    for name in ("SIGTERM", "SIGINT"):
+        ending = fault("/v1/completions", "signal", 3, target="trainer", signal=name, seconds=0.01)
+        scenarios.append(scenario(f"ahead, {name} to the trainer", "ends", faults=[ending]))
     scenarios = [case | {"ahead": 1} for case in scenarios]
     for number, steps in ((1, (1, 4, 6, 9)), (2, (5, 8))):
         epochs = {"ahead": number, "epochs": True}

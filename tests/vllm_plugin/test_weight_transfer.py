@@ -434,10 +434,10 @@ def test_an_engine_of_another_model_or_tokenizer_is_refused(publisher, tmp_path)
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's INT4 kernel rounds activations with AMX only"
 )
-def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, monkeypatch):
+def test_no_engine_rounds_activations_of_int4_weights_on_a_cpu_with_amx(tmp_path, monkeypatch):
     path = make_tiny_model(tmp_path, "llama")
     publisher = make_publisher(path, dtype=torch.bfloat16)
-    assert publisher.check_engine()["use_w4a8"] is False
+    publisher.check_engine()
     right = publisher.publish("0")["publish/canary_abs_logp"]
     from vllm import envs
 
@@ -446,7 +446,6 @@ def test_the_int4_kernel_leaves_activations_alone_on_a_cpu_with_amx(tmp_path, mo
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     envs.disable_envs_cache()
     other = make_publisher(path, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="VLLM_CPU_INT4_W4A8=0"):
-        other.check_engine()
-    rounded = other.publish("0")["publish/canary_abs_logp"]
-    assert right < 1e-2 and rounded > right
+    # The plugin's kernel runs in the place of vLLM's, which would round.
+    assert other.check_engine()["use_w4a8"] is False
+    assert other.publish("0")["publish/canary_abs_logp"] == right < 1e-2
